@@ -1,0 +1,19 @@
+"""dllm_jax: diffusion language models (LLaDA, Dream) in JAX, with cache policies one file each.
+
+Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
+`q` computed rows, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,
+`f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps.
+"""
+
+# Models
+from dllm_jax.model import Model as Model
+from dllm_jax.model import forward as forward
+from dllm_jax.model import hidden_states as hidden_states
+from dllm_jax.spec import ModelSpec as ModelSpec
+
+# Decoding
+from dllm_jax import policies as policies
+from dllm_jax import samplers as samplers
+from dllm_jax.generate import Output as Output
+from dllm_jax.generate import generate as generate
+from dllm_jax.generate import infill as infill

@@ -1,0 +1,87 @@
+"""Attention that returns its log-sum-exp, and what can be read from it afterwards.
+
+There is one attention for every mask: full bidirectional, padding, block-causal, per-head lengths are
+all a boolean array that broadcasts to [b k q s]. Weights are never returned; whoever wants them
+recomputes the part it needs from `lse` (`received`, `head_mean`).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.arithmetic import einsum
+
+Mask = Bool[Array, "#b #k #q s"]
+
+
+def attention(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """Softmax attention with grouped query heads; scale 1/sqrt(d), scores and softmax in float32.
+
+    Args:
+      q: queries; head i reads kv head i // (h // k).
+      k: keys, rotated.
+      v: values.
+      mask: True where a query may attend; None means everywhere.
+
+    Returns:
+      out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
+      nothing gives 0 and -inf.
+    """
+    scores = _scores(q, k, mask)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    probabilities = weights / jnp.where(total > 0, total, 1.0)
+    out = einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
+    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    b, kv, group, rows = lse.shape[:4]
+    return out, lse.reshape(b, kv * group, rows)
+
+
+def received(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    weight: Float[Array, "b q"],
+    mask: Mask | None = None,
+) -> Float[Array, "b k s"]:
+    """Attention that each key receives from the weighted query rows, summed over a kv head's queries."""
+    return einsum("bkgqs,bq->bks", _probabilities(q, k, lse, mask), weight)
+
+
+def head_mean(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    mask: Mask | None = None,
+) -> Float[Array, "b q s"]:
+    """Attention weights averaged over all query heads (attention rollout)."""
+    return jnp.mean(_probabilities(q, k, lse, mask), axis=(1, 2))
+
+
+def key_mask(valid: Bool[Array, "b s"]) -> Mask:
+    """Every query may attend to every valid key."""
+    return valid[:, None, None, :]
+
+
+def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
+    """Each kv head may read its first `lengths` of `slots` cached pairs."""
+    return jnp.arange(slots) < lengths[:, :, None, None]
+
+
+def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
+    b, rows, heads, head = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(b, rows, kv_heads, heads // kv_heads, head)
+    scores = einsum("bqkgd,bskd->bkgqs", grouped, k, out=jnp.float32) * head**-0.5
+    return scores if mask is None else jnp.where(mask[:, :, None], scores, -jnp.inf)
+
+
+def _probabilities(q, k, lse, mask) -> Float[Array, "b k g q s"]:
+    scores = _scores(q, k, mask)
+    lse = lse.reshape(*scores.shape[:4], 1)
+    return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, jnp.inf))

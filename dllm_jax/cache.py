@@ -1,0 +1,81 @@
+"""The cache pytree, and the view of it that one layer sees inside the layer scan.
+
+The stacked arrays are carried through the scan and written in place at [layer, row, position]: threading a
+cache through `lax.scan` as inputs and outputs would copy all of it at every step.
+"""
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from dllm_jax.layout import Layout
+from dllm_jax.rows import Rows
+from dllm_jax.spec import ModelSpec
+
+Store = TypeVar("Store")
+
+
+class Cache(NamedTuple):
+    """What a policy keeps between steps.
+
+    Attributes:
+      layers: per-layer storage; every leaf is stacked [n b ...].
+      shared: anything else (statistics, tracked positions), leaves as the policy likes.
+    """
+
+    layers: PyTree
+    shared: PyTree
+
+
+class KV(NamedTuple):
+    """Rotated keys and values, one pair per canvas position; stacked [n b l k d] in a `Cache`."""
+
+    k: Float[Array, "*n b s k d"]
+    v: Float[Array, "*n b s k d"]
+
+
+class LayerView(NamedTuple, Generic[Store]):
+    """One layer of a stacked store.
+
+    Attributes:
+      stack: pytree of arrays [n b l ...]; None if the policy stores nothing.
+      layer: index into n.
+    """
+
+    stack: Store
+    layer: Int[Array, ""]
+
+    def read(self) -> Store:
+        """This layer's arrays, [b l ...]."""
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, self.layer, keepdims=False), self.stack)
+
+    def update(self, rows: Rows, fresh: Store) -> tuple["LayerView[Store]", Store]:
+        """Writes fresh rows [b q ...] over the stored ones.
+
+        Returns:
+          the new view, and this layer as it is now: [b l ...], fresh where computed, stored elsewhere.
+          Where nothing is stored the rows must be whole, and are returned as they are.
+        """
+        if not jax.tree.leaves(self.stack):
+            return self, fresh
+        view = self._replace(stack=jax.tree.map(lambda a, x: self._write(a, rows, x), self.stack, fresh))
+        return view, fresh if rows.whole else view.read()
+
+    def _write(self, array: Array, rows: Rows, fresh: Array) -> Array:
+        fresh = fresh.astype(array.dtype)
+        batch = array.shape[1]
+        if not rows.whole:
+            return array.at[self.layer, jnp.arange(batch)[:, None], rows.index].set(fresh, mode="drop")
+        if batch > 1:  # a row that stands still keeps what it has
+            moves = (rows.index[:, 0] < array.shape[2]).reshape(batch, *[1] * (fresh.ndim - 1))
+            old = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
+            fresh = jnp.where(moves, fresh, old)
+        return jax.lax.dynamic_update_index_in_dim(array, fresh, self.layer, 0)
+
+
+def dense(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> KV:
+    """K and V of every layer and position, zeros: 2 n b l k d scalars."""
+    shape = (spec.layers, batch, layout.length, spec.kv_heads, spec.head)
+    return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

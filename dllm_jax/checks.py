@@ -1,0 +1,93 @@
+"""Checks at the door: bad input is refused with its value and the rule before anything compiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.samplers.base import Sampler
+from dllm_jax.spec import ModelSpec
+
+
+def token_ids(tokens, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
+    """Tokens as int32 [b p]; a single sequence may come as [p].
+
+    Raises:
+      ValueError: wrong rank, dtype, no rows or positions, or ids outside the vocabulary.
+    """
+    if not isinstance(tokens, jax.core.Tracer):
+        tokens = np.asarray(tokens)
+    if tokens.ndim == 1:
+        tokens = tokens[None]
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} has shape {tokens.shape}; expected [batch, positions]")
+    if tokens.shape[0] == 0:
+        raise ValueError(f"{name} has shape {tokens.shape}: the batch is empty")
+    if tokens.shape[1] == 0:
+        raise ValueError(f"{name} has shape {tokens.shape}: it holds no tokens")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {tokens.dtype}; token ids must be integers")
+    if isinstance(tokens, np.ndarray):
+        outside = (tokens < 0) | (tokens >= spec.vocab)
+        if outside.any():
+            raise ValueError(
+                f"{name} holds id {tokens[outside][0]}, outside the vocabulary [0, {spec.vocab})"
+            )
+    return jnp.asarray(tokens, jnp.int32)
+
+
+def no_masks(prompt: Int[Array, "b p"], spec: ModelSpec):
+    """Raises if a prompt holds mask ids, which only `infill` fills."""
+    if isinstance(prompt, jax.core.Tracer):
+        return
+    row, column = np.nonzero(np.asarray(prompt) == spec.mask_id)
+    if row.size:
+        raise ValueError(
+            f"prompt[{row[0]}, {column[0]}] is the mask id {spec.mask_id}: a prompt must be fully decoded; "
+            "use infill() to fill masks anywhere"
+        )
+
+
+def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
+    """A padding mask as Bool[b p], or None if nothing is padded.
+
+    Raises:
+      ValueError: wrong shape or dtype, a row without any token, or padding that is not on the left.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, jax.core.Tracer):
+        mask = np.asarray(mask)
+    if mask.ndim == 1:
+        mask = mask[None]
+    if mask.shape != shape:
+        raise ValueError(f"prompt_mask has shape {mask.shape}; expected the prompt's {shape}")
+    if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise ValueError(f"prompt_mask has dtype {mask.dtype}; expected bool or 0/1 integers")
+    if isinstance(mask, np.ndarray):
+        if not np.isin(mask, (0, 1)).all():
+            raise ValueError(f"prompt_mask holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
+        mask = mask.astype(bool)
+        if not mask.any(axis=1).all():
+            raise ValueError(
+                f"prompt_mask row {int(np.argmin(mask.any(axis=1)))} hides every token of its prompt"
+            )
+        holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
+        if holes.any():
+            raise ValueError(
+                f"prompt_mask row {int(np.argmax(holes))} is not left padding: zeros may only stand before ones"
+            )
+        if mask.all():
+            return None
+    return jnp.asarray(mask, bool)
+
+
+def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
+    """Raises if the sampler needs a key or a token id that is not there."""
+    if sampler.draws and not has_noise:
+        raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
+    if sampler.confidence_eos_eot_inf and spec.eot_id is None:
+        raise ValueError(
+            "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not name: "
+            "use model.replace_spec(eot_id=...)"
+        )

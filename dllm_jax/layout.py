@@ -1,0 +1,52 @@
+"""The static geometry of one generation."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How many positions there are and how they are scheduled; hashable, a static jit argument.
+
+    Attributes:
+      prompt: prompt positions (0 for infilling, where masks may stand anywhere).
+      response: response positions; the canvas is prompt + response.
+      block: positions decoded together; blocks go left to right. block == response is the
+        non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive.
+      steps: denoising steps in all, for samplers with a fixed schedule.
+      padded: some rows have left padding, so attention needs a mask.
+    """
+
+    prompt: int
+    response: int
+    block: int
+    steps: int
+    padded: bool = False
+
+    def __post_init__(self):
+        if self.prompt < 0:
+            raise ValueError(f"prompt={self.prompt} must not be negative")
+        for name in ("response", "block", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.response % self.block:
+            raise ValueError(f"length={self.response} must be a multiple of block={self.block}")
+        if self.steps % self.blocks:
+            raise ValueError(
+                f"steps={self.steps} must be a multiple of the number of blocks, "
+                f"length / block = {self.response} / {self.block} = {self.blocks}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Canvas positions `l`."""
+        return self.prompt + self.response
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.response // self.block
+
+    @property
+    def steps_per_block(self) -> int:
+        """Denoising steps per block of a fixed schedule."""
+        return self.steps // self.blocks

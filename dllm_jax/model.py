@@ -1,0 +1,105 @@
+"""A model as a value: parameters and their description, usable in jit, grad and vmap."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.arithmetic import Rope, rope_table
+from dllm_jax.attention import Mask, attention
+from dllm_jax.block import Block, embed, unembed, walk
+from dllm_jax.parameters import Params
+from dllm_jax.rows import Rows, whole_rows
+from dllm_jax.spec import ModelSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A pytree of parameters with its static spec.
+
+    Attributes:
+      params: see `dllm_jax.parameters`.
+      spec: static.
+    """
+
+    params: Params
+    spec: ModelSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of parameters and activations."""
+        return self.params["embed"].dtype
+
+    def replace_spec(self, **changes) -> "Model":
+        """The same weights under a changed spec, e.g. another `mask_id` or `rope_base`."""
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
+
+
+@jax.jit
+def forward(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
+) -> Float[Array, "b l v"]:
+    """Logits of every position, unshifted: Dream's row i predicts position i + 1.
+
+    Args:
+      model: the model.
+      tokens: ids, mask_id where undecided.
+      valid: False at (left) padding; None means no padding. Padded rows' logits are meaningless.
+
+    Returns:
+      logits in the model's dtype.
+    """
+    return unembed(model.params, model.spec, encode(model, tokens, valid))
+
+
+@jax.jit
+def hidden_states(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
+) -> Float[Array, "n_plus_1 b l m"]:
+    """The residual stream: the embedding, then the output of every layer (before the final norm)."""
+    spec, x = model.spec, embed(model.params, tokens)
+    stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
+
+    def layer(block: Block, stream):
+        x = exact_layer(block, stream[block.layer], rows, mask)
+        return jax.lax.dynamic_update_index_in_dim(stream, x, block.layer + 1, 0)
+
+    rows, mask, rope = _everything(spec, tokens, valid)
+    return walk(model.params, spec, rope, layer, stream)
+
+
+def encode(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
+) -> Float[Array, "b l m"]:
+    """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
+    rows, mask, rope = _everything(model.spec, tokens, valid)
+    layer = lambda block, x: exact_layer(block, x, rows, mask)
+    if remat:
+        exact = layer
+        layer = lambda block, x: jax.checkpoint(lambda w, x: exact(dataclasses.replace(block, weights=w), x))(
+            block.weights, x
+        )
+    return walk(model.params, model.spec, rope, layer, embed(model.params, tokens))
+
+
+def exact_layer(
+    block: Block, x: Float[Array, "b l m"], rows: Rows, mask: Mask | None
+) -> Float[Array, "b l m"]:
+    """One layer over all positions, with no cache."""
+    q, k = block.qk(x, rows)
+    o, _ = attention(q, k, block.value(x), mask)
+    x = x + block.out(o)
+    return x + block.mlp(x)
+
+
+def _everything(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
+    batch, length = tokens.shape
+    rows = whole_rows(jnp.ones((batch,), bool), length)
+    mask = None
+    if valid is not None:
+        mask = valid[:, None, None, :]
+        if not spec.pad_rows_attend:
+            mask = mask & valid[:, None, :, None]
+    return rows, mask, rope_table(length, spec.head, spec.rope_base)

@@ -1,0 +1,85 @@
+"""The exact decoder, which is also the interface every cache policy fills in."""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, PyTree
+
+from dllm_jax.attention import attention
+from dllm_jax.block import Block
+from dllm_jax.cache import KV, Cache, LayerView, dense
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.proposal import Proposal
+from dllm_jax.rows import Rows
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Exact decoding: every step recomputes every position.
+
+    A cache policy is a frozen dataclass that overrides what differs, its fields being the method's
+    hyper-parameters. The methods are pure and traced once; what they keep between steps is in the `Cache`.
+    """
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
+        return Cache(layers=dense(spec, layout, batch, dtype) if self.reuses else (), shared=())
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions that go through the network in the coming step; called before every step."""
+        return canvas.everything
+
+    def layer(
+        self,
+        block: Block,
+        x: Float[Array, "b q m"],
+        kv: LayerView[KV],
+        shared: PyTree,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b q m"], LayerView[KV], PyTree]:
+        """One layer over the selected rows: fresh K/V overwrite the stored ones, then rows attend to all.
+
+        Args:
+          block: this layer's weights, see `Block`.
+          x: the residual stream at the rows.
+          kv: this layer's storage.
+          shared: `Cache.shared`, threaded through the layers.
+          rows: which positions x holds.
+          canvas: state before the step.
+
+        Returns:
+          x after the layer, and the changed storage.
+        """
+        q, k = block.qk(x, rows)
+        kv, now = kv.update(rows, KV(k, block.value(x)))
+        o, _ = attention(q, now.k, now.v, canvas.attends(rows))
+        x = x + block.out(o)
+        return x + block.mlp(x), kv, shared
+
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        """Statistics for later steps; called after the network and before tokens are committed."""
+        return cache
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """Static widths to compile a partial step for; a step takes the narrowest that fits its rows.
+
+        Purely a matter of speed, as long as the widest holds every selection short of everything (a step
+        that fits none is run whole). The default is a ladder of halvings of the canvas.
+        """
+        return halvings(layout.length) if self.reuses else ()
+
+    @property
+    def reuses(self) -> bool:
+        """Some step may leave positions out; false for the exact decoder, which then stores nothing."""
+        return type(self).select is not Policy.select
+
+
+def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:
+    """length, length/2, length/4, ... rounded up, down to `smallest`; ascending."""
+    ladder = [length]
+    while ladder[-1] > smallest:
+        ladder.append(-(-ladder[-1] // 2))
+    return tuple(reversed(ladder))

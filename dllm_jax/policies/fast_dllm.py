@@ -1,0 +1,50 @@
+"""Fast-dLLM's block-wise approximate KV cache (arXiv:2505.22618, section 3.2)."""
+
+import dataclasses
+
+from jaxtyping import Array, Bool
+
+from dllm_jax.cache import Cache
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy, halvings
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixCache(Policy):
+    """Keeps K/V of everything before the current block; the block and all that follows is recomputed.
+
+    The first step of a block recomputes, and thereby refreshes, the whole canvas and decodes like any other.
+
+    Exact limit: one step per block.
+    Departures: batches and padding work (the reference has neither in this mode), and with Dream's shifted
+    head the rows that predict the suffix are recomputed instead of committing each block's first token
+    unconditionally (the rule of d2Cache's baseline).
+    """
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything when a block begins, then the rows that predict the suffix."""
+        return canvas.block_begins | canvas.sources(canvas.suffix)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """Halvings of the response: a block that begins further right leaves a shorter suffix."""
+        return tuple(w for w in halvings(layout.response) if w >= layout.block) or (layout.response,)
+
+
+@dataclasses.dataclass(frozen=True)
+class DualCache(Policy):
+    """Keeps K/V of everything outside the current block, the masked suffix included.
+
+    The first step of a block recomputes the whole canvas, later steps only the block's rows.
+
+    Exact limit: one step per block.
+    Departures: as for `PrefixCache`; the reference's dual cache crashes for batches.
+    """
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything when a block begins, then the rows that predict the block."""
+        return canvas.block_begins | canvas.sources(canvas.block)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """The block."""
+        return (layout.block,)

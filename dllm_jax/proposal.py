@@ -1,0 +1,17 @@
+"""What the network offers at each position in one step."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+
+class Proposal(NamedTuple):
+    """The candidate token of every position and how sure the sampler is of it.
+
+    Attributes:
+      token: the candidate; mask_id where nothing was computed.
+      score: the sampler's confidence, float32; -inf where the position is not eligible or not computed.
+    """
+
+    token: Int[Array, "b l"]
+    score: Float[Array, "b l"]

@@ -1,0 +1,147 @@
+"""What all samplers share: from logits to one candidate token and score per position."""
+
+import abc
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.samplers import scores
+from dllm_jax.samplers.filters import kept
+from dllm_jax.samplers.noise import Noise
+
+Alg = Literal["prob", "margin", "entropy"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler(abc.ABC):
+    """Chooses a token for every eligible position, and which of them are decoded now.
+
+    Attributes:
+      temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
+      top_p: nucleus mass in (0, 1], or None.
+      top_k: number of tokens kept, or None. (Dream's reference lets a default of 50 leak in; ours is None.)
+      cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
+        the unconditional run having its prompt masked. Doubles the cost; 0 is off.
+      logits_eos_inf: never produce end-of-text.
+      confidence_eos_eot_inf: end-of-text and end-of-turn get confidence 0 and so come last. LLaDA's
+        released code forgets end-of-text when temperature > 0; this does not.
+      allow_mask_token: let [MASK] itself be "decoded", as the references do: the position then stays masked.
+        By default the best other token is taken; confidences still count [MASK]'s probability.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    cfg_scale: float = 0.0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    allow_mask_token: bool = False
+
+    tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
+
+    def __post_init__(self):
+        for name in ("temperature", "cfg_scale"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} must be finite and not negative")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+
+    # -- what a sampler defines ---------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """How sure the candidate tokens are; larger is surer."""
+
+    @abc.abstractmethod
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """Which candidates are decoded now; score is -inf where there is no candidate."""
+
+    @abc.abstractmethod
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """Which rows are through with the current block."""
+
+    def max_steps(self, layout: Layout) -> int:
+        """Upper bound on denoising steps."""
+        return layout.steps
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are needed."""
+        return self.temperature > 0
+
+    # -- shared -------------------------------------------------------------------------------------
+
+    def propose(
+        self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> tuple[Int[Array, "b c"], Float[Array, "b c"]]:
+        """The candidate token of each position and its confidence.
+
+        Args:
+          logits: guided logits of the positions.
+          index: canvas positions, l = padding.
+          canvas: state before the step.
+          noise: random numbers, touched only if the sampler draws.
+        """
+        logits = logits.astype(jnp.float32)
+        if self.logits_eos_inf:
+            logits = _without(logits, canvas.spec.eos_id)
+        tempered = logits / self.temperature if self.temperature > 0 else logits
+        keep = None if self.top_p is None and self.top_k is None else kept(tempered, self.top_p, self.top_k)
+        token = self._choose(logits, keep, index, canvas, noise)
+        scored = tempered if self.tempered_confidence else logits
+        if keep is not None:
+            scored = jnp.where(keep, scored, -jnp.inf)
+        if self.confidence_eos_eot_inf:
+            scored = _without(scored, canvas.spec.eos_id, canvas.spec.eot_id)
+        return token, self.confidence(scored, token, index, canvas, noise)
+
+    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise) -> Int[Array, "b c"]:
+        if self.temperature > 0:
+            logits = logits + self.temperature * noise.token_gumbel(canvas, index, logits.shape[-1])
+        if not self.allow_mask_token:
+            logits = _without(logits, canvas.spec.mask_id)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if keep is None:
+            return token
+        survivors = jnp.where(keep, logits, -jnp.inf)
+        alone = jnp.max(survivors, axis=-1) == -jnp.inf  # only [MASK] survived the filters: next best token
+        return jnp.where(alone, token, jnp.argmax(survivors, axis=-1).astype(jnp.int32))
+
+
+def score_by(
+    alg: Alg, logits: Float[Array, "b c v"], token: Int[Array, "b c"], sampler: Sampler, canvas: Canvas
+) -> Float[Array, "b c"]:
+    """The named confidence; see `dllm_jax.samplers.scores`."""
+    if alg == "margin":
+        return scores.margin(logits, None if sampler.allow_mask_token else canvas.spec.mask_id)
+    if alg == "entropy":
+        return scores.negative_entropy(logits)
+    return scores.probability(logits, token)
+
+
+def check_alg(alg: str, *allowed: str):
+    """Raises if alg is not one of the allowed names."""
+    if alg not in allowed:
+        raise ValueError(f"alg={alg!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def _without(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
+    ids = jnp.asarray([t for t in tokens if t is not None])
+    return logits.at[..., ids].set(-jnp.inf)

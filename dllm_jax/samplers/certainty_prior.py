@@ -1,0 +1,87 @@
+"""Certainty-prior-guided decoding (d2Cache, arXiv:2509.23094, section 4.1)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.transfer import best, even_schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CertaintyPrior(Sampler):
+    """Orders positions by confidence times the density of known tokens around them.
+
+    Attributes:
+      sigma: width of the Gaussian, in positions.
+      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes whatever reaches it (compared
+        with confidence * density) and at least one position, until the block is done.
+      alg: as in `Confidence`. "entropy" is kept as released, where a negative score times a density
+        prefers positions *far* from known tokens.
+    """
+
+    sigma: float = 10.0
+    threshold: float | None = None
+    alg: Alg = "prob"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_alg(self.alg, "prob", "margin", "entropy")
+        if not self.sigma > 0:
+            raise ValueError(f"sigma={self.sigma} must be positive")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """By `alg`, without the density."""
+        return score_by(self.alg, logits, token, self, canvas)
+
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """The best by confidence times density."""
+        density = certainty_density(canvas, index, self.sigma)
+        priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
+        if self.threshold is None:
+            return best(priority, even_schedule(canvas))
+        one = jnp.ones(score.shape[:1], jnp.int32)
+        return best(priority, one) | (priority >= self.threshold)
+
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """When the schedule has run, or with a threshold when nothing is masked."""
+        if self.threshold is None:
+            return canvas.block_step >= canvas.layout.steps_per_block
+        return ~jnp.any(canvas.eligible, axis=1)
+
+    def max_steps(self, layout: Layout) -> int:
+        """The schedule's steps, or one per position."""
+        return layout.steps if self.threshold is None else layout.response
+
+
+def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:
+    """Gaussian-weighted share of known tokens around each position, in [0, 1], float32.
+
+    D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
+    virtual known positions to its left and G to its right, known iff the response's last position is. The
+    paper's eq. 3 has neither Z nor the virtual positions; the released code does.
+    """
+    g, prompt = canvas.layout.response, canvas.layout.prompt
+    known = ~canvas.masked[:, prompt:]
+    ends = jnp.broadcast_to(known[:, -1:], known.shape)
+    extended = jnp.concatenate([jnp.ones_like(known), known, ends], axis=1).astype(jnp.float32)
+    phi = lambda distance: jnp.exp(-(distance.astype(jnp.float32) ** 2) / (2 * sigma**2))
+    distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
+    return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(
+        phi(jnp.arange(-3 * g, 3 * g))
+    )

@@ -1,0 +1,76 @@
+"""Fixed-schedule samplers: LLaDA's low-confidence and random remasking (arXiv:2502.09992, section 2.4)."""
+
+import dataclasses
+
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.transfer import best, even_schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedSchedule(Sampler):
+    """Decodes block masks / steps per block positions per step, the remainder in the early steps.
+
+    Steps beyond the number of masks decode nothing but still run the network, as in the reference.
+    """
+
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """The surest positions, as many as the schedule says."""
+        return best(score, even_schedule(canvas))
+
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """After the block's share of the steps."""
+        return canvas.block_step >= canvas.layout.steps_per_block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Confidence(FixedSchedule):
+    """Decodes the surest positions first ("low-confidence remasking").
+
+    Attributes:
+      alg: "prob" = probability of the chosen token, "margin" = best minus second best probability,
+        "entropy" = negative entropy. Un-tempered softmax in float32 (references vary: bf16 to float64).
+    """
+
+    alg: Alg = "prob"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_alg(self.alg, "prob", "margin", "entropy")
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """By `alg`."""
+        return score_by(self.alg, logits, token, self, canvas)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomOrder(FixedSchedule):
+    """Decodes positions in random order ("random remasking"); the confidence is a uniform draw."""
+
+    @property
+    def draws(self) -> bool:
+        """Always."""
+        return True
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """Uniform [0, 1), drawn anew at every step."""
+        return noise.order_uniform(canvas, index)

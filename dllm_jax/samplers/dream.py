@@ -1,0 +1,93 @@
+"""Dream's sampler: a schedule in diffusion time, and its four orders (github.com/DreamLM/Dream)."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.transfer import best, dream_fractions
+
+DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+SCORES: dict[str, Alg] = {
+    "origin": "prob",
+    "maskgit_plus": "prob",
+    "topk_margin": "margin",
+    "entropy": "entropy",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DreamSchedule(Sampler):
+    """Decodes trunc(masks * (1 - s/t)) positions at each step of the time grid linspace(1, eps).
+
+    With as many steps as tokens the first step decodes nothing and the last two (float truncation; the
+    reference's behaviour). In blocks, each block runs the grid over its own steps.
+
+    Confidences are taken after temperature, top_p and top_k, as in Dream's `sample_tokens`.
+
+    Attributes:
+      alg: "maskgit_plus" probability, "topk_margin", "entropy"; or "origin", which ignores confidence and
+        decodes each position with probability 1 - s/t.
+      eps: end of the time grid, in (0, 1).
+      alg_temp: if positive, positions are drawn without replacement with probability proportional to
+        exp(confidence / alg_temp) instead of taken in order.
+
+    Departure: the count is each row's own; the reference uses the batch mean and can overwrite real tokens.
+    """
+
+    alg: DreamAlg = "entropy"
+    eps: float = 1e-3
+    alg_temp: float = 0.0
+
+    tempered_confidence: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_alg(self.alg, *SCORES)
+        if not 0 < self.eps < 1:
+            raise ValueError(f"eps={self.eps} must lie in (0, 1)")
+        if not self.alg_temp >= 0:
+            raise ValueError(f"alg_temp={self.alg_temp} must not be negative")
+        if self.alg == "origin" and self.alg_temp:
+            raise ValueError(
+                f"alg_temp={self.alg_temp} has no meaning for alg='origin', which ignores confidence"
+            )
+
+    @property
+    def draws(self) -> bool:
+        """If tokens or the order are random."""
+        return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """By `alg`; before `alg_temp`."""
+        return score_by(SCORES[self.alg], logits, token, self, canvas)
+
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """The schedule's share of the masked positions."""
+        steps = canvas.layout.steps_per_block
+        fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
+        candidate = score > -jnp.inf
+        if self.alg == "origin":
+            return candidate & (noise.order_uniform(canvas, index) < fraction[:, None])
+        masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.float32)
+        count = (masks * fraction).astype(jnp.int32)
+        if self.alg_temp > 0:
+            score = jnp.where(candidate, score / self.alg_temp + noise.order_gumbel(canvas, index), -jnp.inf)
+        return best(score, count)
+
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """After the block's share of the steps."""
+        return canvas.block_step >= canvas.layout.steps_per_block

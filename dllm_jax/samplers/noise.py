@@ -1,0 +1,89 @@
+"""Where random numbers come from: a key, or a recording to replay.
+
+Draws are indexed by (row, the row's step, position after the prompt), so they do not depend on padding, on
+batch mates or on how many positions are looked at together.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from dllm_jax.canvas import Canvas
+
+
+class Noise(Protocol):
+    """Source of a sampler's draws at canvas positions `index` (l = padding, value unused)."""
+
+    def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
+        """Standard Gumbel noise for every candidate token, float32."""
+        ...
+
+    def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """Uniform [0, 1) noise that orders positions, float32."""
+        ...
+
+    def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """Standard Gumbel noise that orders positions, float32."""
+        ...
+
+
+class KeyNoise(NamedTuple):
+    """Draws from one key per row.
+
+    Attributes:
+      keys: typed keys, one per row of the batch.
+    """
+
+    keys: Key[Array, "b"]
+
+    def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
+        """See `Noise`."""
+        return self._draw(canvas, index, 0, lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))
+
+    def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """See `Noise`."""
+        return self._draw(canvas, index, 1, lambda key: jax.random.uniform(key, (), jnp.float32))
+
+    def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """See `Noise`."""
+        return self._draw(canvas, index, 1, lambda key: jax.random.gumbel(key, (), jnp.float32))
+
+    def _draw(self, canvas: Canvas, index, stream: int, draw):
+        def at(row_key, step, position):
+            return draw(jax.random.fold_in(jax.random.fold_in(row_key, 2 * step + stream), position))
+
+        over_positions = jax.vmap(at, in_axes=(None, None, 0))
+        after_prompt = index - canvas.layout.prompt + 1_000_000  # infilling looks left of the response
+        return jax.vmap(over_positions)(self.keys, canvas.step, after_prompt)
+
+
+class RecordedNoise(NamedTuple):
+    """Draws stored beforehand, e.g. those of a reference implementation.
+
+    Attributes:
+      token: Gumbel noise by step, row, position and token; a scalar if no token is drawn.
+      order: uniform or Gumbel noise, whichever the sampler asks for; a scalar if no order is drawn.
+    """
+
+    token: Float[Array, "t b l v"] | Float[Array, ""]
+    order: Float[Array, "t b l"] | Float[Array, ""]
+
+    def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
+        """See `Noise`."""
+        return self._at(self.token, canvas, index)
+
+    def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """See `Noise`."""
+        return self._at(self.order, canvas, index)
+
+    def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
+        """See `Noise`."""
+        return self._at(self.order, canvas, index)
+
+    def _at(self, recorded: Array, canvas: Canvas, index: Int[Array, "b c"]) -> Array:
+        if recorded.ndim == 0:
+            raise ValueError("the sampler draws numbers that this recording does not hold")
+        row = jnp.arange(index.shape[0])[:, None]
+        return recorded[canvas.step[:, None], row, jnp.minimum(index, canvas.layout.length - 1)]

@@ -1,0 +1,101 @@
+"""Confidence-aware parallel decoding: as many tokens per step as are sure (arXiv:2505.22618, section 3.3)."""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.transfer import best, passing_prefix
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UntilDone(Sampler, abc.ABC):
+    """Stays in a block until nothing in it is masked, decoding at least one position per step.
+
+    `steps` of the layout is not used.
+    """
+
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """No eligible position is left."""
+        return ~jnp.any(canvas.eligible, axis=1)
+
+    def max_steps(self, layout: Layout) -> int:
+        """One step per position."""
+        return layout.response
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(UntilDone):
+    """Decodes every position whose confidence reaches the threshold, and the surest one in any case.
+
+    Attributes:
+      threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper.
+      alg: "prob" or "margin".
+    """
+
+    threshold: float = 0.9
+    alg: Alg = dataclasses.field(default="prob", kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_alg(self.alg, "prob", "margin")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """By `alg`."""
+        return score_by(self.alg, logits, token, self, canvas)
+
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """All that reach the threshold, at least one."""
+        one = jnp.ones(score.shape[:1], jnp.int32)
+        return best(score, one) | (score >= self.threshold)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor(UntilDone):
+    """Decodes the n surest positions for the largest n with (n + 1)(1 - c_n) < factor, at least one.
+
+    This is the paper's rule (theorem 1); both released versions are off by one at its edge, and not copied.
+
+    Attributes:
+      factor: positive; larger decodes more at once.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.factor > 0:
+            raise ValueError(f"factor={self.factor} must be positive")
+
+    def confidence(
+        self,
+        logits: Float[Array, "b c v"],
+        token: Int[Array, "b c"],
+        index: Int[Array, "b c"],
+        canvas: Canvas,
+        noise: Noise,
+    ) -> Float[Array, "b c"]:
+        """Probability of the token."""
+        return score_by("prob", logits, token, self, canvas)
+
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+    ) -> Bool[Array, "b c"]:
+        """The longest prefix of the ranking that passes."""
+        return best(score, passing_prefix(score, self.factor))

@@ -1,0 +1,29 @@
+"""How sure the model is of a token: probability, margin, negative entropy. Larger is surer.
+
+`logits` are float32, -inf where a token is ruled out; the softmax runs over everything that is left, the
+mask token included, so a position where the model would rather say [MASK] is not called certain.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
+    """softmax(logits)[token]."""
+    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
+
+
+def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "b c"]:
+    """Probability of the best token minus that of the second best, `mask_id` left out of the two."""
+    candidates = logits if mask_id is None else logits.at[..., mask_id].set(-jnp.inf)
+    best = jax.lax.top_k(candidates, 2)[0]
+    p = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return p[..., 0] - p[..., 1]
+
+
+def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
+    """sum p log(p + 1e-10), in nats, at most 0."""
+    p = jax.nn.softmax(logits, axis=-1)
+    return jnp.sum(p * jnp.log(p + 1e-10), axis=-1)

@@ -1,0 +1,47 @@
+"""How many and which positions are decoded in a step (the transfer schedule and the remasking rule)."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.canvas import Canvas
+
+
+def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
+    """The `count` largest of each row, ties to the lower index, never one of -inf."""
+    order = jnp.argsort(-priority, axis=1, stable=True)
+    rank = jnp.argsort(order, axis=1)
+    return (rank < count[:, None]) & (priority > -jnp.inf)
+
+
+def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
+    """LLaDA's schedule: the block's masks spread over its steps, the remainder to the early ones."""
+    steps = canvas.layout.steps_per_block
+    extra = canvas.block_step < canvas.block_masks % steps
+    return canvas.block_masks // steps + extra.astype(jnp.int32)
+
+
+def passing_prefix(priority: Float[Array, "b c"], factor: float) -> Int[Array, "b"]:
+    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, c sorted downwards; at least 1."""
+    ranked = -jnp.sort(-priority, axis=1)
+    n = jnp.arange(1, priority.shape[1] + 1)
+    passes = (n + 1) * (1.0 - ranked) < factor
+    return jnp.maximum(jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1), 1)
+
+
+def dream_fractions(steps: int, eps: float) -> np.ndarray:
+    """1 - s/t for each step of Dream's time grid linspace(1, eps), float32 [steps]; the last is 1."""
+    times = dream_times(steps, eps)
+    fractions = np.float32(1) - times[1:] / times[:-1]
+    fractions[-1] = 1
+    return fractions
+
+
+def dream_times(steps: int, eps: float) -> np.ndarray:
+    """linspace(1, eps, steps + 1) in float32, built from both ends towards the middle as torch does."""
+    eps32 = np.float32(eps)
+    stride = (eps32 - np.float32(1)) / np.float32(steps)
+    i = np.arange(steps + 1, dtype=np.float32)
+    from_start = np.float32(1) + stride * i
+    from_end = eps32 - stride * (np.float32(steps) - i)
+    return np.where(np.arange(steps + 1) < (steps + 1) // 2, from_start, from_end).astype(np.float32)
