@@ -6,6 +6,7 @@ Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` 
 """
 
 # Models
+from dllm_jax.checkpoint import load as load
 from dllm_jax.model import Model as Model
 from dllm_jax.model import forward as forward
 from dllm_jax.model import hidden_states as hidden_states
@@ -17,3 +18,7 @@ from dllm_jax import samplers as samplers
 from dllm_jax.generate import Output as Output
 from dllm_jax.generate import generate as generate
 from dllm_jax.generate import infill as infill
+
+
+from dllm_jax.chat import chat as chat
+from dllm_jax.likelihood import log_likelihood as log_likelihood

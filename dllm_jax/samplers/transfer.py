@@ -38,10 +38,11 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
 
 
 def dream_times(steps: int, eps: float) -> np.ndarray:
-    """linspace(1, eps, steps + 1) in float32, built from both ends towards the middle as torch does."""
-    eps32 = np.float32(eps)
-    stride = (eps32 - np.float32(1)) / np.float32(steps)
-    i = np.arange(steps + 1, dtype=np.float32)
-    from_start = np.float32(1) + stride * i
-    from_end = eps32 - stride * (np.float32(steps) - i)
-    return np.where(np.arange(steps + 1) < (steps + 1) // 2, from_start, from_end).astype(np.float32)
+    """linspace(1, eps, steps + 1) in float32 exactly as torch rounds it.
+
+    Torch builds the grid from both ends towards the middle, each entry one fused multiply-add.
+    """
+    last = np.float64(np.float32(eps))
+    stride = np.float64((np.float32(eps) - np.float32(1)) / np.float32(steps))
+    i = np.arange(steps + 1)
+    return np.where(i < (steps + 1) // 2, 1 + stride * i, last - stride * (steps - i)).astype(np.float32)

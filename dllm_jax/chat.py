@@ -1,0 +1,72 @@
+"""Text in, text out, with the checkpoint's own chat template."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.generate import generate
+from dllm_jax.model import Model
+
+Message = dict[str, str]
+
+
+def chat(
+    model: Model, tokenizer: Any, messages: list[Message] | list[list[Message]], **options
+) -> str | list[str]:
+    """Answers a conversation, or a batch of them.
+
+    Args:
+      model: from `load`.
+      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
+      messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations.
+      **options: passed on to `generate` (length, block, steps, policy, sampler, key, ...).
+
+    Returns:
+      the answer, cut at the first end-of-text or end-of-turn, without special tokens; one string per
+      conversation for a batch.
+
+    Raises:
+      ValueError: an empty conversation, or a tokenizer without a chat template.
+    """
+    single = bool(messages) and isinstance(messages[0], dict)
+    conversations = [messages] if single else list(messages)
+    prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
+    out = generate(model, prompt, prompt_mask=mask, **options)
+    answers = decode_answers(model, tokenizer, np.asarray(out.tokens)[:, prompt.shape[1] :])
+    return answers[0] if single else answers
+
+
+def encode_chats(
+    tokenizer: Any, conversations: list[list[Message]], pad_id: int
+) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+    """Templated prompts, left-padded, and their padding mask."""
+    if not conversations or not all(conversations):
+        raise ValueError("messages are empty: a conversation needs at least one message")
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
+        )
+    rows = [
+        tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+        for c in conversations
+    ]
+    return left_pad(rows, pad_id)
+
+
+def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+    """Rows of ids as one array padded on the left, and the mask that is True on real tokens."""
+    width = max(len(row) for row in rows)
+    ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    return jnp.asarray(ids, jnp.int32), jnp.asarray(mask)
+
+
+def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:
+    """Text of each response up to its first end-of-text or end-of-turn."""
+    ends = [i for i in (model.spec.eos_id, model.spec.eot_id) if i is not None]
+    cut = [row[: np.argmax(hit)] if (hit := np.isin(row, ends)).any() else row for row in responses]
+    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in cut]

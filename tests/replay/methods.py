@@ -1,0 +1,245 @@
+"""How each method's settings read in this library, and what of its recording is compared."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax.samplers.transfer import dream_times
+from tests.replay.case import Case
+from tests.replay.compare import Skipped, bf16_closely, closely, exactly
+from tests.replay.noise import recorded
+
+
+def forward(case: Case):
+    """Logits and residual stream of one pass."""
+    arrays, model = case.arrays, case.model()
+    key = "attention_mask_2d" if "attention_mask_2d" in arrays else "attention_mask"
+    valid = arrays[key].astype(bool) if key in arrays else None
+    tokens = jnp.asarray(arrays["input_ids"])
+    where = None if valid is None else valid[..., None]
+    compare = bf16_closely if case.settings["dtype"] == "bfloat16" else closely
+    valid = None if valid is None else jnp.asarray(valid)
+    compare("logits", dj.forward(model, tokens, valid).astype(jnp.float32), arrays["logits"], where)
+    hidden = dj.hidden_states(model, tokens, valid).astype(jnp.float32)
+    if case.settings["dtype"] == "float32":
+        closely("hidden", hidden, arrays["hidden"], None if where is None else where[None])
+
+
+def vanilla_llada(case: Case):
+    """LLaDA's generate.py."""
+    s = case.settings
+    model = case.model(
+        mask_id=s["mask_token_id"], eos_id=s["eos_token_id_used"], eot_id=s["eot_token_id_used"]
+    )
+    kind = {"low_confidence": dj.samplers.Confidence, "random": dj.samplers.RandomOrder}[s["remasking"]]
+    sampler = kind(
+        temperature=s["temperature"],
+        cfg_scale=s["cfg_scale"],
+        logits_eos_inf=s["logits_eos_inf"],
+        confidence_eos_eot_inf=s["confidence_eos_eot_inf"],
+        allow_mask_token=case.restores_oddities,
+    )
+    out = dj.generate(
+        model,
+        case.arrays["prompt"],
+        prompt_mask=_left_pads(case),
+        length=s["gen_length"],
+        block=s["block_length"],
+        steps=s["steps"],
+        sampler=sampler,
+        noise=recorded(case),
+        trace=True,
+    )
+    _compare_steps(case, out.trace, predicted="x0")
+    edited = s["cfg_scale"] or s["logits_eos_inf"] or s["confidence_eos_eot_inf"]
+    if not edited:
+        _compare_logits(case, model, shifted=False)
+
+
+def vanilla_dream(case: Case):
+    """Dream's diffusion_generate; prompts that hold masks are templates to fill."""
+    s, arrays = case.settings, case.arrays
+    model = case.model(mask_id=s["mask_token_id"])
+    closely("timesteps", dream_times(s["steps"], s["eps"]), arrays["timesteps"], tolerance=0)
+    sampler = dj.samplers.DreamSchedule(
+        alg=s["alg"],
+        eps=s["eps"],
+        alg_temp=s["alg_temp"] or 0.0,
+        temperature=s["temperature"],
+        top_p=s["top_p"],
+        top_k=s["top_k"],
+        allow_mask_token=case.restores_oddities,
+    )
+    settings = dict(steps=s["steps"], sampler=sampler, noise=recorded(case), trace=True)
+    if (arrays["prompt"] == s["mask_token_id"]).any():
+        out = dj.infill(model, arrays["tokens"][0], **settings)
+    else:
+        mask = _left_pads(case)
+        out = dj.generate(model, arrays["prompt"], prompt_mask=mask, length=s["gen_length"], **settings)
+    if s["alg"] == "origin":
+        exactly("tokens", out.trace.tokens, arrays["tokens"])
+    else:
+        _compare_steps(case, out.trace, predicted="x0")
+    _compare_logits(case, model, shifted=True)
+
+
+def loglik_llada(case: Case):
+    """LLaDA's get_log_likelihood.py with its drawn masks."""
+    s, arrays = case.settings, case.arrays
+    prompt_length = arrays["prompt"].shape[1]
+    masks = arrays["mask"][..., prompt_length:].reshape(-1, 1, arrays["answer"].shape[1])
+    ours = dj.log_likelihood(
+        case.model(mask_id=s["mask_token_id"]),
+        arrays["prompt"],
+        arrays["answer"],
+        masks=jnp.asarray(masks),
+        cfg_scale=s["cfg_scale"],
+    )
+    # A sum of a hundred weighted terms: the reference's own float32 and float64 results differ by 2e-5.
+    closely("loglik", ours[0], arrays["loglik"], tolerance=1e-3)
+
+
+def fast_dllm(case: Case):
+    """Fast-dLLM's LLaDA generators: no cache, prefix cache, dual cache."""
+    s = case.settings
+    if s["status"] == "optional":
+        raise Skipped(s["status_reason"])
+    policy = {
+        "none": dj.policies.Policy(),
+        "prefix": dj.policies.PrefixCache(),
+        "dual": dj.policies.DualCache(),
+    }
+    sampler = {
+        "fixed": lambda: dj.samplers.Confidence(),
+        "threshold": lambda: dj.samplers.Threshold(s["threshold"]),
+    }[s["decoding"]]()
+    out = dj.generate(
+        case.model(mask_id=s["mask_token_id"]),
+        case.arrays["prompt"],
+        length=s["gen_length"],
+        block=s["block_length"],
+        steps=s["steps"],
+        policy=policy[s["cache"]],
+        sampler=sampler,
+        trace=True,
+    )
+    useful = np.ones(case.arrays["tokens"].shape[0] - 1, bool)
+    if s["decoding"] == "threshold":  # forwards that find their block already done write nothing
+        useful = np.any(np.diff(case.arrays["tokens"], axis=0) != 0, axis=(1, 2))
+    _compare_steps(case, out.trace, predicted="predicted", computed="computed", useful=useful)
+    if s["cache"] == "none":
+        _compare_logits(case, case.model(), shifted=False)
+
+
+def research_dllm(case: Case):
+    """d2Cache's repository: its vanilla strategy, certainty prior and prefix cache."""
+    s, arrays, d = case.settings, case.arrays, case.settings["decoding"]
+    alg = {"maskgit_plus": "prob", "topk_margin": "margin", "entropy": "entropy"}[d["alg"]]
+    common = dict(alg=alg, temperature=d["temperature"], top_p=d["top_p"], top_k=d["top_k"])
+    if d["decoding_sigma"]:
+        sampler = dj.samplers.CertaintyPrior(sigma=d["decoding_sigma"], threshold=d["threshold"], **common)
+    elif d["threshold"] is not None:
+        sampler = dj.samplers.Threshold(d["threshold"], **common)
+    else:
+        sampler = dj.samplers.Confidence(**common)
+    policy = dj.policies.Policy()
+    if s["cache"]:
+        policy = dj.policies.DualCache() if s["cache"]["args"]["use_dual"] else dj.policies.PrefixCache()
+    model = case.model(mask_id=s["mask_id"])
+    out = dj.generate(
+        model,
+        arrays["prompt"],
+        prompt_mask=arrays["prompt"] != s["pad_id"] if s["left_pad"] else None,
+        length=d["gen_length"],
+        block=d["block_length"],
+        steps=d["gen_length"] // d["num_transfer_tokens"],
+        policy=policy,
+        sampler=sampler,
+        trace=True,
+    )
+    _compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
+    exactly("active rows", out.trace.active, arrays["active_rows"])
+    if not s["cache"]:
+        _compare_logits(case, model, shifted=False)
+
+
+METHODS: dict[str, Callable[[Case], None]] = {
+    "forward": forward,
+    "vanilla-llada": vanilla_llada,
+    "vanilla-dream": vanilla_dream,
+    "loglik-llada": loglik_llada,
+    "parallel-threshold": fast_dllm,
+    "fast-dllm-prefix": fast_dllm,
+    "fast-dllm-dual": fast_dllm,
+    "prefix-cache": research_dllm,
+    "certainty-prior": research_dllm,
+    "sampler-confidence": research_dllm,
+    "sampler-entropy": research_dllm,
+    "sampler-factor": research_dllm,
+    "sampler-margin": research_dllm,
+    "sampler-threshold": research_dllm,
+}
+
+
+def _left_pads(case: Case) -> np.ndarray | None:
+    pads = case.settings.get("left_pads")
+    if not pads:
+        return None
+    return np.arange(case.arrays["prompt"].shape[1]) >= np.asarray(pads)[:, None]
+
+
+def _compare_steps(case: Case, trace, predicted: str, computed: str | None = None, useful=None):
+    """Tokens after every step, sets, candidate tokens and confidences, where both sides have them."""
+    arrays = case.arrays
+    keep = slice(None) if useful is None else useful
+    recorded_tokens = np.concatenate([arrays["tokens"][:1], arrays["tokens"][1:][keep]])
+    exactly("tokens", trace.tokens, recorded_tokens)
+    active = np.asarray(trace.active)[..., None]
+    if computed:
+        exactly(computed, trace.computed, arrays[computed][keep], where=active)
+    width = arrays["confidence"].shape[-1]  # the whole canvas, or the response alone
+    score = np.asarray(trace.score)[..., -width:]
+    # Where the reference's candidate is [MASK], ours is the best other token.
+    mask_id = case.settings.get("mask_token_id", case.settings.get("mask_id"))
+    eligible = np.isfinite(score) & np.isfinite(arrays["confidence"][keep])
+    if not case.restores_oddities:
+        eligible &= arrays[predicted][keep] != mask_id
+    closely("confidence", score, arrays["confidence"][keep], where=eligible)
+    exactly("candidates", np.asarray(trace.proposed)[..., -width:], arrays[predicted][keep], where=eligible)
+    if not eligible.any():
+        raise AssertionError("nothing was compared: no position is eligible in both traces")
+
+
+def _compare_logits(case: Case, model: dj.Model, shifted: bool):
+    """Stored logits of uncached steps, recomputed from the recorded state before that step."""
+    arrays = case.arrays
+    stored = {
+        int(k.removeprefix("logits_step")): v
+        for k, v in arrays.items()
+        if k.startswith("logits_step") and k != "logits_steps"
+    }
+    if "logits_steps" in arrays:
+        stored = dict(zip(arrays["logits_steps"].tolist(), arrays["logits"], strict=True))
+    prompt_length = arrays["prompt"].shape[1]
+    pads = _left_pads(case)
+    if pads is None and case.settings.get("left_pad"):
+        pads = arrays["prompt"] != case.settings["pad_id"]
+    for step, logits in stored.items():
+        tokens = arrays["tokens"][step]
+        valid = np.ones(tokens.shape, bool)
+        if pads is not None:
+            valid[:, :prompt_length] = pads
+        rows = np.ones(len(tokens), bool) if "active_rows" not in arrays else arrays["active_rows"][step]
+        ours = np.asarray(dj.forward(model, jnp.asarray(tokens), jnp.asarray(valid)))[rows]
+        if shifted:
+            ours = np.concatenate([ours[:, :1], ours[:, :-1]], axis=1)
+        closely(f"logits of step {step}", ours, logits, where=_real(valid[rows], shifted)[..., None])
+
+
+def _real(valid: np.ndarray, shifted: bool) -> np.ndarray:
+    """Rows that are not padding, nor (shifted) read from a row that is."""
+    if not shifted:
+        return valid
+    return valid & np.concatenate([valid[:, :1], valid[:, :-1]], axis=1)
