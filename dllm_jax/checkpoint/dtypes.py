@@ -1,0 +1,42 @@
+"""The number formats parameters may have."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
+
+
+def supported(dtype: Any) -> np.dtype:
+    """The dtype as numpy's.
+
+    Raises:
+      ValueError: not float32 or bfloat16. Models do not run in float16; files that hold it load as either.
+    """
+    try:
+        chosen = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype={dtype!r} is no dtype; supported: float32, bfloat16") from error
+    if chosen not in SUPPORTED:
+        raise ValueError(f"dtype={chosen} is not supported; supported: float32, bfloat16")
+    return chosen
+
+
+def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
+    """The dtype to load: the one asked for, else the stored one.
+
+    Raises:
+      ValueError: unsupported, or none asked for where the files hold several or an unsupported one.
+    """
+    if dtype is not None:
+        return supported(dtype)
+    kinds = sorted(set(stored), key=str)
+    if len(kinds) != 1 or kinds[0] not in SUPPORTED:
+        found = ", ".join(map(str, kinds))
+        raise ValueError(
+            f"{where} stores {found}; to keep the stored dtype it must be float32 or bfloat16 throughout. "
+            "Ask for one of them: dtype='float32' or dtype='bfloat16'"
+        )
+    return kinds[0]

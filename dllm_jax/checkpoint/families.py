@@ -1,0 +1,99 @@
+"""The checkpoint layouts this library reads and writes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from dllm_jax.checkpoint import dream, llada
+from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.names import Entry
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A checkpoint layout.
+
+    Attributes:
+      model_type: config.json's `model_type`.
+      names: its name table.
+      read: config.json -> spec.
+      write: spec -> the config.json keys it determines.
+      template: spec -> the remaining keys, for a model without a config.json.
+    """
+
+    model_type: str
+    names: tuple[Entry, ...]
+    read: Callable[[Config], ModelSpec]
+    write: Callable[[ModelSpec], dict[str, Any]]
+    template: Callable[[ModelSpec], dict[str, Any]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llada": Family("llada", llada.NAMES, llada.read, llada.write, llada.template),
+    "dream": Family("Dream", dream.NAMES, dream.read, dream.write, dream.template),
+}
+IGNORED = (r".*\.rotary_emb\.inv_freq",)  # buffers that some writers save; computed here
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """The layout a spec is stored in.
+
+    Raises:
+      ValueError: unknown family.
+    """
+    if spec.family not in FAMILIES:
+        raise ValueError(f"family={spec.family!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[spec.family]
+
+
+def config_to_spec(config: Config) -> ModelSpec:
+    """The spec a config.json describes.
+
+    Raises:
+      ValueError: another model type, an unsupported value or a missing key, by name.
+    """
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    model_type = config.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in by_type:
+        supported = " or ".join(map(repr, by_type))
+        raise ValueError(
+            f"{config.where}: model_type={model_type!r} is not supported; supported: {supported}"
+        )
+    try:
+        return by_type[model_type].read(config)
+    except ValueError as error:
+        if str(error).startswith(config.where):
+            raise
+        raise ValueError(f"{config.where}: {error}") from error  # a rule of ModelSpec, which knows no file
+
+
+def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+      spec: the model.
+      dtype: name of the parameters' dtype, e.g. "bfloat16".
+      original: the config.json it came with, whose other keys are kept.
+
+    Raises:
+      ValueError: the family's config.json cannot say what the spec says.
+    """
+    family = family_of(spec)
+    if original is None:
+        values = family.template(spec) | family.write(spec) | {"torch_dtype": dtype}
+    else:
+        values = dict(original.values)
+        if config_to_spec(original) != spec:
+            values |= family.write(spec)
+        values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
+    lost = differences(spec, config_to_spec(Config(f"a {family.model_type} config.json", values)))
+    if lost:
+        raise ValueError(f"a {family.model_type} config.json cannot hold this spec: {'; '.join(lost)}")
+    return values
+
+
+def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
+    """Fields in which two specs differ, as "name: a's value / b's value"."""
+    pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(ModelSpec)]
+    return [f"{name}: {x!r} / {y!r}" for name, x, y in pairs if x != y]

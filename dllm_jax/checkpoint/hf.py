@@ -1,0 +1,154 @@
+"""Reading a Hugging Face directory: config.json and safetensors, one tensor in memory at a time."""
+
+import dataclasses
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of
+from dllm_jax.checkpoint.names import Unit, check, foreign_shape, to_ours, units
+from dllm_jax.spec import ModelSpec
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {  # safetensors' names of the formats a weight may be stored in
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies: its file, shape and safetensors dtype name."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HFCheckpoint:
+    """An opened Hugging Face directory whose tensors are known to fit its config.
+
+    Attributes:
+      path: the directory.
+      config: its config.json.
+      spec: what the config describes.
+      stored: every tensor of its files by name.
+    """
+
+    path: Path
+    config: Config
+    spec: ModelSpec
+    stored: dict[str, Stored]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What can be read, in order."""
+        return units(self.spec, family_of(self.spec).names)
+
+    @property
+    def dtypes(self) -> set[np.dtype]:
+        """Dtypes the weights are stored in."""
+        return {DTYPES[self.stored[entry.name].dtype] for unit in self.units for entry in unit.entries}
+
+    def read(self, unit: Unit) -> dict[str, np.ndarray]:
+        """Our parameters of one unit, in the stored dtype; views of the tensors as they lie in the file.
+
+        Raises:
+          ValueError: a file cannot be read, or a tied head differs from the embedding.
+        """
+        tensors = {entry.leaf: self._tensor(entry.name) for entry in unit.entries}
+        if self.spec.tied and "embed" in tensors:
+            self._check_tied(tensors["embed"])
+        return {entry.leaf: to_ours(self.spec, entry, tensors[entry.leaf]) for entry in unit.entries}
+
+    def _tensor(self, name: str) -> np.ndarray:
+        # Opened anew for each tensor: an open file keeps every page read so far mapped, which would count
+        # as the process's memory and grow to the size of the shard.
+        file = self.stored[name].file
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                return opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read at {name}: {error}") from error
+
+    def _check_tied(self, embed: np.ndarray):
+        head = next(entry.name for entry in family_of(self.spec).names if entry.leaf == "head")
+        if head in self.stored and not same_bits(embed, self._tensor(head)):
+            raise ValueError(
+                f"{self.path}: the config ties head and embedding, yet {head} differs from the embedding"
+            )
+
+
+def open_hf(path: Path) -> HFCheckpoint:
+    """Opens a Hugging Face directory and checks its tensors' names, shapes and dtypes; reads no weights.
+
+    Raises:
+      FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
+      ValueError: unsupported config, unreadable file, or tensors that do not fit (all of them listed).
+    """
+    config = read_config(path / "config.json")
+    spec = config_to_spec(config)
+    stored: dict[str, Stored] = {}
+    for file in weight_files(path):
+        for name, tensor in _header(file).items():
+            if name in stored:
+                raise ValueError(f"{path}: {name} is in both {stored[name].file.name} and {file.name}")
+            stored[name] = tensor
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    names = family_of(spec).names
+    check(spec, names, IGNORED, shapes, str(path))
+    needed = {e.name: foreign_shape(spec, e) for unit in units(spec, names) for e in unit.entries}
+    odd = [f"{name}: {stored[name].dtype}" for name in needed if stored[name].dtype not in DTYPES]
+    if odd:
+        raise ValueError(
+            "\n  ".join([f"{path}: dtypes that are not supported; supported: {', '.join(DTYPES)}", *odd])
+        )
+    return HFCheckpoint(path, config, spec, stored)
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a directory: those its index names, or all where there is no index.
+
+    Raises:
+      FileNotFoundError: none, or one the index names is missing.
+      ValueError: the index is not valid.
+    """
+    if (path / INDEX).is_file():
+        index = read_config(path / INDEX).values.get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            raise ValueError(f"{path / INDEX} has no weight_map from tensor to file")
+        files = tuple(path / name for name in sorted(set(index.values())))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{path} lacks shards its index names: {', '.join(missing)}")
+        return files
+    files = tuple(sorted(path.glob("*.safetensors")))
+    if not files:
+        others = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+        hint = f"; {', '.join(others)} would need torch and is not read" if others else ""
+        raise FileNotFoundError(f"{path} holds no *.safetensors{hint}")
+    return files
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal shape, dtype and every bit (so NaN equals itself and 0.0 differs from -0.0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return bool(np.array_equal(a.view(bits), b.view(bits)))
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+            return {
+                name: Stored(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
