@@ -18,3 +18,7 @@ from dllm_jax import samplers as samplers
 from dllm_jax.generate import Output as Output
 from dllm_jax.generate import generate as generate
 from dllm_jax.generate import infill as infill
+
+
+from dllm_jax.chat import chat as chat
+from dllm_jax.likelihood import log_likelihood as log_likelihood
