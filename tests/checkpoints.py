@@ -1,4 +1,4 @@
-"""Writes tiny random Hugging Face checkpoints; names and shapes are spelt out here, not taken from the library."""
+"""Writes tiny random Hugging Face checkpoints, names and shapes spelt out, not taken from the library."""
 
 import json
 from pathlib import Path

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from dllm_jax.checkpoint.names import Unit
 from dllm_jax.spec import ModelSpec
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint that is read unit by unit."""
 

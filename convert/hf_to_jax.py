@@ -1,0 +1,38 @@
+"""Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.script import plain_errors
+
+
+def main(
+    source: Annotated[str, tyro.conf.Positional],
+    destination: Annotated[Path, tyro.conf.Positional],
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    rope_factor: float = 1.0,
+    overwrite: bool = False,
+    check_finite: bool = False,
+):
+    """Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax.
+
+    Args:
+      source: Hugging Face directory, or a hub id such as GSAI-ML/LLaDA-8B-Instruct.
+      destination: directory to write; it appears only when complete.
+      dtype: of the parameters; default as stored.
+      rope_factor: multiply the rotary base (NTK scaling for long contexts).
+      overwrite: replace an existing destination; it stays until the new one is complete.
+      check_finite: refuse weights with NaN or infinity.
+    """
+    with plain_errors():
+        written = convert(
+            source, destination, dtype, rope_factor, overwrite, check_finite, show_progress=True
+        )
+    print(written)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

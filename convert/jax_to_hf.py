@@ -1,0 +1,32 @@
+"""Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dllm_jax.checkpoint import export
+from dllm_jax.checkpoint.script import plain_errors
+
+
+def main(
+    source: Annotated[Path, tyro.conf.Positional],
+    destination: Annotated[Path, tyro.conf.Positional],
+    overwrite: bool = False,
+    shard_gb: float = 2.0,
+):
+    """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit.
+
+    Args:
+      source: directory written by hf_to_jax.py.
+      destination: directory to write; it appears only when complete.
+      overwrite: replace an existing destination; it stays until the new one is complete.
+      shard_gb: largest size of a safetensors file, in 10^9 bytes.
+    """
+    with plain_errors():
+        written = export(source, destination, overwrite, int(shard_gb * 1e9), show_progress=True)
+    print(written)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

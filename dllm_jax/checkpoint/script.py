@@ -1,0 +1,15 @@
+"""What the scripts in convert/ share."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Bad input ends the program with exit code 2 and the message alone, without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -1,0 +1,87 @@
+"""Writing safetensors tensor by tensor: shapes are known, so the header goes first and nothing piles up."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dllm_jax.checkpoint.hf import INDEX
+from dllm_jax.checkpoint.names import Unit, foreign_shape
+from dllm_jax.spec import ModelSpec
+
+SHARD_BYTES = 2 * 10**9
+CODES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file to write.
+
+    Attributes:
+      tensors: name and shape in the order they are written.
+      dtype: of all of them.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors."""
+        return sum(_size(shape, self.dtype) for _, shape in self.tensors)
+
+    @property
+    def header(self) -> bytes:
+        """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for name, shape in self.tensors:
+            end = start + _size(shape, self.dtype)
+            entries[name] = {"dtype": CODES[self.dtype], "shape": list(shape), "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def plan(spec: ModelSpec, units: tuple[Unit, ...], dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
+    """Deals the tensors, in order, into files of at most `limit` bytes.
+
+    Raises:
+      ValueError: the limit is not positive.
+    """
+    if limit < 1:
+        raise ValueError(f"shard_bytes={limit} must be at least 1")
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for entry in (entry for unit in units for entry in unit.entries):
+        shape = foreign_shape(spec, entry)
+        if shards[-1] and filled + _size(shape, dtype) > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append((entry.name, shape))
+        filled += _size(shape, dtype)
+    return tuple(Shard(tuple(tensors), dtype) for tensors in shards)
+
+
+def write(path: Path, shards: tuple[Shard, ...], tensors: Iterator[np.ndarray]):
+    """Writes the files, and the index if there are several; `tensors` come in the shards' order."""
+    count, weight_map = len(shards), {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        with (path / name).open("wb") as file:
+            file.write(shard.header)
+            for _ in shard.tensors:
+                file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
+        weight_map |= {tensor: name for tensor, _ in shard.tensors}
+    if count > 1:
+        index = {"metadata": {"total_size": sum(s.nbytes for s in shards)}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
