@@ -25,7 +25,8 @@ def attention(
       q: queries; head i reads kv head i // (h // k).
       k: keys, rotated.
       v: values.
-      mask: True where a query may attend; None means everywhere.
+      mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
+        hold anything, NaN included.
 
     Returns:
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
@@ -36,6 +37,8 @@ def attention(
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probabilities = weights / jnp.where(total > 0, total, 1.0)
+    if mask is not None:  # 0 * NaN is NaN
+        v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
     out = einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
     b, kv, group, rows = lse.shape[:4]
@@ -49,8 +52,13 @@ def received(
     weight: Float[Array, "b q"],
     mask: Mask | None = None,
 ) -> Float[Array, "b k s"]:
-    """Attention that each key receives from the weighted query rows, summed over a kv head's queries."""
-    return einsum("bkgqs,bq->bks", _probabilities(q, k, lse, mask), weight)
+    """Attention that each key receives from the weighted query rows, summed over a kv head's queries.
+
+    Rows of weight 0 may hold anything, NaN included.
+    """
+    weights = _probabilities(q, k, lse, mask)
+    weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
+    return einsum("bkgqs,bq->bks", weights, weight)
 
 
 def head_mean(

@@ -107,8 +107,8 @@ class Canvas:
         """
         if not self.spec.shifted:
             return positions
-        first = positions[:, :1] | positions[:, 1:2]
-        return jnp.concatenate([first, positions[:, 2:], jnp.zeros_like(first)], axis=1)
+        left = jnp.pad(positions[:, 1:], ((0, 0), (0, 1)))
+        return left | (positions & (self.position == 0))
 
     # -- conditions per row -------------------------------------------------------------------------
 

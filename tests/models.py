@@ -87,7 +87,12 @@ def random_tokens(spec: dj.ModelSpec, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def canvas(
-    masked, prompt: int = 0, block: int | None = None, steps: int | None = None, family: str = "llada", **state
+    masked,
+    prompt: int = 0,
+    block: int | None = None,
+    steps: int | None = None,
+    family: str = "llada",
+    **state,
 ) -> Canvas:
     """A canvas that is masked exactly where told, other fields as at the start unless given in `state`."""
     described = spec(family)

@@ -1,0 +1,181 @@
+"""Attention against explicit float64 softmax; what masked slots and idle queries may not do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.attention import attention, head_mean, key_mask, length_mask, received
+
+SHAPES = [  # query heads, kv heads, head width
+    (4, 4, 64),
+    (4, 2, 128),
+    (8, 2, 32),
+    (7, 1, 6),
+    (14, 2, 10),
+]
+B, Q, S = 2, 5, 9
+
+run = jax.jit(attention)
+
+
+@functools.cache
+def operands(heads: int, kv_heads: int, head: int, dtype=jnp.float32):
+    """Random q, k, v; scores have a standard deviation of about 2."""
+    rng = np.random.default_rng(heads * 1000 + head)
+    draw = lambda *shape, scale=1.0: jnp.asarray(scale * rng.standard_normal(shape), dtype)
+    return draw(B, Q, heads, head, scale=2.0), draw(B, S, kv_heads, head), draw(B, S, kv_heads, head)
+
+
+def explicit(q, k, v, mask=None):
+    """Weights [b h q s], output [b q h d] and log-sum-exp [b h q], one head at a time in float64."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    k, v = (np.repeat(a, group, axis=2) for a in (k, v))
+    scores = np.stack([q[:, :, h] @ k[:, :, h].swapaxes(1, 2) for h in range(heads)], 1) / np.sqrt(q.shape[3])
+    if mask is not None:
+        per_head = mask if mask.shape[1] == 1 else np.repeat(mask, group, axis=1)
+        scores = np.where(per_head, scores, -np.inf)
+    weights = np.exp(scores)
+    total = weights.sum(-1, keepdims=True)
+    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    out = np.stack([weights[:, h] @ v[:, :, h] for h in range(heads)], 2)
+    with np.errstate(divide="ignore"):
+        return weights, out, np.log(total[..., 0])
+
+
+def masks(kv_heads: int) -> dict[str, np.ndarray | None]:
+    rng = np.random.default_rng(1)
+    keys = rng.random((B, S)) < 0.6
+    keys[:, 3] = True
+    lengths = rng.integers(1, S + 1, (B, kv_heads))
+    full = rng.random((B, 1, Q, S)) < 0.5
+    full[..., 0] = True
+    return {
+        "none": None,
+        "keys": np.asarray(key_mask(jnp.asarray(keys))),
+        "lengths": np.asarray(length_mask(jnp.asarray(lengths, jnp.int32), S)),
+        "queries and keys": full,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(shape, "lengths") for shape in SHAPES]
+    + [(SHAPES[1], kind) for kind in ("none", "keys", "queries and keys")],
+    ids=str,
+)
+def test_equals_explicit_softmax(shape, kind):
+    q, k, v = operands(*shape)
+    mask = masks(shape[1])[kind]
+    out, lse = run(q, k, v, None if mask is None else jnp.asarray(mask))
+    _, expected, expected_lse = explicit(q, k, v, mask)
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=3e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_bf16_is_as_close_as_its_inputs_allow(shape):
+    q, k, v = operands(*shape, dtype=jnp.bfloat16)
+    out, lse = run(q, k, v)
+    _, expected, expected_lse = explicit(q, k, v)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4)  # scores are float32
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = operands(4, 2, 128)
+    out, lse = run(80 * q, k, v)
+    _, expected, expected_lse = explicit(80 * q, k, v)
+    assert 200 < expected_lse.max() < 700  # beyond exp's range in float32, within it in float64
+    np.testing.assert_allclose(out, expected, atol=1e-3)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-4)
+
+
+def test_per_head_lengths_are_per_kv_head():
+    q, k, v = operands(4, 2, 128)
+    lengths = jnp.asarray([[2, 7], [S, 1]], jnp.int32)
+    out, lse = run(q, k, v, length_mask(lengths, S))
+    for b in range(B):
+        for head in range(4):
+            n = int(lengths[b, head // 2])
+            pair = slice(head // 2, head // 2 + 1)
+            _, alone, alone_lse = explicit(
+                q[b : b + 1, :, head : head + 1], k[b : b + 1, :n, pair], v[b : b + 1, :n, pair]
+            )
+            np.testing.assert_allclose(out[b, :, head], alone[0, :, 0], atol=2e-6)
+            np.testing.assert_allclose(lse[b, head], alone_lse[0, 0], atol=3e-6)
+
+
+def test_nothing_to_attend_to_gives_zero_and_minus_infinity():
+    q, k, v = operands(4, 2, 128)
+    out, lse = run(q, k, v, length_mask(jnp.asarray([[0, 3], [S, 0]], jnp.int32), S))
+    empty = np.asarray([[True, False], [False, True]]).repeat(2, axis=1)  # [b h]
+    assert (np.asarray(lse)[empty] == -np.inf).all()
+    assert (np.asarray(out).swapaxes(1, 2)[empty] == 0).all()
+    assert np.isfinite(np.asarray(lse)[~empty]).all()
+    assert (np.asarray(out).swapaxes(1, 2)[~empty] != 0).all()
+
+
+def test_gradient_is_finite_where_nothing_is_attended_to():
+    q, k, v = operands(4, 2, 128)
+    mask = length_mask(jnp.asarray([[0, 3], [S, 0]], jnp.int32), S)
+    grads = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, mask)[0].sum(), argnums=(0, 1, 2)))(q, k, v)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("poison", [1e30, jnp.inf, jnp.nan], ids=str)
+@pytest.mark.parametrize("kind", ["keys", "lengths"])
+def test_what_no_query_may_see_does_not_leak(kind, poison):
+    q, k, v = operands(4, 2, 128)
+    mask = masks(2)[kind]
+    hidden = jnp.asarray(~np.broadcast_to(mask[:, :, 0], (B, 2, S)).swapaxes(1, 2)[..., None])
+    assert hidden.any()
+    mask, clean = jnp.asarray(mask), run(q, k, v, jnp.asarray(mask))
+    k, v = jnp.where(hidden, poison, k), jnp.where(hidden, -poison, v)
+    out, lse = run(q, k, v, mask)
+    np.testing.assert_array_equal(out, clean[0])
+    np.testing.assert_array_equal(lse, clean[1])
+    weight = jnp.ones((B, Q))
+    assert np.isfinite(received(q, k, lse, weight, mask)).all()
+    assert np.isfinite(head_mean(q, k, lse, mask)).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((4, 2, 128), "none"), ((4, 2, 128), "queries and keys"), ((7, 1, 6), "lengths")],
+    ids=str,
+)
+def test_received_and_head_mean_are_sums_of_weights(shape, kind):
+    q, k, v = operands(*shape)
+    mask = masks(shape[1])[kind]
+    traced = None if mask is None else jnp.asarray(mask)
+    _, lse = run(q, k, v, traced)
+    weights, _, _ = explicit(q, k, v, mask)
+    rows = np.random.default_rng(2).random((B, Q)).astype(np.float32)
+    by_kv_head = weights.reshape(B, shape[1], -1, Q, S)
+    expected = (by_kv_head * rows[:, None, None, :, None]).sum(axis=(2, 3))
+    np.testing.assert_allclose(received(q, k, lse, jnp.asarray(rows), traced), expected, atol=1e-5)
+    np.testing.assert_allclose(head_mean(q, k, lse, traced), weights.mean(1), atol=2e-6)
+
+
+def test_received_ignores_rows_of_weight_zero_whatever_they_hold():
+    q, k, v = operands(4, 2, 128)
+    weight = jnp.asarray([[1.0, 0, 2, 0, 0.5]] * B)
+    _, lse = run(q, k, v)
+    clean = received(q, k, lse, weight)
+    q = jnp.where(weight[..., None, None] == 0, jnp.nan, q)
+    _, lse = run(q, k, v)
+    np.testing.assert_array_equal(received(q, k, lse, weight), clean)
+
+
+def test_idle_queries_send_and_average_nothing():
+    q, k, v = operands(4, 2, 128)
+    mask = length_mask(jnp.zeros((B, 2), jnp.int32), S)
+    _, lse = run(q, k, v, mask)
+    assert (received(q, k, lse, jnp.ones((B, Q)), mask) == 0).all()
+    assert (head_mean(q, k, lse, mask) == 0).all()

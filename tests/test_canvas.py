@@ -1,0 +1,157 @@
+"""The named sets of a canvas, position by position."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra import numpy as hnp
+
+from dllm_jax.canvas import begin, masks_in_block, repeat, write
+from dllm_jax.layout import Layout
+from dllm_jax.rows import Rows, whole_rows
+from tests.models import FAMILIES, canvas, random_tokens, spec
+
+PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt
+few = settings(max_examples=25, deadline=None)
+
+
+def members(chosen) -> list[list[int]]:
+    return [np.flatnonzero(row).tolist() for row in np.asarray(chosen)]
+
+
+def running(**state):
+    """Second block: row 0 has decoded its first block and position 8, row 1 is padded by two."""
+    masked = np.zeros((2, LENGTH), bool)
+    masked[0, [7, 9, 10]] = True
+    masked[1, [4, 7, 8, 9, 10]] = True
+    valid = np.ones((2, LENGTH), bool)
+    valid[1, :2] = False
+    state = {"block_start": jnp.asarray(7, jnp.int32), "valid": valid} | state
+    return canvas(masked, prompt=PROMPT, block=BLOCK, **state)
+
+
+def test_sets_of_positions():
+    c = running()
+    rows = range(LENGTH)
+    assert members(c.everything) == [list(rows)] * 2
+    assert members(c.masked) == [[7, 9, 10], [4, 7, 8, 9, 10]]
+    assert members(c.prompt) == [[0, 1, 2], [2]]
+    assert members(c.response) == [list(range(3, 11))] * 2
+    assert members(c.decoded) == [[3, 4, 5, 6, 8], [3, 5, 6]]
+    assert members(c.block) == [[7, 8, 9, 10]] * 2
+    assert members(c.suffix) == [[7, 8, 9, 10]] * 2
+    first = running(block_start=jnp.asarray(3, jnp.int32))
+    assert members(first.block) == [[3, 4, 5, 6]] * 2
+    assert members(first.suffix) == [list(range(3, 11))] * 2
+
+
+def test_eligible_are_masks_up_to_the_end_of_the_block_in_active_rows():
+    assert members(running().eligible) == [[7, 9, 10], [4, 7, 8, 9, 10]]  # position 4 was left masked
+    first = running(block_start=jnp.asarray(3, jnp.int32), active=jnp.asarray([True, False]))
+    assert members(first.eligible) == [[], []]
+    again = running(block_start=jnp.asarray(3, jnp.int32), active=jnp.asarray([False, True]))
+    assert members(again.eligible) == [[], [4]]
+
+
+def test_padding_is_never_eligible_even_if_it_holds_the_mask_id():
+    masked = np.ones((1, 4), bool)
+    c = canvas(masked, valid=np.asarray([[False, True, True, True]]))
+    assert members(c.eligible) == [[1, 2, 3]]
+
+
+def test_begin():
+    described = spec("llada")
+    tokens = random_tokens(described, 2, 6)
+    tokens[:, 2:] = described.mask_id
+    tokens[1, 3] = 0
+    c = begin(jnp.asarray(tokens), jnp.ones((2, 6), bool), described, Layout(2, 4, 2, 4))
+    assert (c.born == -1).all()
+    assert c.block_start == 2
+    assert c.block_masks.tolist() == [2, 1]
+    assert c.active.all()
+    assert not c.done.any()
+    assert c.step.tolist() == c.block_step.tolist() == [0, 0]
+    assert members(c.fresh) == [[], []]
+
+
+def test_write_decodes_and_counts_only_where_told():
+    c = running(active=jnp.asarray([True, False]), step=jnp.asarray([5, 2], jnp.int32))
+    chosen = np.zeros((2, LENGTH), bool)
+    chosen[0, [7, 10]] = True
+    after = write(c, jnp.asarray(chosen), jnp.full((2, LENGTH), 40, jnp.int32))
+    assert (np.asarray(after.tokens) != np.asarray(c.tokens)).nonzero()[1].tolist() == [7, 10]
+    assert after.tokens[0, [7, 10]].tolist() == [40, 40]
+    assert after.born[0, [7, 10]].tolist() == [5, 5]
+    assert after.step.tolist() == [6, 2]
+    assert after.block_step.tolist() == [1, 0]
+    assert members(after.fresh) == [[7, 10], []]
+    assert masks_in_block(after).tolist() == [1, 4]
+
+
+def test_fresh_lasts_one_step_of_the_row_and_waits_while_it_stands_still():
+    nothing, tokens = jnp.zeros((2, LENGTH), bool), jnp.zeros((2, LENGTH), jnp.int32)
+    c = write(running(), nothing.at[:, 8].set(True), tokens)
+    assert members(c.fresh) == [[8], [8]]
+    c = write(dataclasses.replace(c, active=jnp.asarray([True, False])), nothing, tokens)
+    assert members(c.fresh) == [[], [8]]
+
+
+def test_conditions_per_row_broadcast_over_positions():
+    c = running(block_step=jnp.asarray([0, 2], jnp.int32), step=jnp.asarray([4, 6], jnp.int32))
+    assert c.block_begins.tolist() == [[True], [False]]
+    assert c.due(4).tolist() == [[True], [False]]
+    assert c.due(3).tolist() == [[False], [True]]
+    assert c.due(1).tolist() == [[True], [True]]
+    assert members(c.block_begins | c.block) == [list(range(LENGTH)), [7, 8, 9, 10]]
+
+
+@few
+@given(hnp.arrays(bool, (1, 6)))
+def test_sources_predict_exactly_the_positions(chosen):
+    """Row i predicts i, or with a shifted head i + 1; row 0 also predicts position 0, as nothing else does."""
+    for family in FAMILIES:
+        predicts = {i: {i} if family == "llada" else {i + 1} | ({0} if i == 0 else set()) for i in range(6)}
+        wanted = set(np.flatnonzero(chosen).tolist())
+        expected = [[i for i in range(6) if predicts[i] & wanted]]
+        assert members(canvas(chosen, family=family).sources(jnp.asarray(chosen))) == expected
+
+
+def test_sources_cover_every_position():
+    for family in FAMILIES:
+        c = canvas(np.ones((2, 5)), family=family)
+        everything = np.asarray(c.sources(c.everything))
+        last_needed = 5 if family == "llada" else 4  # the last row of a shifted head predicts nothing here
+        assert members(everything) == [list(range(last_needed))] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sources_of_a_single_position(family):
+    c = canvas([[True]], family=family)
+    assert members(c.sources(c.masked)) == [[0]]
+
+
+def test_attention_mask_is_absent_without_padding():
+    c = canvas(np.ones((2, 5)), prompt=1)
+    assert c.attends(whole_rows(c.active, 5)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_mask_hides_padding_keys(family):
+    valid = np.ones((2, 5), bool)
+    valid[1, :2] = False
+    c = canvas(np.ones((2, 5)), prompt=3, family=family, valid=valid)
+    rows = Rows(jnp.asarray([[0, 3], [1, 4]], jnp.int32), whole=False)
+    mask = np.broadcast_to(c.attends(rows), (2, 1, 2, 5))[:, 0]
+    assert mask[0].all()
+    assert members(mask[1]) == [[2, 3, 4] if family == "llada" else [], [2, 3, 4]]  # row 1 is padding itself
+
+
+def test_streams_repeat_rows_but_not_the_block():
+    c = running(step=jnp.asarray([4, 6], jnp.int32))
+    twice = repeat(c, 2)
+    np.testing.assert_array_equal(twice.tokens, np.concatenate([c.tokens] * 2))
+    assert twice.step.tolist() == [4, 6, 4, 6]
+    assert twice.block_start == c.block_start
+    assert repeat(c, 1) is c

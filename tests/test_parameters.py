@@ -1,0 +1,111 @@
+"""Shapes, counts and initial values of the parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import sharding
+from dllm_jax.parameters import INIT_STD, abstract, count, initialise
+from tests.models import FAMILIES, spec, tiny
+
+drawn = jax.jit(initialise, static_argnums=0)
+
+REAL = {
+    "llada": dict(
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=32,
+        head=128,
+        hidden=12288,
+        vocab=126464,
+        mask_id=126336,
+        eos_id=126081,
+        eot_id=126348,
+    ),
+    "dream": dict(
+        layers=28,
+        width=3584,
+        heads=28,
+        kv_heads=4,
+        head=128,
+        hidden=18944,
+        vocab=152064,
+        mask_id=151666,
+        eos_id=151643,
+        eot_id=151645,
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "total"), [("llada", 8_015_581_184), ("dream", 7_615_616_512)])
+def test_published_models_have_their_published_size(family, total):
+    assert count(abstract(spec(family, **REAL[family]))) == total
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_abstract_has_the_shapes_of_the_axis_table(family, tied):
+    described = spec(family, tied=tied)
+    params = dict(abstract(described, jnp.bfloat16))
+    flat = {**params.pop("layers"), **params}
+    assert {name: leaf.shape for name, leaf in flat.items()} == {
+        name: sharding.shape(described, sharding.AXES[name]) for name in sharding.leaves(described)
+    }
+    assert {leaf.dtype for leaf in flat.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert ("head" in params) is not tied
+
+
+DEEP = spec("dream", layers=8, width=64)
+
+
+def test_initialise_makes_what_abstract_describes():
+    made, shapes = drawn(DEEP, jax.random.key(0)), abstract(DEEP)
+    assert jax.tree.structure(made) == jax.tree.structure(shapes)
+    described = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+    assert described(made) == described(shapes)
+    assert count(made) == count(shapes)
+
+
+def test_initial_values():
+    layers = drawn(DEEP, jax.random.key(0))["layers"]
+    for name in ("q", "k", "v", "gate", "up"):
+        assert np.std(layers[name]) == pytest.approx(INIT_STD, rel=0.05)
+    for name in ("o", "down"):  # smaller with depth
+        assert np.std(layers[name]) == pytest.approx(INIT_STD / 4, rel=0.05)
+    assert (layers["attn_norm"] == 1).all()
+    assert (layers["q_bias"] == 0).all()
+    assert not np.array_equal(layers["q"][0], layers["q"][1])  # layers differ
+
+
+def test_keys_decide_the_values():
+    first, again, other = (drawn(DEEP, jax.random.key(seed)) for seed in (0, 0, 1))
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
+    assert not np.array_equal(first["embed"], other["embed"])
+
+
+def test_a_tied_head_is_the_embedding():
+    tied = tiny("llada", tied=True)
+    tokens = jnp.asarray([[1, 2, 3]], jnp.int32)
+    untied = dj.Model({**tied.params, "head": tied.params["embed"]}, spec("llada"))
+    np.testing.assert_array_equal(dj.forward(tied, tokens), dj.forward(untied, tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(layers=0), "layers=0"),
+        (dict(vocab=-1), "vocab=-1"),
+        (dict(heads=5, kv_heads=2), "heads=5"),
+        (dict(head=7), "head=7"),
+        (dict(mask_id=61), "mask_id=61"),
+        (dict(eos_id=-1), "eos_id=-1"),
+        (dict(eot_id=100), "eot_id=100"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec("llada", **changes)

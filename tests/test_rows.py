@@ -1,0 +1,114 @@
+"""Rows, compact and scatter against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dllm_jax import rows as library
+from dllm_jax.rows import Rows, whole_rows
+
+B, L = 2, 7
+sets = hnp.arrays(bool, (B, L))
+widths = st.sampled_from([1, 3, L + 2])  # fixed shapes: each compiles once
+few = settings(max_examples=25, deadline=None)
+DATA = np.arange(B * L * 3, dtype=np.float32).reshape(B, L, 3)
+
+compact = jax.jit(library.compact, static_argnums=1)
+scatter = jax.jit(library.scatter)
+member_mask = jax.jit(lambda index: Rows(index, whole=False).mask(L))
+take = jax.jit(lambda index, x: Rows(index, whole=False).take(x))
+slots = jax.jit(lambda index, position: Rows(index, whole=False).slot(position, L))
+
+
+def positions(chosen: np.ndarray, width: int) -> list[list[int]]:
+    """The first `width` members of each row, padded with L."""
+    rows = [np.flatnonzero(row)[:width].tolist() for row in chosen]
+    return [row + [L] * (width - len(row)) for row in rows]
+
+
+@few
+@given(sets, widths)
+def test_compact_lists_the_first_members(chosen, width):
+    index = compact(jnp.asarray(chosen), width)
+    assert index.dtype == jnp.int32
+    assert index.tolist() == positions(chosen, width)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_compact_of_empty_and_full_rows(fill):
+    index = compact(jnp.full((B, L), fill), 3)
+    assert index.tolist() == [[0, 1, 2] if fill else [L] * 3] * B
+
+
+@few
+@given(sets, widths)
+def test_rows_as_a_set_are_the_members_that_fit(chosen, width):
+    members = member_mask(compact(jnp.asarray(chosen), width))
+    np.testing.assert_array_equal(members, chosen & (np.cumsum(chosen, axis=1) <= width))
+
+
+@few
+@given(sets, widths)
+def test_take_reads_the_rows(chosen, width):
+    taken = np.asarray(take(compact(jnp.asarray(chosen), width), DATA))
+    assert taken.shape == (B, width, 3)
+    for b, members in enumerate(positions(chosen, width)):
+        for q, position in enumerate(members):
+            if position < L:
+                np.testing.assert_array_equal(taken[b, q], DATA[b, position])
+
+
+def test_take_of_flat_and_boolean_arrays():
+    rows = Rows(jnp.asarray([[1, 4, L], [0, L, L]], jnp.int32), whole=False)
+    flat = rows.take(jnp.asarray(DATA[..., 0]))
+    assert flat[0, :2].tolist() == [3.0, 12.0]
+    assert rows.take(jnp.asarray(DATA[..., 0] > 5)).dtype == jnp.bool_
+
+
+@few
+@given(sets, widths)
+def test_scatter_writes_the_rows_and_nothing_else(chosen, width):
+    index = compact(jnp.asarray(chosen), width)
+    fresh = -1 - np.arange(B * width * 3, dtype=np.float32).reshape(B, width, 3)
+    expected = DATA.copy()
+    for b, members in enumerate(positions(chosen, width)):
+        for q, position in enumerate(members):
+            if position < L:
+                expected[b, position] = fresh[b, q]
+    np.testing.assert_array_equal(scatter(DATA, index, fresh), expected)
+
+
+def test_scatter_keeps_the_canvas_dtype():
+    index = jnp.asarray([[2]], jnp.int32)
+    out = scatter(jnp.zeros((1, L), jnp.bfloat16), index, jnp.ones((1, 1), jnp.float32))
+    assert out.dtype == jnp.bfloat16
+    assert out.tolist() == [[0, 0, 1, 0, 0, 0, 0]]
+
+
+@few
+@given(sets, widths)
+def test_slot_inverts_the_index(chosen, width):
+    everywhere = np.tile(np.arange(L + 1, dtype=np.int32), (B, 1))  # padding asks for L
+    slot = np.asarray(slots(compact(jnp.asarray(chosen), width), everywhere))
+    for b, members in enumerate(positions(chosen, width)):
+        expected = [members.index(p) if p < L and p in members else width for p in range(L + 1)]
+        assert slot[b].tolist() == expected
+
+
+def test_whole_rows_are_the_canvas_for_active_rows_and_padding_for_the_others():
+    rows = whole_rows(jnp.asarray([True, False]), L)
+    assert rows.whole
+    assert rows.index.tolist() == [list(range(L)), [L] * L]
+    np.testing.assert_array_equal(rows.mask(L), np.asarray([[True] * L, [False] * L]))
+    np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
+    assert rows.slot(jnp.asarray([[3, L], [0, L]], jnp.int32), L)[0].tolist() == [3, L]
+
+
+def test_whole_is_never_inferred_from_the_width():
+    rows = Rows(compact(jnp.ones((B, L), bool), L), whole=False)
+    assert not rows.whole
+    np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
