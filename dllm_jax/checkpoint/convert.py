@@ -85,11 +85,12 @@ def _provenance(
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         "rope_factor": rope_factor,
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: library_version(name) for name in LIBRARIES},
     }
 
 
-def _version(library: str) -> str:
+def library_version(library: str) -> str:
+    """Installed version of a distribution, or "not installed"."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

@@ -26,6 +26,7 @@ from dllm_jax.spec import ModelSpec
 SPEC = "spec.json"
 PARAMS = "params"
 FORMAT = 1
+PIECE = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,9 @@ class ConvertedCheckpoint:
           ValueError: damaged, or other names, shapes or dtypes than spec.json describes.
         """
         where = self.path / PARAMS / unit.name
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             try:
-                arrays = checkpointer.restore(where.absolute(), args=ocp.args.StandardRestore())
+                arrays = checkpointer.restore(where.absolute(), args=ocp.args.PyTreeRestore())
             except (ValueError, OSError, KeyError) as error:
                 raise ValueError(f"{where} cannot be read: {error}") from error
         expected = {leaf: (size, str(self.dtype)) for leaf, size in unit.shapes(self.spec).items()}
@@ -107,5 +108,9 @@ def write_spec(path: Path, spec: ModelSpec, dtype: np.dtype):
 def write_unit(path: Path, unit: Unit, arrays: dict[str, np.ndarray]):
     """Writes the parameters of one unit, in our layout."""
     contiguous = {leaf: np.ascontiguousarray(array) for leaf, array in arrays.items()}
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save((path / PARAMS / unit.name).absolute(), args=ocp.args.StandardSave(contiguous))
+    # Compressed and buffered in pieces: whole arrays and files of Orbax's default size would take memory
+    # of about the unit's size again, on writing and on reading.
+    pieces = {leaf: ocp.SaveArgs(chunk_byte_size=PIECE) for leaf in contiguous}
+    args = ocp.args.PyTreeSave(contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save((path / PARAMS / unit.name).absolute(), args=args)

@@ -1,0 +1,168 @@
+"""Peak memory of converting, exporting and loading a synthetic checkpoint of LLaDA-8B's shape.
+
+    python bench/convert_memory.py /directory/with/50GB/free
+
+Writes the checkpoint with bounded memory, runs every stage in a process of its own, samples that process's
+peak resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes what it
+made.
+"""
+
+import dataclasses
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import ml_dtypes
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from dllm_jax import ModelSpec
+from dllm_jax.checkpoint.convert import LIBRARIES, library_version
+from dllm_jax.checkpoint.families import family_of, spec_to_config
+from dllm_jax.checkpoint.names import foreign_shape, units
+from dllm_jax.checkpoint.writer import plan, write
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+GIB = 2**30
+SAMPLE = 0.1  # seconds
+STAGES = {
+    "convert": "from dllm_jax.checkpoint import convert; convert({hf!r}, {jax!r})",
+    "export": "from dllm_jax.checkpoint import export; export({jax!r}, {back!r})",
+    "compare": "from dllm_jax.checkpoint import verify; assert verify({hf!r}, {back!r}, tokens=0).identical",
+    "load-hf": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({hf!r}).params)",
+    "load-converted": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({jax!r}).params)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One stage: seconds of wall time and peak resident bytes."""
+
+    stage: str
+    seconds: float
+    peak_rss: int
+
+
+def llada_8b(layers: int) -> ModelSpec:
+    return ModelSpec(
+        family="llada",
+        layers=layers,
+        width=4096,
+        heads=32,
+        kv_heads=32,
+        head=128,
+        hidden=12288,
+        vocab=126464,
+        rope_base=5e5,
+        norm_eps=1e-5,
+        mask_id=126336,
+        eos_id=126081,
+        eot_id=126348,
+        qkv_bias=False,
+        tied=False,
+        shifted=False,
+        rope_in_f32=True,
+        pad_rows_attend=True,
+    )
+
+
+def synthesise(path: Path, spec: ModelSpec, shards: int) -> int:
+    """Writes a random bfloat16 checkpoint one tensor at a time; returns the bytes of its weights."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(spec_to_config(spec, "bfloat16")))
+    parts = units(spec, family_of(spec).names)
+    size = sum(int(np.prod(foreign_shape(spec, e))) for unit in parts for e in unit.entries) * BF16.itemsize
+    write(path, plan(spec, parts, BF16, int(size / shards * 1.05)), _random_tensors(spec))
+    return size
+
+
+def _random_tensors(spec: ModelSpec) -> Iterator[np.ndarray]:
+    """Random signs and mantissas with exponents from 2^-7 to 2^-4: incompressible, finite, cheap to draw."""
+    rng = np.random.default_rng(0)
+    for unit in units(spec, family_of(spec).names):
+        for entry in unit.entries:
+            bits = rng.integers(0, 2**16, foreign_shape(spec, entry), dtype=np.uint16)
+            yield ((bits & 0x81FF) + np.uint16(120 << 7)).view(BF16)
+
+
+def measure(stage: str, code: str) -> Measured:
+    """Runs Python code in a process and samples its peak resident memory until it ends."""
+    start, peak = time.perf_counter(), 0
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while process.poll() is None:
+        peak = max(peak, _peak_rss(process.pid))
+        time.sleep(SAMPLE)
+    if process.returncode:
+        raise RuntimeError(f"stage {stage} ended with {process.returncode}")
+    return Measured(stage, round(time.perf_counter() - start, 1), peak)
+
+
+def _peak_rss(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def main(
+    directory: Annotated[Path, tyro.conf.Positional],
+    layers: int = 32,
+    shards: int = 6,
+    stages: tuple[str, ...] = ("convert", "export", "compare"),
+    output: Path = Path("bench/results/convert_memory.json"),
+):
+    """Measures the stages at LLaDA-8B's shape; the loading stages hold the whole model in memory.
+
+    Args:
+      directory: an existing directory with three times the checkpoint's size free; left as it was.
+      layers: fewer make the checkpoint smaller; 32 is the real number.
+      shards: safetensors files.
+      stages: among convert, export, compare (export against the original), load-hf, load-converted.
+      output: JSON file, a list with one entry per run; this run is added to it.
+    """
+    unknown = [stage for stage in stages if stage not in STAGES]
+    if unknown:
+        raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
+    spec, work = llada_8b(layers), directory / "convert_memory"
+    places = {"hf": str(work / "hf"), "jax": str(work / "jax"), "back": str(work / "back")}
+    try:
+        size = synthesise(work / "hf", spec, shards)
+        done = [measure(stage, STAGES[stage].format(**places)) for stage in stages]
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _report(spec, shards, size, done, output)
+
+
+def _report(spec: ModelSpec, shards: int, size: int, done: list[Measured], output: Path):
+    limit = size // 2 + 2 * GIB
+    table = Table("stage", "seconds", "peak RSS, GiB", "share of the checkpoint")
+    for m in done:
+        table.add_row(m.stage, str(m.seconds), f"{m.peak_rss / GIB:.2f}", f"{m.peak_rss / size:.2f}")
+    Console().print(
+        f"{size / 1e9:.2f} GB in {shards} shards; limit for convert: {limit / GIB:.2f} GiB", table
+    )
+    run = {
+        "date": datetime.date.today().isoformat(),
+        "device": f"CPU, {platform.machine()}, {platform.system()}",
+        "versions": {"python": platform.python_version()} | {n: library_version(n) for n in LIBRARIES},
+        "dtype": str(BF16),
+        "spec": dataclasses.asdict(spec),
+        "shards": shards,
+        "checkpoint_bytes": size,
+        "limit_bytes": limit,
+        "stages": [dataclasses.asdict(m) for m in done],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(output.read_text()) if output.is_file() else []
+    output.write_text(json.dumps([*earlier, run], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
