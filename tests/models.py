@@ -16,7 +16,17 @@ from dllm_jax.parameters import abstract
 
 FAMILIES = ("llada", "dream")
 
-_COMMON = dict(layers=2, width=32, heads=4, head=8, hidden=48, vocab=61, mask_id=59, eos_id=57, eot_id=58)
+_COMMON = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "head": 8,
+    "hidden": 48,
+    "vocab": 61,
+    "mask_id": 59,
+    "eos_id": 57,
+    "eot_id": 58,
+}
 _SPECS = {
     "llada": dj.ModelSpec(
         family="llada",

@@ -144,7 +144,7 @@ def density(known: np.ndarray, sigma: float) -> np.ndarray:
     if the last response position is.
     """
     g = len(known)
-    extended = {j: 1.0 for j in range(-g, 0)}
+    extended = dict.fromkeys(range(-g, 0), 1.0)
     extended |= {j: float(known[j]) for j in range(g)} | {j: float(known[-1]) for j in range(g, 2 * g)}
     phi = lambda d: math.exp(-d * d / (2 * sigma**2))
     total = sum(phi(d) for d in range(-3 * g, 3 * g))

@@ -110,7 +110,7 @@ def test_conditions_per_row_broadcast_over_positions():
 @few
 @given(hnp.arrays(bool, (1, 6)))
 def test_sources_predict_exactly_the_positions(chosen):
-    """Row i predicts i, or with a shifted head i + 1; row 0 also predicts position 0, as nothing else does."""
+    """Row i predicts i, or with a shifted head i + 1; row 0 also predicts position 0: nothing else does."""
     for family in FAMILIES:
         predicts = {i: {i} if family == "llada" else {i + 1} | ({0} if i == 0 else set()) for i in range(6)}
         wanted = set(np.flatnonzero(chosen).tolist())

@@ -13,30 +13,30 @@ from tests.models import FAMILIES, spec, tiny
 drawn = jax.jit(initialise, static_argnums=0)
 
 REAL = {
-    "llada": dict(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=32,
-        head=128,
-        hidden=12288,
-        vocab=126464,
-        mask_id=126336,
-        eos_id=126081,
-        eot_id=126348,
-    ),
-    "dream": dict(
-        layers=28,
-        width=3584,
-        heads=28,
-        kv_heads=4,
-        head=128,
-        hidden=18944,
-        vocab=152064,
-        mask_id=151666,
-        eos_id=151643,
-        eot_id=151645,
-    ),
+    "llada": {
+        "layers": 32,
+        "width": 4096,
+        "heads": 32,
+        "kv_heads": 32,
+        "head": 128,
+        "hidden": 12288,
+        "vocab": 126464,
+        "mask_id": 126336,
+        "eos_id": 126081,
+        "eot_id": 126348,
+    },
+    "dream": {
+        "layers": 28,
+        "width": 3584,
+        "heads": 28,
+        "kv_heads": 4,
+        "head": 128,
+        "hidden": 18944,
+        "vocab": 152064,
+        "mask_id": 151666,
+        "eos_id": 151643,
+        "eot_id": 151645,
+    },
 }
 
 
@@ -96,13 +96,13 @@ def test_a_tied_head_is_the_embedding():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(layers=0), "layers=0"),
-        (dict(vocab=-1), "vocab=-1"),
-        (dict(heads=5, kv_heads=2), "heads=5"),
-        (dict(head=7), "head=7"),
-        (dict(mask_id=61), "mask_id=61"),
-        (dict(eos_id=-1), "eos_id=-1"),
-        (dict(eot_id=100), "eot_id=100"),
+        ({"layers": 0}, "layers=0"),
+        ({"vocab": -1}, "vocab=-1"),
+        ({"heads": 5, "kv_heads": 2}, "heads=5"),
+        ({"head": 7}, "head=7"),
+        ({"mask_id": 61}, "mask_id=61"),
+        ({"eos_id": -1}, "eos_id=-1"),
+        ({"eot_id": 100}, "eot_id=100"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import kept
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.noise import Noise, given
 
 Alg = Literal["prob", "margin", "entropy"]
 
@@ -28,8 +28,9 @@ class Sampler(abc.ABC):
       cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: never produce end-of-text.
-      confidence_eos_eot_inf: end-of-text and end-of-turn get confidence 0 and so come last. LLaDA's
-        released code forgets end-of-text when temperature > 0; this does not.
+      confidence_eos_eot_inf: end-of-text and end-of-turn get the least confidence there is (0; with
+        "entropy" that of a uniform distribution) and so come last. LLaDA's released code forgets
+        end-of-text when temperature > 0; this does not.
       allow_mask_token: let [MASK] itself be "decoded", as the references do: the position then stays masked.
         By default the best other token is taken; confidences still count [MASK]'s probability.
     """
@@ -63,13 +64,13 @@ class Sampler(abc.ABC):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """How sure the candidate tokens are; larger is surer."""
 
     @abc.abstractmethod
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """Which candidates are decoded now; score is -inf where there is no candidate."""
 
@@ -89,7 +90,7 @@ class Sampler(abc.ABC):
     # -- shared -------------------------------------------------------------------------------------
 
     def propose(
-        self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> tuple[Int[Array, "b c"], Float[Array, "b c"]]:
         """The candidate token of each position and its confidence.
 
@@ -112,9 +113,9 @@ class Sampler(abc.ABC):
             scored = _without(scored, canvas.spec.eos_id, canvas.spec.eot_id)
         return token, self.confidence(scored, token, index, canvas, noise)
 
-    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise) -> Int[Array, "b c"]:
+    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         if self.temperature > 0:
-            logits = logits + self.temperature * noise.token_gumbel(canvas, index, logits.shape[-1])
+            logits = logits + self.temperature * given(noise).token_gumbel(canvas, index, logits.shape[-1])
         if not self.allow_mask_token:
             logits = _without(logits, canvas.spec.mask_id)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -129,11 +130,17 @@ def score_by(
     alg: Alg, logits: Float[Array, "b c v"], token: Int[Array, "b c"], sampler: Sampler, canvas: Canvas
 ) -> Float[Array, "b c"]:
     """The named confidence; see `dllm_jax.samplers.scores`."""
+    least = -math.log(logits.shape[-1]) if alg == "entropy" else 0.0
     if alg == "margin":
-        return scores.margin(logits, None if sampler.allow_mask_token else canvas.spec.mask_id)
-    if alg == "entropy":
-        return scores.negative_entropy(logits)
-    return scores.probability(logits, token)
+        score = scores.margin(logits, None if sampler.allow_mask_token else canvas.spec.mask_id)
+    elif alg == "entropy":
+        score = scores.negative_entropy(logits)
+    else:
+        score = scores.probability(logits, token)
+    if not sampler.confidence_eos_eot_inf:
+        return score
+    ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
+    return jnp.where(ends, least, score)  # also where nothing but an end survived the filters
 
 
 def check_alg(alg: str, *allowed: str):

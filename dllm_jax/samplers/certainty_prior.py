@@ -42,13 +42,13 @@ class CertaintyPrior(Sampler):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """By `alg`, without the density."""
         return score_by(self.alg, logits, token, self, canvas)
 
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """The best by confidence times density."""
         density = certainty_density(canvas, index, self.sigma)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import best, even_schedule
 
 
@@ -18,7 +18,7 @@ class FixedSchedule(Sampler):
     """
 
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """The surest positions, as many as the schedule says."""
         return best(score, even_schedule(canvas))
@@ -49,7 +49,7 @@ class Confidence(FixedSchedule):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """By `alg`."""
         return score_by(self.alg, logits, token, self, canvas)
@@ -70,7 +70,7 @@ class RandomOrder(FixedSchedule):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """Uniform [0, 1), drawn anew at every step."""
-        return noise.order_uniform(canvas, index)
+        return given(noise).order_uniform(canvas, index)

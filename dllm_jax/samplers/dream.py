@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import best, dream_fractions
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
@@ -68,24 +68,26 @@ class DreamSchedule(Sampler):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """By `alg`; before `alg_temp`."""
         return score_by(SCORES[self.alg], logits, token, self, canvas)
 
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """The schedule's share of the masked positions."""
         steps = canvas.layout.steps_per_block
         fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
         candidate = score > -jnp.inf
         if self.alg == "origin":
-            return candidate & (noise.order_uniform(canvas, index) < fraction[:, None])
+            return candidate & (given(noise).order_uniform(canvas, index) < fraction[:, None])
         masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.float32)
         count = (masks * fraction).astype(jnp.int32)
         if self.alg_temp > 0:
-            score = jnp.where(candidate, score / self.alg_temp + noise.order_gumbel(canvas, index), -jnp.inf)
+            score = jnp.where(
+                candidate, score / self.alg_temp + given(noise).order_gumbel(canvas, index), -jnp.inf
+            )
         return best(score, count)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:

@@ -1,10 +1,10 @@
 """Where random numbers come from: a key, or a recording to replay.
 
-Draws are indexed by (row, the row's step, position after the prompt), so they do not depend on padding, on
-batch mates or on how many positions are looked at together.
+Draws are indexed by (row, the row's step, distance from the canvas's end), so they do not depend on left
+padding, on batch mates or on how many positions are looked at together.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from dllm_jax.canvas import Canvas
 
 
+@runtime_checkable
 class Noise(Protocol):
     """Source of a sampler's draws at canvas positions `index` (l = padding, value unused)."""
 
@@ -27,6 +28,13 @@ class Noise(Protocol):
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
         """Standard Gumbel noise that orders positions, float32."""
         ...
+
+
+def given(noise: Noise | None) -> Noise:
+    """The noise; an error where a sampler draws and has none."""
+    if noise is None:
+        raise ValueError("the sampler draws random numbers, and was given neither a key nor a recording")
+    return noise
 
 
 class KeyNoise(NamedTuple):
@@ -55,8 +63,7 @@ class KeyNoise(NamedTuple):
             return draw(jax.random.fold_in(jax.random.fold_in(row_key, 2 * step + stream), position))
 
         over_positions = jax.vmap(at, in_axes=(None, None, 0))
-        after_prompt = index - canvas.layout.prompt + 1_000_000  # infilling looks left of the response
-        return jax.vmap(over_positions)(self.keys, canvas.step, after_prompt)
+        return jax.vmap(over_positions)(self.keys, canvas.step, canvas.layout.length - index)
 
 
 class RecordedNoise(NamedTuple):

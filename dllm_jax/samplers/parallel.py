@@ -53,13 +53,13 @@ class Threshold(UntilDone):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """By `alg`."""
         return score_by(self.alg, logits, token, self, canvas)
 
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """All that reach the threshold, at least one."""
         one = jnp.ones(score.shape[:1], jnp.int32)
@@ -89,13 +89,13 @@ class Factor(UntilDone):
         token: Int[Array, "b c"],
         index: Int[Array, "b c"],
         canvas: Canvas,
-        noise: Noise,
+        noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """Probability of the token."""
         return score_by("prob", logits, token, self, canvas)
 
     def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
         """The longest prefix of the ranking that passes."""
         return best(score, passing_prefix(score, self.factor))

@@ -22,7 +22,7 @@ def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
 
 
 def passing_prefix(priority: Float[Array, "b c"], factor: float) -> Int[Array, "b"]:
-    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, c sorted downwards; at least 1."""
+    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, c descending; at least 1."""
     ranked = -jnp.sort(-priority, axis=1)
     n = jnp.arange(1, priority.shape[1] + 1)
     passes = (n + 1) * (1.0 - ranked) < factor

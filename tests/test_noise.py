@@ -1,0 +1,117 @@
+"""Where random numbers come from: what a draw depends on, and what it must not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
+from tests.models import canvas
+
+V = 5
+KEYS = jax.random.split(jax.random.key(0), 3)
+draws = {
+    "token": lambda noise, c, index: noise.token_gumbel(c, index, V),
+    "uniform": lambda noise, c, index: noise.order_uniform(c, index),
+    "gumbel": lambda noise, c, index: noise.order_gumbel(c, index),
+}
+
+
+def at(batch: int, prompt: int = 3, response: int = 6, step=0, family: str = "llada"):
+    c = canvas(np.ones((batch, prompt + response)), prompt=prompt, family=family)
+    return dataclasses.replace(c, step=jnp.broadcast_to(jnp.asarray(step, jnp.int32), (batch,)))
+
+
+def positions(batch: int, *index: int):
+    return jnp.tile(jnp.asarray(index, jnp.int32), (batch, 1))
+
+
+@pytest.mark.parametrize("kind", draws)
+def test_a_row_does_not_depend_on_its_batch_mates(kind):
+    both = draws[kind](KeyNoise(KEYS[:2]), at(2), positions(2, 3, 5))
+    swapped = draws[kind](KeyNoise(KEYS[:2][::-1]), at(2), positions(2, 3, 5))
+    alone = draws[kind](KeyNoise(KEYS[1:2]), at(1), positions(1, 3, 5))
+    np.testing.assert_array_equal(both[1], alone[0])
+    np.testing.assert_array_equal(swapped[0], alone[0])
+    assert not np.array_equal(both[0], both[1])
+
+
+@pytest.mark.parametrize("kind", draws)
+def test_a_draw_does_not_depend_on_padding(kind):
+    short = draws[kind](KeyNoise(KEYS[:1]), at(1, prompt=3), positions(1, 3, 5, 8))
+    long = draws[kind](KeyNoise(KEYS[:1]), at(1, prompt=7), positions(1, 7, 9, 12))
+    np.testing.assert_array_equal(short, long)
+
+
+def test_a_template_is_padded_on_the_left_too():
+    short = draws["token"](KeyNoise(KEYS[:1]), at(1, prompt=0, response=4), positions(1, 0, 3))
+    long = draws["token"](KeyNoise(KEYS[:1]), at(1, prompt=0, response=6), positions(1, 2, 5))
+    np.testing.assert_array_equal(short, long)
+
+
+@pytest.mark.parametrize("kind", draws)
+def test_a_draw_does_not_depend_on_what_else_is_asked_for(kind):
+    several = draws[kind](KeyNoise(KEYS[:1]), at(1), positions(1, 3, 4, 5, 9))
+    np.testing.assert_array_equal(draws[kind](KeyNoise(KEYS[:1]), at(1), positions(1, 5)), several[:, 2:3])
+
+
+@pytest.mark.parametrize("kind", draws)
+def test_draws_differ_between_positions_steps_and_rows(kind):
+    noise = KeyNoise(KEYS[:2])
+    now = np.asarray(draws[kind](noise, at(2, step=[0, 4]), positions(2, 3, 4)))
+    later = np.asarray(draws[kind](noise, at(2, step=[1, 5]), positions(2, 3, 4)))
+    values = np.concatenate([now.ravel(), later.ravel()])
+    assert len(np.unique(values)) == len(values)
+
+
+def test_steps_are_the_rows_own():
+    noise = KeyNoise(KEYS[:2])
+    together = draws["token"](noise, at(2, step=[1, 4]), positions(2, 3))
+    np.testing.assert_array_equal(together[0], draws["token"](noise, at(2, step=1), positions(2, 3))[0])
+    np.testing.assert_array_equal(together[1], draws["token"](noise, at(2, step=4), positions(2, 3))[1])
+
+
+def test_token_and_order_streams_differ():
+    token = KeyNoise(KEYS[:1]).token_gumbel(at(1), positions(1, 3), 1)[..., 0]
+    assert token != draws["gumbel"](KeyNoise(KEYS[:1]), at(1), positions(1, 3))
+
+
+def test_the_distributions_are_what_they_are_called():
+    c = at(3, prompt=0, response=2000)
+    index = jnp.tile(jnp.arange(2000, dtype=jnp.int32), (3, 1))
+    noise = KeyNoise(KEYS)
+    uniform = np.sort(np.asarray(draws["uniform"](noise, c, index)).ravel())
+    assert uniform[0] >= 0
+    assert uniform[-1] < 1
+    grid = (np.arange(6000) + 0.5) / 6000
+    assert np.abs(uniform - grid).max() < 0.025  # Kolmogorov-Smirnov, about the 0.1 % level
+    gumbel = np.sort(np.asarray(draws["gumbel"](noise, c, index)).ravel())
+    assert np.abs(np.exp(-np.exp(-gumbel)) - grid).max() < 0.025
+    assert gumbel.dtype == np.float32
+
+
+def test_recorded_noise_is_indexed_by_step_row_and_position():
+    steps, batch, length = 4, 2, 9
+    order = np.arange(steps * batch * length, dtype=np.float32).reshape(steps, batch, length)
+    token = order[..., None] * V + np.arange(V, dtype=np.float32)
+    noise, c = RecordedNoise(jnp.asarray(token), jnp.asarray(order)), at(2, step=[1, 3])
+    index = jnp.asarray([[3, 8, 9], [0, 4, 9]], jnp.int32)  # 9 is padding: any value will do
+    for kind in ("uniform", "gumbel"):
+        found = draws[kind](noise, c, index)
+        assert found[0, :2].tolist() == [order[1, 0, 3], order[1, 0, 8]]
+        assert found[1, :2].tolist() == [order[3, 1, 0], order[3, 1, 4]]
+    np.testing.assert_array_equal(draws["token"](noise, c, index)[1, 1], token[3, 1, 4])
+
+
+@pytest.mark.parametrize("kind", draws)
+def test_what_was_not_recorded_cannot_be_drawn(kind):
+    nothing = RecordedNoise(jnp.float32(0), jnp.float32(0))
+    with pytest.raises(ValueError, match="does not hold"):
+        draws[kind](nothing, at(1), positions(1, 3))
+
+
+def test_both_sources_are_noise():
+    assert isinstance(KeyNoise(KEYS), Noise)
+    assert isinstance(RecordedNoise(jnp.float32(0), jnp.float32(0)), Noise)
