@@ -1,0 +1,173 @@
+"""From logits to a candidate token and its confidence, against numpy one position at a time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import samplers
+from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, RandomOrder, RecordedNoise, Threshold
+from tests import numpy_sampler as plain
+from tests.models import canvas, spec
+
+B, C, V = 2, 6, 61
+SPEC = spec("llada")
+MASK, EOS, EOT = SPEC.mask_id, SPEC.eos_id, SPEC.eot_id
+INDEX = jnp.tile(jnp.arange(C, dtype=jnp.int32), (B, 1))
+CANVAS = canvas(np.ones((B, C)))
+
+propose = jax.jit(lambda s, logits, noise: s.propose(logits, INDEX, CANVAS, noise), static_argnums=0)
+
+
+def random_logits(seed: int) -> np.ndarray:
+    """Peaked at random; the special tokens are likely, so that rules about them matter."""
+    logits = 2.5 * np.random.default_rng(seed).standard_normal((B, C, V))
+    logits[..., [MASK, EOS, EOT]] += 4
+    return logits.astype(np.float32)
+
+
+def random_noise(seed: int) -> RecordedNoise:
+    rng = np.random.default_rng(seed)
+    token, order = rng.gumbel(size=(1, B, C, V)), rng.random((1, B, C))
+    return RecordedNoise(jnp.asarray(token, jnp.float32), jnp.asarray(order, jnp.float32))
+
+
+CASES = [
+    Confidence(),
+    Confidence(alg="margin", top_p=0.9),
+    Confidence(alg="entropy", top_k=5),
+    Confidence(alg="margin", allow_mask_token=True),
+    Confidence(temperature=0.7, top_p=0.8, top_k=9),
+    Confidence(logits_eos_inf=True, confidence_eos_eot_inf=True),
+    Confidence(temperature=1.3, confidence_eos_eot_inf=True),
+    Confidence(top_k=1, confidence_eos_eot_inf=True),
+    Confidence(alg="margin", top_k=1, confidence_eos_eot_inf=True),
+    Confidence(alg="entropy", top_k=2, confidence_eos_eot_inf=True),
+    RandomOrder(),
+    RandomOrder(temperature=0.5),
+    Threshold(0.9, top_k=1),
+    CertaintyPrior(alg="entropy", temperature=0.5),
+    DreamSchedule(alg="entropy", temperature=0.4, top_p=0.9),
+    DreamSchedule(alg="topk_margin", temperature=2.0, top_k=4),
+    DreamSchedule(alg="maskgit_plus", temperature=0.4, allow_mask_token=True),
+    DreamSchedule(alg="origin", temperature=1.0),
+]
+
+
+@pytest.mark.parametrize("sampler", CASES, ids=str)
+def test_candidates_and_confidences(sampler):
+    for seed in range(3):
+        logits, noise = random_logits(seed), random_noise(seed)
+        token, score = propose(sampler, logits, noise)
+        expected = [
+            [
+                plain.candidate(sampler, SPEC, logits[b, c], noise.token[0, b, c], noise.order[0, b, c])
+                for c in range(C)
+            ]
+            for b in range(B)
+        ]
+        np.testing.assert_array_equal(token, [[t for t, _ in row] for row in expected])
+        np.testing.assert_allclose(score, [[s for _, s in row] for row in expected], atol=3e-5)
+
+
+@pytest.mark.parametrize("extreme", [0.0, 80.0, 1e4])
+@pytest.mark.parametrize("sampler", CASES[:10] + CASES[14:17], ids=str)
+def test_confidences_are_never_infinite_or_nan(sampler, extreme):
+    """A candidate must stay one: -inf means that there is none, and NaN is never chosen."""
+    logits = np.zeros((B, C, V), np.float32)
+    for c, token in enumerate((MASK, EOS, EOT, 0)):
+        logits[:, c, token] = extreme
+    logits[:, 4, [EOS, EOT]] = extreme
+    token, score = propose(sampler, logits, random_noise(0))
+    assert np.isfinite(score).all()
+    assert ((token >= 0) & (token < V)).all()
+
+
+def test_half_precision_logits_are_widened():
+    logits = jnp.asarray(random_logits(0), jnp.bfloat16)
+    _, score = propose(Confidence(), logits, None)
+    assert score.dtype == jnp.float32
+    np.testing.assert_array_equal(score, propose(Confidence(), logits.astype(jnp.float32), None)[1])
+
+
+def test_equal_logits_take_the_lowest_id():
+    token, score = propose(Confidence(), jnp.zeros((B, C, V)), None)
+    assert (token == 0).all()
+    np.testing.assert_allclose(score, 1 / V, rtol=1e-5)
+
+
+MASK_WINS = np.zeros((B, C, V), np.float32)
+MASK_WINS[..., MASK] = 9
+MASK_WINS[..., 17] = 3
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 1}, {"top_p": 0.5}, {"top_p": 0.5, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("kind", [Confidence, Threshold, DreamSchedule])
+def test_the_mask_token_is_chosen_only_if_allowed(kind, filters):
+    token, _ = propose(kind(**filters), MASK_WINS, None)
+    assert (token == 17).all()
+    token, _ = propose(kind(allow_mask_token=True, **filters), MASK_WINS, None)
+    assert (token == MASK).all()
+
+
+def test_confidence_counts_the_probability_of_the_mask():
+    _, score = propose(Confidence(), MASK_WINS, None)
+    np.testing.assert_allclose(score, plain.softmax(MASK_WINS[0, 0])[17], rtol=1e-4)
+    _, alone = propose(Confidence(top_k=1), MASK_WINS, None)
+    assert (alone == 0).all()  # everything but the mask was filtered out: a candidate, but the last
+
+
+def test_end_of_text_is_never_produced_if_forbidden():
+    logits = random_logits(0)
+    logits[..., EOS] += 30
+    assert (propose(Confidence(), logits, None)[0] == EOS).all()
+    for sampler in (Confidence(logits_eos_inf=True), Confidence(logits_eos_inf=True, top_k=1)):
+        assert (propose(sampler, logits, None)[0] != EOS).all()
+
+
+@pytest.mark.parametrize("alg", ["prob", "margin", "entropy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_ends_come_last_if_told_so(alg, temperature):
+    logits = 0.1 * random_logits(1)
+    logits[..., [EOS, EOT]] = -9
+    logits[:, :2, EOS] = 20
+    logits[:, 2, EOT] = 20
+    sampler = Confidence(alg=alg, temperature=temperature, confidence_eos_eot_inf=True)
+    token, score = propose(sampler, logits, random_noise(0))
+    assert token[0, :3].tolist() == [EOS, EOS, EOT]
+    assert np.asarray(score)[:, :3].max() < np.asarray(score)[:, 3:].min()
+    if alg == "prob":
+        assert (score[:, :3] == 0).all()
+    plainly = propose(dataclasses.replace(sampler, confidence_eos_eot_inf=False), logits, random_noise(0))[1]
+    assert np.asarray(plainly)[:, :3].min() > np.asarray(plainly)[:, 3:].max()
+
+
+def test_random_order_scores_with_the_noise():
+    noise = random_noise(3)
+    np.testing.assert_array_equal(propose(RandomOrder(), random_logits(0), noise)[1], noise.order[0])
+
+
+@pytest.mark.parametrize("sampler", [Confidence(temperature=0.5), RandomOrder()], ids=str)
+def test_without_noise_nothing_is_drawn(sampler):
+    with pytest.raises(ValueError, match="neither a key nor a recording"):
+        sampler.propose(jnp.zeros((B, C, V)), INDEX, CANVAS, None)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_draws_from_the_tempered_softmax(temperature):
+    """Pearson's statistic over 4000 draws of one distribution with 6 outcomes."""
+    count, law = 4000, np.asarray([2.0, 1.0, 0.5, 0.0, -0.5, -1.0], np.float32)
+    logits = np.full((1, count, V), -np.inf, np.float32)
+    logits[..., :6] = law
+    noise = samplers.KeyNoise(jax.random.split(jax.random.key(1), 1))
+    c, index = canvas(np.ones((1, count))), jnp.arange(count, dtype=jnp.int32)[None]
+    token, _ = Confidence(temperature=temperature).propose(jnp.asarray(logits), index, c, noise)
+    seen = np.bincount(np.asarray(token)[0], minlength=V)
+    expected = count * plain.softmax(law / temperature)
+    assert seen[6:].sum() == 0
+    assert ((seen[:6] - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: 0.1 % level
+    untempered = count * plain.softmax(law)
+    if temperature != 1:
+        assert ((seen[:6] - untempered) ** 2 / untempered).sum() > 100

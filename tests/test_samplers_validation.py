@@ -1,0 +1,102 @@
+"""Every sampler refuses a value that makes no sense, and says which."""
+
+import math
+
+import pytest
+
+from dllm_jax import samplers
+from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Factor, RandomOrder, Threshold
+from dllm_jax.samplers.base import check_alg
+
+EVERY = [Confidence, RandomOrder, CertaintyPrior, DreamSchedule, Threshold, Factor]
+SHARED = [
+    ("temperature", -0.1),
+    ("temperature", math.inf),
+    ("temperature", math.nan),
+    ("cfg_scale", -1.0),
+    ("cfg_scale", math.inf),
+    ("cfg_scale", math.nan),
+    ("top_p", 0.0),
+    ("top_p", -0.5),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", 0),
+    ("top_k", -3),
+]
+OWN = [
+    (Threshold, "alg", "entropy"),
+    (Threshold, "threshold", -0.01),
+    (Threshold, "threshold", 1.01),
+    (Threshold, "threshold", math.nan),
+    (Factor, "factor", 0.0),
+    (Factor, "factor", -1.0),
+    (Factor, "factor", math.nan),
+    (CertaintyPrior, "sigma", 0.0),
+    (CertaintyPrior, "sigma", -2.0),
+    (CertaintyPrior, "sigma", math.nan),
+    (CertaintyPrior, "threshold", -0.1),
+    (CertaintyPrior, "threshold", 1.1),
+    (DreamSchedule, "eps", 0.0),
+    (DreamSchedule, "eps", 1.0),
+    (DreamSchedule, "eps", math.nan),
+    (DreamSchedule, "alg_temp", -1.0),
+    (DreamSchedule, "alg_temp", math.nan),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [(kind, field, value) for kind in EVERY for field, value in SHARED] + OWN,
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_out_of_range(kind, field, value):
+    with pytest.raises(ValueError, match=f"{field}={value!r}"):
+        kind(**{field: value})
+
+
+def test_an_unknown_alg_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="alg='random' must be one of 'prob', 'margin'"):
+        check_alg("random", "prob", "margin")
+
+
+def test_alg_temp_needs_a_confidence():
+    with pytest.raises(ValueError, match=r"alg_temp=0\.5"):
+        DreamSchedule(alg="origin", alg_temp=0.5)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_edges_are_allowed(kind):
+    sampler = kind(temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0)
+    assert hash(sampler) == hash(kind(temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0))
+
+
+def test_fields_after_the_main_one_are_named():
+    assert Threshold(0.7).threshold == 0.7
+    assert Factor(2.0).factor == 2.0
+    with pytest.raises(TypeError):
+        Confidence("margin")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "draws"),
+    [
+        (Confidence(), False),
+        (Confidence(temperature=0.1), True),
+        (RandomOrder(), True),
+        (Threshold(), False),
+        (Factor(temperature=1.0), True),
+        (CertaintyPrior(), False),
+        (DreamSchedule(), False),
+        (DreamSchedule(alg="origin"), True),
+        (DreamSchedule(alg_temp=0.5), True),
+        (DreamSchedule(temperature=0.5), True),
+    ],
+    ids=str,
+)
+def test_who_needs_random_numbers(sampler, draws):
+    assert sampler.draws is draws
+
+
+def test_the_base_is_abstract():
+    with pytest.raises(TypeError):
+        samplers.Sampler()
