@@ -1,0 +1,236 @@
+"""`dj.load`: every leaf from its tensor, dtypes, rope, finite checks, damaged and foreign input."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import dllm_jax as dj
+from dllm_jax.checkpoint import convert
+from dllm_jax.parameters import abstract
+from dllm_jax.sharding import AXES, leaves, shape
+from tests.checkpoints import config, save_sharded, shapes, tensors, tiny, write_hf
+
+FAMILIES = ("llada", "dream")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shapes_and_dtypes_are_those_of_the_definition(tmp_path, family, tied, dtype):
+    spec = tiny(family, tied=tied)
+    model = dj.load(write_hf(tmp_path / "hf", spec, dtype=dtype, shards=3))
+    assert model.spec == spec
+    describe = lambda leaf: (leaf.shape, leaf.dtype)
+    assert jax.tree.map(describe, model.params) == jax.tree.map(describe, abstract(spec, dtype))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_axes_table_describes_the_parameters(family):
+    spec = tiny(family)
+    tree = abstract(spec)
+    flat = {**tree["layers"], **{name: leaf for name, leaf in tree.items() if name != "layers"}}
+    assert {leaf: flat[leaf].shape for leaf in flat} == {
+        leaf: shape(spec, AXES[leaf]) for leaf in leaves(spec)
+    }
+
+
+def test_llada_tensors_land_where_the_model_reads_them(tmp_path):
+    spec, start = tiny(), "model.transformer.blocks.1."
+    weights = tensors(spec)
+    params = dj.load(write_hf(tmp_path / "hf", spec)).params
+    x = np.random.default_rng(1).standard_normal(spec.width, np.float32)
+    heads = np.einsum("m,mhd->hd", x, params["layers"]["q"][1])
+    np.testing.assert_allclose(heads.ravel(), weights[start + "q_proj.weight"] @ x, rtol=1e-4, atol=1e-5)
+    out = np.einsum("hd,hdm->m", heads, params["layers"]["o"][1])
+    np.testing.assert_allclose(out, weights[start + "attn_out.weight"] @ heads.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(params["layers"]["gate"][1], weights[start + "ff_proj.weight"].T)
+    np.testing.assert_array_equal(params["layers"]["down"][1], weights[start + "ff_out.weight"].T)
+    np.testing.assert_array_equal(params["head"], weights["model.transformer.ff_out.weight"])
+
+
+def test_dream_biases_and_grouped_heads(tmp_path):
+    spec, start = tiny("dream"), "model.layers.2.self_attn."
+    weights = tensors(spec)
+    layers = dj.load(write_hf(tmp_path / "hf", spec)).params["layers"]
+    assert layers["k"].shape == (3, 32, 2, 8)
+    np.testing.assert_array_equal(layers["k_bias"][2].ravel(), weights[start + "k_proj.bias"])
+    np.testing.assert_array_equal(layers["k"][2].reshape(32, 16), weights[start + "k_proj.weight"].T)
+
+
+def test_llada_with_qkv_bias(tmp_path):
+    spec = tiny(qkv_bias=True)
+    model = dj.load(write_hf(tmp_path / "hf", spec))
+    assert model.spec == spec
+    expected = tensors(spec)["model.transformer.blocks.0.v_proj.bias"]
+    np.testing.assert_array_equal(model.params["layers"]["v_bias"][0].ravel(), expected)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_dtype_on_request(tmp_path, converted):
+    path = write_hf(tmp_path / "hf", tiny())
+    narrow = dj.load(convert(path, tmp_path / "jax") if converted else path, dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), dj.load(path).params)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), narrow.params, cast))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_rope_factor_multiplies_the_base(tmp_path, converted):
+    path = write_hf(tmp_path / "hf", tiny())
+    path = convert(path, tmp_path / "jax", rope_factor=3.0) if converted else path
+    assert dj.load(path, rope_factor=4.0).spec.rope_base == 5e5 * (12 if converted else 4)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_rope_factor_must_be_positive(tmp_path, factor):
+    with pytest.raises(ValueError, match="rope_factor"):
+        dj.load(write_hf(tmp_path / "hf", tiny()), rope_factor=factor)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float64", "no such"])
+def test_dtypes_that_models_do_not_run_in(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"{dtype}.*supported: float32, bfloat16"):
+        dj.load(write_hf(tmp_path / "hf", tiny()), dtype=dtype)
+
+
+def test_float16_files_load_only_as_something_else(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny(), dtype="float16")
+    with pytest.raises(ValueError, match=r"stores float16.*Ask for"):
+        dj.load(path)
+    assert dj.load(path, dtype="float32").dtype == jnp.float32
+
+
+def test_mixed_dtypes_need_a_choice(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(path / "model.safetensors")
+    weights["model.transformer.ln_f.weight"] = weights["model.transformer.ln_f.weight"].astype(jnp.bfloat16)
+    save_sharded(path, weights)
+    with pytest.raises(ValueError, match="stores bfloat16, float32"):
+        dj.load(path)
+    assert dj.load(path, dtype="bfloat16").dtype == jnp.bfloat16
+
+
+def test_integer_weights_are_refused_by_name(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(path / "model.safetensors")
+    weights["model.transformer.ln_f.weight"] = np.ones(32, np.int32)
+    save_sharded(path, weights)
+    with pytest.raises(ValueError, match=r"ln_f\.weight: I32"):
+        dj.load(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_check_finite_names_the_tensors(tmp_path, value):
+    path = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(path / "model.safetensors")
+    for name in ("model.transformer.blocks.2.up_proj.weight", "model.transformer.ln_f.weight"):
+        weights[name].flat[3] = value
+    save_sharded(path, weights)
+    dj.load(path)
+    with pytest.raises(ValueError, match=r"blocks\.2\.up_proj\.weight, model\.transformer\.ln_f\.weight"):
+        dj.load(path, check_finite=True)
+
+
+def test_all_tensors_that_do_not_fit_are_listed(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(path / "model.safetensors")
+    del weights["model.transformer.blocks.0.q_proj.weight"], weights["model.transformer.ln_f.weight"]
+    weights["model.transformer.blocks.1.ff_out.weight"] = np.zeros((32, 40), np.float32)
+    weights["model.transformer.extra.weight"] = np.zeros((2, 2), np.float32)
+    save_sharded(path, weights)
+    with pytest.raises(ValueError, match="4 tensors do not fit") as error:
+        dj.load(path)
+    for line in (
+        "missing: model.transformer.blocks.0.q_proj.weight [32, 32]",
+        "missing: model.transformer.ln_f.weight [32]",
+        "misshaped: model.transformer.blocks.1.ff_out.weight is [32, 40], expected [32, 48]",
+        "unmapped: model.transformer.extra.weight [2, 2]",
+    ):
+        assert line in str(error.value)
+
+
+def test_rotary_buffers_are_ignored(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny("dream"))
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_sharded(path, weights)
+    dj.load(path)
+
+
+def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny("dream", tied=True))
+    weights = load_file(path / "model.safetensors")
+    save_sharded(path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    dj.load(path)
+    save_sharded(path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
+        dj.load(path)
+
+
+@pytest.mark.parametrize("keep", [4, 200, -8])
+def test_truncated_files_are_named(tmp_path, keep):
+    path = write_hf(tmp_path / "hf", tiny(), shards=2)
+    file = path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is not a complete safetensors"):
+        dj.load(path)
+
+
+def test_missing_shards_are_named(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny(), shards=3)
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors"):
+        dj.load(path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    save_file({"model.transformer.ln_f.weight": np.zeros(32, np.float32)}, path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"ln_f\.weight is in both"):
+        dj.load(path)
+
+
+def test_directories_without_a_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        dj.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config(tiny())))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin would need torch"):
+        dj.load(tmp_path)
+
+
+def test_paths_that_are_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no hub id"):
+        dj.load(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        dj.load(tmp_path / "file")
+
+
+def test_hub_ids_are_fetched(tmp_path, monkeypatch):
+    path, asked = write_hf(tmp_path / "hf", tiny()), []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert dj.load("someone/a-model").spec == tiny()
+    assert asked == [("someone/a-model", True, False)]
+
+
+def test_a_hub_that_cannot_be_reached_says_what_was_tried(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"someone/no-such-model.*no such directory.*hub failed"):
+        dj.load("someone/no-such-model-for-tests")
+
+
+def test_writer_of_these_tests_agrees_with_the_published_shapes():
+    spec = tiny(layers=32, width=4096, heads=32, kv_heads=32, head=128, hidden=12288, vocab=126464)
+    assert sum(int(np.prod(size)) for size in shapes(spec).values()) == 8_015_581_184
+    dream = tiny("dream", layers=28, width=3584, heads=28, kv_heads=4, head=128, hidden=18944, vocab=152064)
+    assert sum(int(np.prod(size)) for size in shapes(dream).values()) == 7_615_616_512

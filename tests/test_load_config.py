@@ -1,0 +1,185 @@
+"""config.json -> ModelSpec: the published models, defaults, and everything refused by name."""
+
+import dataclasses
+
+import pytest
+
+from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.families import config_to_spec, spec_to_config
+from tests.checkpoints import config, tiny
+
+
+def spec_of(values: dict):
+    return config_to_spec(Config("config.json", values))
+
+
+LLADA_8B = config(
+    tiny(
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=32,
+        head=128,
+        hidden=12288,
+        vocab=126464,
+        mask_id=126336,
+        eos_id=126081,
+    )
+)
+DREAM_7B = config(
+    tiny(
+        "dream",
+        layers=28,
+        width=3584,
+        heads=28,
+        kv_heads=4,
+        head=128,
+        hidden=18944,
+        vocab=152064,
+        mask_id=151666,
+        eos_id=151643,
+    )
+)
+
+
+def test_llada_8b():
+    spec = spec_of(LLADA_8B)
+    assert (spec.family, spec.hidden, spec.kv_heads, spec.vocab) == ("llada", 12288, 32, 126464)
+    assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (5e5, 1e-5, 126348)
+    assert (spec.shifted, spec.rope_in_f32, spec.pad_rows_attend, spec.qkv_bias) == (False, True, True, False)
+
+
+def test_dream_7b():
+    spec = spec_of(DREAM_7B)
+    assert (spec.family, spec.hidden, spec.kv_heads, spec.head) == ("dream", 18944, 4, 128)
+    assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (1e6, 1e-6, 151645)
+    assert (spec.shifted, spec.rope_in_f32, spec.pad_rows_attend, spec.qkv_bias) == (True, False, False, True)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_spec_and_back(family, tied):
+    spec = tiny(family, tied=tied, eot_id=7, kv_heads=2, rope_base=1.5e6)
+    assert spec_of(spec_to_config(spec, "float32")) == spec
+    other = dataclasses.replace(spec, rope_base=3e6)
+    original = Config(
+        "config.json", config(spec) | {"torch_dtype": "float32", "auto_map": {"AutoModel": "x"}}
+    )
+    written = spec_to_config(other, "bfloat16", original)
+    assert spec_of(written) == other
+    assert (written["auto_map"], written["torch_dtype"]) == ({"AutoModel": "x"}, "bfloat16")
+    assert spec_to_config(spec, "float32", original) == original.values
+
+
+def test_a_spec_its_family_cannot_express():
+    with pytest.raises(ValueError, match="shifted: True / False"):
+        spec_to_config(tiny(shifted=True), "float32")
+
+
+def test_nulls_that_stand_for_something():
+    values = config(tiny()) | {"n_kv_heads": None, "embedding_size": None}
+    assert (spec_of(values).kv_heads, spec_of(values).vocab) == (4, 64)
+    assert spec_of(values | {"embedding_size": 128}).vocab == 128
+    assert spec_of(config(tiny()) | {"eot_token_id": None}).eot_id is None
+    assert spec_of(config(tiny()) | {"rope_full_precision": False}).rope_in_f32 is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "supported"),
+    [
+        ("activation_type", "swiglu", '"silu"'),
+        ("alibi", True, "false"),
+        ("attention_layer_norm", True, "false"),
+        ("bias_for_layer_norm", True, "false"),
+        ("block_group_size", 2, "1"),
+        ("block_type", "sequential", '"llama"'),
+        ("clip_qkv", 8.0, "null"),
+        ("include_bias", True, "false"),
+        ("input_emb_norm", True, "false"),
+        ("layer_norm_type", "default", '"rms"'),
+        ("layer_norm_with_affine", False, "true"),
+        ("multi_query_attention", True, "null"),
+        ("rope", False, "true"),
+        ("rope_scaling", {"type": "linear"}, "null"),
+        ("scale_logits", True, "false"),
+    ],
+)
+def test_llada_values_outside_what_is_supported(key, value, supported):
+    with pytest.raises(ValueError, match=f"{key}=.* is not supported; supported: {supported}"):
+        spec_of(config(tiny()) | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: \"silu\""),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling=.* is not supported; supported: null"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"head_dim": 16}, "head_dim=16 is not supported; supported: 8"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters=.* is not supported"),
+    ],
+)
+def test_dream_values_outside_what_is_supported(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(config(tiny("dream")) | changes)
+
+
+def test_a_window_that_is_switched_off_does_not_matter():
+    spec_of(config(tiny("dream")) | {"sliding_window": 4096, "use_sliding_window": False})
+    spec_of(config(tiny("dream")) | {"sliding_window": None, "use_sliding_window": True, "head_dim": 8})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "illada", "LLaDA", None, 3, []])
+def test_other_architectures(model_type):
+    with pytest.raises(ValueError, match=r"model_type=.* is not supported; supported: 'llada' or 'Dream'"):
+        spec_of(config(tiny()) | {"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 30}, "d_model=30 must be a multiple of n_heads=4"),
+        ({"n_heads": 0}, "n_heads=0"),
+        ({"n_kv_heads": 3}, "config.json: heads=4 must be a multiple of kv_heads=3"),
+        ({"n_layers": "3"}, "n_layers='3' must be an integer"),
+        ({"n_layers": True}, "n_layers=True must be an integer"),
+        ({"rope_theta": 0}, "rope_theta=0 must be positive"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number"),
+        ({"weight_tying": 1}, "weight_tying=1 must be true or false"),
+        ({"mask_token_id": 64}, r"mask_id=64 must lie in \[0, vocab=64\)"),
+        ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\] must be an integer"),
+        ({"mlp_hidden_size": None}, "required key 'mlp_hidden_size' is null"),
+    ],
+)
+def test_values_that_make_no_model(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(config(tiny()) | changes)
+
+
+@pytest.mark.parametrize(
+    "key", ["d_model", "n_layers", "mlp_hidden_size", "rope_theta", "mask_token_id", "weight_tying"]
+)
+def test_missing_keys_are_named(key):
+    values = config(tiny())
+    del values[key]
+    with pytest.raises(ValueError, match=f"config.json: required key '{key}' is missing"):
+        spec_of(values)
+
+
+def test_all_unsupported_values_are_listed():
+    values = config(tiny()) | {"alibi": True, "scale_logits": True}
+    del values["rope"]
+    with pytest.raises(ValueError, match=r"(?s)rope is missing.*alibi=True.*scale_logits=True"):
+        spec_of(values)
+
+
+def test_files_that_are_no_config(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        read_config(file)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_config(file)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="expected an object"):
+        read_config(file)

@@ -1,0 +1,67 @@
+"""Tensor-parallel loading on four virtual devices, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from dllm_jax.checkpoint import convert
+from tests.checkpoints import tiny, write_hf
+
+PROGRAM = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+import dllm_jax as dj
+from dllm_jax.sharding import shardings
+
+prompt = np.arange(10).reshape(2, 5)
+llada, dream, converted = sys.argv[1:]
+TP, BOTH, DATA = ((4,), ("tp",)), ((2, 2), ("dp", "tp")), ((4,), ("dp",))
+decode = lambda model: np.asarray(dj.generate(model, prompt, length=4, block=2, steps=4).tokens)
+same = lambda a, b: np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def check(path, alone, mesh):
+    model = dj.load(path, mesh=mesh)
+    expected = shardings(model.spec, mesh)
+    assert jax.tree.structure(expected) == jax.tree.structure(model.params)
+    for leaf, where in zip(jax.tree.leaves(model.params), jax.tree.leaves(expected)):
+        assert leaf.sharding.is_equivalent_to(where, leaf.ndim), (leaf.sharding, where)
+    ways = mesh.shape.get("tp", 1)
+    layers, local = model.params["layers"], lambda leaf: leaf.addressable_shards[0].data.shape
+    assert local(model.params["embed"]) == (64 // ways, 32)
+    assert local(layers["q"]) == (3, 32, 4 // ways, 8)
+    kv = model.spec.kv_heads
+    assert local(layers["k"]) == (3, 32, kv if kv % ways else kv // ways, 8)
+    assert local(layers["down"]) == (3, 48 // ways, 32)
+    assert local(layers["mlp_norm"]) == (3, 32)
+    assert jax.tree.all(jax.tree.map(same, alone.params, model.params))
+    return model
+
+
+for path, meshes in ((llada, (DATA, BOTH)), (dream, (BOTH, TP)), (converted, (BOTH,))):
+    alone = dj.load(path)
+    for mesh in meshes:
+        model = check(path, alone, jax.make_mesh(*mesh))
+        print(path, mesh)
+    if path != converted:
+        assert same(decode(alone), decode(model))
+"""
+
+
+def test_every_leaf_is_where_the_table_says_and_decodes_the_same(tmp_path):
+    llada, dream = write_hf(tmp_path / "llada", tiny()), write_hf(tmp_path / "dream", tiny("dream"))
+    paths = [str(llada), str(dream), str(convert(llada, tmp_path / "jax"))]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *paths],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 5
