@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax import checks
 from dllm_jax.engine import Plan, denoise
@@ -14,6 +14,8 @@ from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.record import Stats, Trace, trim
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, Sampler
+
+Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
 
 class Output(NamedTuple):
@@ -40,7 +42,7 @@ def generate(
     steps: int | None = None,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     sampler: Sampler = Confidence(),  # noqa: B008 (frozen)
-    key: Key[Array, ""] | None = None,
+    key: Keys | None = None,
     noise: Noise | None = None,
     stop_at_eos: bool = False,
     trace: bool = False,
@@ -94,7 +96,7 @@ def infill(
     steps: int | None = None,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     sampler: Sampler = Confidence(),  # noqa: B008 (frozen)
-    key: Key[Array, ""] | None = None,
+    key: Keys | None = None,
     noise: Noise | None = None,
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
@@ -148,7 +150,7 @@ def _run(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos,
     return Output(out, stats, steps)
 
 
-def row_keys(key: Key[Array, "..."], batch: int) -> Key[Array, "b"]:
+def row_keys(key: Keys, batch: int) -> Key[Array, "b"]:
     """One typed key per row, split from a single key or taken as they are; legacy uint32 keys are wrapped."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)

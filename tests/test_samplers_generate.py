@@ -1,0 +1,107 @@
+"""`generate` as a whole: network, guidance and sampler together against numpy; keys and reproducibility."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.generate import row_keys
+from dllm_jax.layout import Layout
+from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
+from tests import numpy_sampler as plain
+from tests.models import FAMILIES, random_tokens, tiny
+
+PROMPT, RESPONSE, PADS = 5, 8, (0, 2)
+LENGTH = PROMPT + RESPONSE
+MASK = jnp.arange(PROMPT) >= jnp.asarray(PADS)[:, None]
+
+
+@functools.cache
+def prompt(family: str) -> jax.Array:
+    return jnp.asarray(random_tokens(tiny(family).spec, 2, PROMPT))
+
+
+def predictions(model: dj.Model, valid: np.ndarray, cfg_scale: float, tokens: np.ndarray, _) -> np.ndarray:
+    """Row i: guided logits of position i, from one or two plain forwards."""
+
+    def raw(tokens):
+        return np.asarray(
+            dj.forward(model, jnp.asarray(tokens[None]), jnp.asarray(valid[None]))[0], np.float64
+        )
+
+    logits = raw(tokens)
+    if cfg_scale:
+        unconditional = raw(np.where(np.arange(LENGTH) < PROMPT, model.spec.mask_id, tokens))
+        logits = unconditional + (cfg_scale + 1) * (logits - unconditional)
+    return logits if not model.spec.shifted else np.concatenate([logits[:1], logits[:-1]])
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler", "block", "steps"),
+    [
+        ("llada", Confidence(cfg_scale=1.5, temperature=0.4), 4, 6),
+        ("dream", Confidence(cfg_scale=0.7), 4, 4),
+        ("dream", DreamSchedule(alg_temp=0.2), 8, 6),
+    ],
+    ids=str,
+)
+def test_every_step_of_generate_equals_numpy(family, sampler, block, steps):
+    """Two prompts of unequal length in a batch; numpy decodes them one at a time."""
+    model = tiny(family)
+    rng = np.random.default_rng(0)
+    token, order = rng.gumbel(size=(8, 2, LENGTH, model.spec.vocab)), rng.gumbel(size=(8, 2, LENGTH))
+    noise = RecordedNoise(jnp.asarray(token, jnp.float32), jnp.asarray(order, jnp.float32))
+    out = dj.generate(
+        model,
+        prompt(family),
+        prompt_mask=MASK,
+        length=RESPONSE,
+        block=block,
+        steps=steps,
+        sampler=sampler,
+        noise=noise if sampler.draws else None,
+        trace=True,
+    )
+    layout = Layout(PROMPT, RESPONSE, block, steps)
+    for b in range(2):
+        valid = np.concatenate([MASK[b], np.ones(RESPONSE, bool)])
+        start = np.concatenate([prompt(family)[b], np.full(RESPONSE, model.spec.mask_id, np.int32)])
+        logits = functools.partial(predictions, model, valid, sampler.cfg_scale)
+        decode = functools.partial(plain.decode, sampler, model.spec, layout, start)
+        expected = decode(logits, (token[:, b], order[:, b]))
+        np.testing.assert_array_equal(out.trace.tokens[:, b], expected)
+        assert (out.tokens[b] != model.spec.mask_id).all()
+        if sampler.cfg_scale:  # and guidance matters
+            unguided = functools.partial(predictions, model, valid, 0.0)
+            assert (decode(unguided, (token[:, b], order[:, b]))[-1] != expected[-1]).any()
+
+
+DRAWING = Confidence(temperature=1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys(family):
+    """A key decides the tokens; with a key per row, a row is what it would be alone."""
+    model, keys = tiny(family), jax.random.split(jax.random.key(3), 2)
+    options = {"length": RESPONSE, "block": 4, "steps": 8, "sampler": DRAWING}
+    both = lambda key, order=slice(None): (
+        dj.generate(model, prompt(family)[order, :], prompt_mask=MASK[order, :], key=key, **options).tokens
+    )
+    once, again, other = both(jax.random.key(0)), both(jax.random.key(0)), both(jax.random.key(1))
+    np.testing.assert_array_equal(once, again)
+    assert (once[:, PROMPT:] != other[:, PROMPT:]).any(axis=1).all()
+
+    per_row = both(keys)
+    np.testing.assert_array_equal(both(keys[::-1], order=slice(None, None, -1)), per_row[::-1])
+    alone = dj.generate(model, prompt(family)[1:, PADS[1] :], key=keys[1:], **options).tokens
+    np.testing.assert_array_equal(alone[0], per_row[1, PADS[1] :])
+
+
+def test_one_key_is_split_over_the_rows():
+    keys = row_keys(jax.random.key(0), 3)
+    assert len({tuple(k) for k in jax.random.key_data(keys).tolist()}) == 3
+    legacy = row_keys(jax.random.key_data(jax.random.key(0)), 3)
+    assert (legacy == keys).all()
