@@ -26,7 +26,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     dtype: Any = None,
-    rope_factor: float = 1.0,
+    rope_factor: float | int = 1.0,
     overwrite: bool = False,
     check_finite: bool = False,
     show_progress: bool = False,
@@ -74,7 +74,7 @@ def convert(
 
 
 def _provenance(
-    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float
+    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float | int
 ) -> dict[str, Any]:
     weights = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())

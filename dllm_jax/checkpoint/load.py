@@ -24,7 +24,7 @@ def load(
     path: str | os.PathLike[str],
     dtype: Any = None,
     mesh: Mesh | None = None,
-    rope_factor: float = 1.0,
+    rope_factor: float | int = 1.0,
     check_finite: bool = False,
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
@@ -55,7 +55,7 @@ def load(
     return Model(fill(source, target, mesh, check_finite), spec)
 
 
-def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
+def scale_rope(spec: ModelSpec, factor: float | int) -> ModelSpec:
     """The spec with its rotary base multiplied.
 
     Raises:

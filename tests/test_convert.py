@@ -1,0 +1,232 @@
+"""Hugging Face -> Orbax -> Hugging Face: bit-exact tensors, kept files, provenance, refusals."""
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tyro
+from safetensors.numpy import load_file
+
+import dllm_jax as dj
+from dllm_jax.checkpoint import convert, export, save_hf
+from dllm_jax.checkpoint.dtypes import SUPPORTED
+from tests.checkpoints import save_sharded, tensors, tiny, write_hf
+
+ROOT = Path(__file__).parent.parent
+
+
+def weights(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = {}
+    for file in path.glob("*.safetensors"):
+        found |= {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in load_file(file).items()}
+    return found
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "shards"), [("float32", 1), ("bfloat16", 3)])
+def test_round_trip_is_bit_exact(tmp_path, family, tied, dtype, shards):
+    source = write_hf(tmp_path / "hf", tiny(family, tied=tied), dtype=dtype, shards=shards, tokenizer=True)
+    export(convert(source, tmp_path / "jax"), tmp_path / "back")
+    assert weights(tmp_path / "back") == weights(source)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    assert sorted(file.name for file in (tmp_path / "back").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_special_bits_survive(tmp_path, family):
+    source = write_hf(tmp_path / "hf", tiny(family), dtype="bfloat16")
+    bits = np.random.default_rng(0)
+    random = {
+        name: bits.integers(0, 2**16, x.shape, dtype=np.uint16).view(
+            x.dtype
+        )  # NaN, infinity, -0.0, subnormal
+        for name, x in load_file(source / "model.safetensors").items()
+    }
+    save_sharded(source, random)
+    export(convert(source, tmp_path / "jax"), tmp_path / "back")
+    assert weights(tmp_path / "back") == weights(source)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_converted_loads_as_the_original_does(tmp_path, family):
+    source = write_hf(tmp_path / "hf", tiny(family, eot_id=5), dtype="bfloat16", shards=2)
+    a, b = dj.load(source), dj.load(convert(source, tmp_path / "jax"))
+    assert a.spec == b.spec
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and bool((x == y).all()), a.params, b.params)
+    )
+
+
+def test_changed_dtype_and_rope_are_written_back(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny("dream"))
+    convert(source, tmp_path / "jax", dtype="bfloat16", rope_factor=5.0)
+    export(tmp_path / "jax", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["rope_theta"], config["torch_dtype"]) == (5e6, "bfloat16")
+    before, after = tensors(tiny("dream")), load_file(tmp_path / "back" / "model.safetensors")
+    assert all(np.array_equal(before[name].astype(SUPPORTED[1]), after[name]) for name in before)
+    assert dj.load(tmp_path / "back").spec == dj.load(tmp_path / "jax").spec == tiny("dream", rope_base=5e6)
+
+
+def test_provenance(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny(), shards=2, tokenizer=True)
+    convert(source, tmp_path / "jax", dtype="bfloat16", rope_factor=2.0)
+    history = json.loads((tmp_path / "jax" / "provenance.json").read_text())
+    digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()
+    assert {name: f["sha256"] for name, f in history["files"].items()} == {
+        file.name: digest(file) for file in source.iterdir()
+    }
+    assert history["dtype"] == {"stored": ["float32"], "written": "bfloat16"}
+    assert history["rope_factor"] == 2.0
+    assert history["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize("limit", [1, 5000, 20_000])
+def test_export_shards_with_an_index(tmp_path, limit):
+    source = write_hf(tmp_path / "hf", tiny())
+    export(convert(source, tmp_path / "jax"), tmp_path / "back", shard_bytes=limit)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(tiny()).values())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "back" / file)
+    for file in (tmp_path / "back").glob("*.safetensors"):
+        sizes = [x.nbytes for x in load_file(file).values()]
+        assert sum(sizes) <= limit or len(sizes) == 1
+    assert weights(tmp_path / "back") == weights(source)
+    assert dj.load(tmp_path / "back").spec == tiny()
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_save_hf_of_a_model_in_memory(tmp_path, family):
+    source = write_hf(tmp_path / "hf", tiny(family, eot_id=9), tokenizer=True)
+    model = dj.load(source, rope_factor=2.0)
+    save_hf(model, tmp_path / "bare")
+    save_hf(model, tmp_path / "kept", keep_from=source)
+    assert weights(tmp_path / "bare") == weights(tmp_path / "kept") == weights(source)
+    assert dj.load(tmp_path / "bare").spec == dj.load(tmp_path / "kept").spec == model.spec
+    assert (tmp_path / "kept" / "tokenizer.json").is_file()
+
+
+def test_heavy_and_foreign_files_stay_behind(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    for name in ("pytorch_model.bin", ".hidden", "README.md", "modeling.py"):
+        (source / name).write_text(name)
+    (source / "folder").mkdir()
+    convert(source, tmp_path / "jax")
+    found = {file.name for file in (tmp_path / "jax").iterdir()}
+    assert found == {"config.json", "README.md", "modeling.py", "spec.json", "provenance.json", "params"}
+
+
+def test_check_finite_leaves_nothing(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    bad = load_file(source / "model.safetensors")
+    bad["model.transformer.wte.weight"][3, 4] = np.nan
+    save_sharded(source, bad)
+    with pytest.raises(ValueError, match=r"NaN or infinite values in model\.transformer\.wte\.weight"):
+        convert(source, tmp_path / "jax", check_finite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_existing_destination_needs_overwrite(tmp_path):
+    first, second = write_hf(tmp_path / "a", tiny()), write_hf(tmp_path / "b", tiny("dream"))
+    convert(first, tmp_path / "jax")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        convert(second, tmp_path / "jax")
+    assert dj.load(tmp_path / "jax").spec == tiny()
+    convert(second, tmp_path / "jax", overwrite=True)
+    assert dj.load(tmp_path / "jax").spec == tiny("dream")
+    assert {file.name for file in tmp_path.iterdir()} == {"a", "b", "jax"}
+
+
+def test_overwrite_keeps_the_old_one_if_the_new_one_fails(tmp_path):
+    convert(write_hf(tmp_path / "a", tiny()), tmp_path / "jax")
+    bad = write_hf(tmp_path / "b", tiny("dream"))
+    save_sharded(bad, {name: x * np.nan for name, x in tensors(tiny("dream")).items()})
+    with pytest.raises(ValueError, match="NaN"):
+        convert(bad, tmp_path / "jax", overwrite=True, check_finite=True)
+    assert dj.load(tmp_path / "jax").spec == tiny()
+
+
+def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
+    source, home = write_hf(tmp_path / "hf", tiny()), tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("")
+    with pytest.raises(FileExistsError, match="no checkpoint directory"):
+        convert(source, home, overwrite=True)
+    assert (home / "thesis.txt").is_file()
+
+
+@pytest.mark.parametrize("destination", [".", "..", "inside"])
+def test_source_and_destination_apart(tmp_path, destination):
+    source = write_hf(tmp_path / "x" / "hf", tiny())
+    with pytest.raises(ValueError, match="must not be the same or contain one another"):
+        convert(source, source / destination, overwrite=True)
+    assert dj.load(source).spec == tiny()
+
+
+def test_wrong_kind_of_directory(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    with pytest.raises(ValueError, match="no converted directory"):
+        export(source, tmp_path / "back")
+    convert(source, tmp_path / "jax")
+    with pytest.raises(ValueError, match="converted already"):
+        convert(tmp_path / "jax", tmp_path / "again")
+
+
+def test_damaged_converted_directories(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    convert(source, tmp_path / "jax")
+    spec = tmp_path / "jax" / "spec.json"
+    written = json.loads(spec.read_text())
+    spec.write_text(json.dumps(written | {"format": 99}))
+    with pytest.raises(ValueError, match="format=99 is not supported"):
+        dj.load(tmp_path / "jax")
+    spec.write_text(json.dumps(written | {"spec": written["spec"] | {"hidden": 40}}))
+    with pytest.raises(ValueError, match=r"layer_000 holds .*gate.*, but spec\.json describes"):
+        dj.load(tmp_path / "jax")
+    spec.write_text(json.dumps(written | {"spec": {}}))
+    with pytest.raises(ValueError, match="wrong or missing fields"):
+        dj.load(tmp_path / "jax")
+    spec.write_text(json.dumps(written))
+    for file in (tmp_path / "jax" / "params" / "layer_001").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(ValueError, match="layer_001 cannot be read"):
+        dj.load(tmp_path / "jax")
+    (tmp_path / "jax" / "params" / "norm").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match="lacks norm"):
+        dj.load(tmp_path / "jax")
+
+
+def run_script(name: str, *arguments) -> int:
+    """Runs a script of convert/ with these command line arguments; returns its exit code."""
+    specification = importlib.util.spec_from_file_location(name, ROOT / "convert" / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    try:
+        tyro.cli(module.main, args=[str(argument) for argument in arguments])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def test_scripts(tmp_path, capsys):
+    source, converted, back = write_hf(tmp_path / "hf", tiny(), shards=2), tmp_path / "jax", tmp_path / "back"
+    assert run_script("hf_to_jax", source, converted, "--dtype", "bfloat16", "--rope-factor", "2") == 0
+    assert run_script("jax_to_hf", converted, back) == 0
+    assert run_script("verify", converted, back, "--tokens", "4") == 0
+    assert "identical" in capsys.readouterr().out
+    assert run_script("verify", source, back, "--tokens", "0") == 1
+    assert run_script("jax_to_hf", converted, back) == 2
+    assert "error: " in capsys.readouterr().err
+    assert dj.load(back).spec == tiny(rope_base=1e6)

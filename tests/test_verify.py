@@ -1,0 +1,108 @@
+"""`verify`: bit-exact tensors, logits within tolerance, and what counts as different."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from dllm_jax.checkpoint import Tolerance, convert, verify
+from dllm_jax.checkpoint.report import table, verdict
+from dllm_jax.checkpoint.verify import compare_logits
+from tests.checkpoints import save_sharded, tiny, write_hf
+
+
+def printed(found) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(table(found))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_conversion_is_identical(tmp_path, family):
+    source = write_hf(tmp_path / "hf", tiny(family), dtype="bfloat16", shards=2)
+    found = verify(source, convert(source, tmp_path / "jax"), tokens=8)
+    assert found.ok
+    assert found.identical
+    assert (found.logits.max_abs, found.logits.kl, found.logits.agreement) == (0, 0, 1)
+
+
+def test_weights_with_nan_are_identical_to_themselves(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(source / "model.safetensors")
+    weights["model.transformer.wte.weight"][0] = np.nan
+    save_sharded(source, weights)
+    assert verify(source, convert(source, tmp_path / "jax"), tokens=0).identical
+
+
+def test_one_changed_weight_is_found(tmp_path):
+    a, b = write_hf(tmp_path / "a", tiny()), write_hf(tmp_path / "b", tiny())
+    weights = load_file(b / "model.safetensors")
+    weights["model.transformer.blocks.1.ff_out.weight"][5, 7] += 3
+    save_sharded(b, weights)
+    found = verify(a, b, tokens=8)
+    assert not found.ok
+    assert [(t.name, round(t.max_abs, 3)) for t in found.differing] == [
+        ("model.transformer.blocks.1.ff_out.weight", 3.0)
+    ]
+    assert verify(a, b, tokens=8, tolerance=Tolerance(max_abs=100, kl=100, agreement=0)).ok
+    assert not verify(a, b, tokens=0).ok
+    assert "blocks.1.ff_out.weight" in printed(found)
+    assert "29 of 30 bit-equal" in printed(found)
+
+
+def test_a_changed_sign_of_zero_is_found(tmp_path):
+    paths = [write_hf(tmp_path / name, tiny()) for name in "ab"]
+    for path, zero in zip(paths, (0.0, -0.0), strict=True):
+        weights = load_file(path / "model.safetensors")
+        weights["model.transformer.ln_f.weight"][0] = zero
+        save_sharded(path, weights)
+    found = verify(*paths, tokens=4)
+    assert not found.identical
+    assert found.ok
+
+
+def test_another_dtype_is_reported_and_judged_by_logits(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny(), dtype="bfloat16")
+    wide = convert(source, tmp_path / "jax", dtype="float32")
+    found = verify(source, wide, tokens=8)
+    assert len(found.differing) == 30
+    assert all((t.dtype_a, t.dtype_b, t.max_abs) == ("bfloat16", "float32", 0) for t in found.differing)
+    assert not found.ok  # bfloat16 arithmetic
+    assert verify(source, wide, tokens=8, tolerance=Tolerance(0.5, 0.01, 0.5)).ok
+    assert "stored as bfloat16 / float32; 30 equal in value" in " ".join(printed(found).split())
+
+
+def test_another_spec_is_different(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    found = verify(source, convert(source, tmp_path / "jax", rope_factor=4.0), tokens=8)
+    assert found.spec == ("rope_base: 500000.0 / 2000000.0",)
+    assert not found.differing
+    assert verdict(found) == "different"
+    other = verify(source, write_hf(tmp_path / "dream", tiny("dream")))
+    assert (other.tensors, other.ok) == (0, False)
+    assert "not compared: the shapes differ" in printed(other)
+
+
+def test_logit_measures():
+    a = np.log(np.array([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]))
+    b = np.log(np.array([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]])) + 5
+    found = compare_logits(a, b, top_k=2)
+    kl = (0.5 * np.log(0.5 / 0.2) + 0.2 * np.log(0.2 / 0.5)) / 2
+    np.testing.assert_allclose((found.max_abs, found.kl, found.agreement), (5 + np.log(2.5), kl, 0.75))
+    assert not compare_logits(a, b * np.nan, top_k=1).within(Tolerance(np.inf, np.inf, 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": -1}, "tokens=-1 must not be negative"),
+        ({"tolerance": Tolerance(top_k=0)}, r"top_k=0 must lie in \[1, vocab=64\]"),
+        ({"tolerance": Tolerance(top_k=65)}, "top_k=65"),
+    ],
+)
+def test_bad_settings(tmp_path, options, message):
+    path = write_hf(tmp_path / "hf", tiny())
+    with pytest.raises(ValueError, match=message):
+        verify(path, path, **options)
