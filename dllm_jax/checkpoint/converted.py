@@ -88,11 +88,15 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
         raise ValueError(
             f"{path / SPEC}: format={written.get('format')!r} is not supported; supported: {FORMAT}"
         )
-    fields = written.get("spec", {})
+    fields = written.get("spec")
     names = {field.name for field in dataclasses.fields(ModelSpec)}
-    if set(fields) != names:
-        raise ValueError(f"{path / SPEC}: spec has wrong or missing fields {sorted(set(fields) ^ names)}")
-    spec = ModelSpec(**fields)
+    if not isinstance(fields, dict) or set(fields) != names:
+        wrong = sorted(set(fields or ()) ^ names)
+        raise ValueError(f"{path / SPEC}: spec has wrong or missing fields {wrong}")
+    try:
+        spec = ModelSpec(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path / SPEC}: {error}") from error
     missing = [u.name for u in units(spec, family_of(spec).names) if not (path / PARAMS / u.name).is_dir()]
     if missing:
         raise ValueError(f"{path / PARAMS} lacks {', '.join(missing)}")

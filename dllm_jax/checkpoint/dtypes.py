@@ -1,4 +1,4 @@
-"""The number formats parameters may have."""
+"""The number formats parameters may have, and comparing arrays bit by bit."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -40,3 +40,11 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
             "Ask for one of them: dtype='float32' or dtype='bfloat16'"
         )
     return kinds[0]
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal shape, dtype and every bit (so NaN equals itself and 0.0 differs from -0.0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return bool(np.array_equal(a.view(bits), b.view(bits)))

@@ -1,61 +1,26 @@
 """Converted directory, or a model in memory -> Hugging Face directory, one unit in memory at a time."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import choose
-from dllm_jax.checkpoint.families import family_of, spec_to_config
+from dllm_jax.checkpoint.families import spec_to_config
 from dllm_jax.checkpoint.files import keep
 from dllm_jax.checkpoint.locate import locate
-from dllm_jax.checkpoint.names import Unit, to_foreign, units
+from dllm_jax.checkpoint.memory import InMemory
+from dllm_jax.checkpoint.names import Unit, to_foreign
 from dllm_jax.checkpoint.progress import progress
 from dllm_jax.checkpoint.source import Source, stream
 from dllm_jax.checkpoint.staging import check_apart, staged
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.model import Model
 from dllm_jax.spec import ModelSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class InMemory:
-    """A model as a source of units."""
-
-    model: Model
-
-    @property
-    def path(self) -> Path:
-        """What messages call it."""
-        return Path("model")
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's."""
-        return self.model.spec
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What can be read, in order."""
-        return units(self.spec, family_of(self.spec).names)
-
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """Dtypes of the parameters."""
-        return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(self.model.params)}
-
-    def read(self, unit: Unit) -> dict[str, np.ndarray]:
-        """The parameters of one unit, fetched from the device."""
-        params = self.model.params
-        if unit.layer is None:
-            return {entry.leaf: np.asarray(params[entry.leaf]) for entry in unit.entries}
-        return {entry.leaf: np.asarray(params["layers"][entry.leaf][unit.layer]) for entry in unit.entries}
 
 
 def export(

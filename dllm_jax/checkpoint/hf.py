@@ -8,6 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.dtypes import same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of
 from dllm_jax.checkpoint.names import Unit, check, foreign_shape, to_ours, units
 from dllm_jax.spec import ModelSpec
@@ -133,14 +134,6 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         hint = f"; {', '.join(others)} would need torch and is not read" if others else ""
         raise FileNotFoundError(f"{path} holds no *.safetensors{hint}")
     return files
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal shape, dtype and every bit (so NaN equals itself and 0.0 differs from -0.0)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = np.dtype(f"u{a.dtype.itemsize}")
-    return bool(np.array_equal(a.view(bits), b.view(bits)))
 
 
 def _header(file: Path) -> dict[str, Stored]:

@@ -2,7 +2,7 @@
 
 from rich.table import Column, Table
 
-from dllm_jax.checkpoint.verify import Comparison, TensorDifference
+from dllm_jax.checkpoint.comparison import Comparison, TensorDifference
 
 SHOWN = 20
 
