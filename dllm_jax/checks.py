@@ -36,14 +36,14 @@ def token_ids(tokens, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
     return jnp.asarray(tokens, jnp.int32)
 
 
-def no_masks(prompt: Int[Array, "b p"], spec: ModelSpec):
-    """Raises if a prompt holds mask ids, which only `infill` fills."""
-    if isinstance(prompt, jax.core.Tracer):
+def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
+    """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
+    if isinstance(tokens, jax.core.Tracer):
         return
-    row, column = np.nonzero(np.asarray(prompt) == spec.mask_id)
+    row, column = np.nonzero(np.asarray(tokens) == spec.mask_id)
     if row.size:
         raise ValueError(
-            f"prompt[{row[0]}, {column[0]}] is the mask id {spec.mask_id}: a prompt must be fully decoded; "
+            f"{name}[{row[0]}, {column[0]}] is the mask id {spec.mask_id}: the {name} must be fully decoded; "
             "use infill() to fill masks anywhere"
         )
 
@@ -75,7 +75,8 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
         holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
         if holes.any():
             raise ValueError(
-                f"prompt_mask row {int(np.argmax(holes))} is not left padding: zeros may only stand before ones"
+                f"prompt_mask row {int(np.argmax(holes))} is not left padding: zeros may only stand before "
+                "ones"
             )
         if mask.all():
             return None
@@ -88,6 +89,6 @@ def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
         raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
     if sampler.confidence_eos_eot_inf and spec.eot_id is None:
         raise ValueError(
-            "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not name: "
-            "use model.replace_spec(eot_id=...)"
+            "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
+            "name: use model.replace_spec(eot_id=...)"
         )

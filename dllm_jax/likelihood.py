@@ -1,6 +1,7 @@
 """Monte-Carlo log-likelihood of an answer given a prompt (LLaDA, arXiv:2502.09992, appendix B.5)."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +53,15 @@ def log_likelihood(
     prompt = checks.token_ids(prompt, model.spec, "prompt")
     answer = checks.token_ids(answer, model.spec, "answer")
     checks.no_masks(prompt, model.spec)
-    checks.no_masks(answer, model.spec)
+    checks.no_masks(answer, model.spec, "answer")
     if prompt.shape[0] != answer.shape[0]:
         raise ValueError(
             f"prompt has {prompt.shape[0]} rows, answer has {answer.shape[0]}; they must be equal"
         )
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
-    if cfg_scale < 0:
-        raise ValueError(f"cfg_scale={cfg_scale} must not be negative")
+    if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
+        raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
     padding = checks.left_padding(prompt_mask, prompt.shape)
     if masks is None:
         masks = _drawn(key, answer.shape, draws, strata)
@@ -132,9 +133,8 @@ def token_cross_entropy(
 
 
 def _answer_logits(model: Model, prompt, answer, padding) -> Float[Array, "b r v"]:
-    batch, p = prompt.shape
     tokens = jnp.concatenate([prompt, answer], axis=1)
     valid = None if padding is None else jnp.concatenate([padding, jnp.ones(answer.shape, bool)], axis=1)
-    first = p - int(model.spec.shifted)
+    first = prompt.shape[1] - int(model.spec.shifted)
     rows = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
     return unembed(model.params, model.spec, rows).astype(jnp.float32)

@@ -1,0 +1,194 @@
+"""The Monte-Carlo log-likelihood against brute force from plain forwards."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.likelihood import stratified_masks, token_cross_entropy
+from tests.models import FAMILIES, random_tokens, tiny
+
+PROMPT, ANSWER, B = 4, 3, 2
+PADS = (0, 2)
+PADDING = jnp.arange(PROMPT) >= jnp.asarray(PADS)[:, None]
+SUBSETS = np.asarray([m for m in itertools.product([False, True], repeat=ANSWER) if any(m)])
+
+
+@functools.cache
+def texts(family: str) -> tuple[jax.Array, jax.Array]:
+    """Prompts and answers."""
+    return tuple(jnp.asarray(random_tokens(tiny(family).spec, B, n, seed=n)) for n in (PROMPT, ANSWER))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def brute_force(family: str, b: int, mask: np.ndarray, cfg_scale: float = 0.0) -> float:
+    """One draw for one row: the row alone, its padding cut off, float64 after the network."""
+    model, (prompt, answer) = tiny(family), map(np.asarray, texts(family))
+    prompt = prompt[b, PADS[b] :]
+    answer = answer[b]
+
+    def logits(prompt):
+        tokens = np.concatenate([prompt, np.where(mask, model.spec.mask_id, answer)])
+        raw = np.asarray(dj.forward(model, jnp.asarray(tokens[None], jnp.int32))[0], np.float64)
+        first = len(prompt) - int(model.spec.shifted)
+        return raw[first : first + ANSWER]
+
+    guided = logits(prompt)
+    if cfg_scale:
+        unconditional = logits(np.full_like(prompt, model.spec.mask_id))
+        guided = unconditional + (cfg_scale + 1) * (guided - unconditional)
+    truth = log_softmax(guided)[np.arange(ANSWER), answer]
+    return float(truth[mask].sum() * ANSWER / mask.sum())
+
+
+def masks_for(draws: int) -> np.ndarray:
+    """Different subsets for the two rows."""
+    order = np.random.default_rng(0).integers(0, len(SUBSETS), (draws, B))
+    return SUBSETS[order]
+
+
+@pytest.mark.parametrize(
+    ("family", "cfg_scale"), [("llada", 0.0), ("dream", 0.0), ("llada", 1.2), ("dream", 0.5)]
+)
+def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
+    prompt, answer = texts(family)
+    masks = masks_for(5)
+    ours = dj.log_likelihood(
+        tiny(family),
+        prompt,
+        answer,
+        prompt_mask=PADDING,
+        masks=jnp.asarray(masks),
+        cfg_scale=cfg_scale,
+        chunk=2,
+    )
+    expected = [np.mean([brute_force(family, b, m[b], cfg_scale) for m in masks]) for b in range(B)]
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_single_token_needs_one_draw_and_is_exact(family):
+    model, (prompt, answer) = tiny(family), texts(family)
+    one = dj.log_likelihood(model, prompt, answer[:, :1], draws=1, strata=1, key=jax.random.key(0))
+    tokens = jnp.concatenate([prompt, jnp.full((B, 1), model.spec.mask_id, jnp.int32)], axis=1)
+    row = PROMPT - int(model.spec.shifted)
+    exact = log_softmax(np.asarray(dj.forward(model, tokens), np.float64))[:, row]
+    np.testing.assert_allclose(one, exact[np.arange(B), answer[:, 0]], rtol=1e-5)
+
+
+def test_draws_average_to_the_expectation_over_all_masks():
+    """Sizes 1 and 2 are equally likely, and so are the masks of a size: three masks of a two-token answer."""
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    answer = answer[:, :2]
+    value = lambda mask: dj.log_likelihood(
+        model, prompt, answer, masks=jnp.broadcast_to(jnp.asarray(mask), (1, B, 2)), chunk=1
+    )
+    first, second, both = value([True, False]), value([False, True]), value([True, True])
+    expected = (first / 2 + second / 2) / 2 + both / 2
+    draws = 512
+    ours = dj.log_likelihood(model, prompt, answer, draws=draws, strata=2, key=jax.random.key(0), chunk=64)
+    spread = np.abs(first - second) / 2  # of the one draw in two that is random
+    np.testing.assert_array_less(np.abs(ours - expected), 3.5 * spread * math.sqrt(2 / draws) / 2 + 1e-4)
+    assert (np.abs(first - second) > 0.5).all()  # the order of masking matters
+
+
+@pytest.mark.parametrize(("length", "strata"), [(1, 4), (2, 2), (5, 16), (12, 4), (16, 16), (7, 3)])
+def test_sizes_spread_evenly_over_one_to_the_length(length, strata):
+    draw = jax.jit(jax.vmap(lambda key: stratified_masks(key, length, strata)))
+    masks = np.asarray(draw(jax.random.split(jax.random.key(0), 200)))
+    sizes = masks.sum(-1)
+    assert masks.shape == (200, strata, length)
+    assert sizes.min() >= 1
+    assert sizes.max() <= length
+    for group in sizes:
+        k = group[0]
+        grid = np.round(k + np.arange(strata) * length / strata).astype(int)  # half to even
+        assert group.tolist() == ((grid - 1) % length + 1).tolist()
+        if strata >= length:
+            assert set(group.tolist()) == set(range(1, length + 1))
+        else:
+            assert len(set(group.tolist())) == strata
+    assert set(sizes[:, 0].tolist()) == set(range(1, length + 1))  # k itself is uniform
+    by_position = masks.mean((0, 1))
+    assert (np.abs(by_position - by_position.mean()) < 0.15).all()
+
+
+def test_the_key_decides_and_rows_draw_for_themselves():
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    estimate = lambda seed: dj.log_likelihood(
+        model, prompt, answer, draws=8, strata=4, key=jax.random.key(seed), chunk=8
+    )
+    np.testing.assert_array_equal(estimate(0), estimate(0))
+    assert (estimate(0) != estimate(1)).all()
+
+
+def test_cross_entropy_of_a_hidden_token_does_not_see_it():
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    mask = jnp.asarray([[True, False, True]] * B)
+    other = answer.at[:, 0].set((answer[:, 0] + 1) % 50)
+    entropy = lambda answer: token_cross_entropy(model, prompt, answer, None, mask)
+    ours, changed = entropy(answer), entropy(other)
+    np.testing.assert_allclose(ours[:, 1:], changed[:, 1:], rtol=1e-6)
+    assert (ours > 0).all()
+
+
+def test_the_chunk_changes_nothing():
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    masks = jnp.asarray(masks_for(5))
+    by_chunk = [dj.log_likelihood(model, prompt, answer, masks=masks, chunk=c) for c in (1, 5)]
+    np.testing.assert_allclose(*by_chunk, rtol=1e-6)
+
+
+MASK_ID, VOCAB = tiny("llada").spec.mask_id, tiny("llada").spec.vocab
+KEYED = {"key": jax.random.key(0)}
+REFUSED = {
+    "pass key=jax.random.key": {},
+    "draws=10 must be a positive multiple of strata=4": {"draws": 10, "strata": 4, **KEYED},
+    "draws=0": {"draws": 0, **KEYED},
+    "strata=0": {"strata": 0, **KEYED},
+    "chunk=0": {"chunk": 0, **KEYED},
+    r"cfg_scale=-0\.5": {"cfg_scale": -0.5, **KEYED},
+    "cfg_scale=nan": {"cfg_scale": math.nan, **KEYED},
+    "prompt has 2 rows, answer has 3": {"answer": np.zeros((3, 2), int)},
+    rf"prompt holds id {VOCAB}, outside": {"prompt": np.full((2, 2), VOCAB)},
+    rf"answer\[0, 0\] is the mask id {MASK_ID}": {"answer": np.full((2, 2), MASK_ID)},
+    "hides every token": {"prompt_mask": np.zeros((2, PROMPT), bool)},
+    r"masks have shape \(4, 2, 4\); expected \(draws, 2, 3\)": {"masks": np.ones((4, B, ANSWER + 1), bool)},
+    r"masks have shape \(0, 2, 3\)": {"masks": np.ones((0, B, ANSWER), bool)},
+    "every draw must mask at least one token": {"masks": np.zeros((4, B, ANSWER), bool)},
+}
+
+
+@pytest.fixture
+def unchecked():
+    """As without run-time type checks, which would refuse some of these inputs first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    prompt, answer = texts("llada")
+    with pytest.raises(ValueError, match=message):
+        dj.log_likelihood(tiny("llada"), **({"prompt": prompt, "answer": answer} | REFUSED[message]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_plain_lists_of_a_single_text_will_do():
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    masks = np.asarray([[[True, False, True]]])
+    ours = dj.log_likelihood(model, prompt[0].tolist(), answer[0].tolist(), masks=masks)
+    np.testing.assert_array_equal(ours, dj.log_likelihood(model, prompt[:1], answer[:1], masks=masks))
