@@ -123,7 +123,7 @@ def test_factor_any_passing_n_is_a_passing_prefix(row, factor):
     [
         ([0.9, 0.9, 0.9, 0.9], 0.5, 3),  # (n + 1) 0.1 < 0.5 for n < 4
         ([0.9, 0.9, 0.9, 0.9], 0.4, 2),
-        ([0.5, 0.5], 1.0, 1),  # 2 * 0.5 = 1 is not below 1
+        ([0.5, 0.5], 1.5, 1),  # 3 * 0.5 = 1.5 is not below 1.5
         ([0.99, 0.5], 1.0, 1),  # a first failure at the last candidate is a failure
         ([1.0, 1.0, 1.0], 0.01, 3),  # and all are taken if none fails
         ([0.1], 0.5, 1),
