@@ -26,7 +26,7 @@ def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> F
 
 
 class Rope(NamedTuple):
-    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last row serves padding."""
+    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last row is padding."""
 
     cos: Float[Array, "l half"]
     sin: Float[Array, "l half"]

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
+import dllm_jax as dj
 from dllm_jax.canvas import begin, masks_in_block, repeat, write
 from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows, whole_rows
-from tests.models import FAMILIES, canvas, random_tokens, spec
+from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
 
 PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt
 few = settings(max_examples=25, deadline=None)
@@ -155,3 +156,18 @@ def test_streams_repeat_rows_but_not_the_block():
     assert twice.step.tolist() == [4, 6, 4, 6]
     assert twice.block_start == c.block_start
     assert repeat(c, 1) is c
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_lets_padding_rows_attend_as_the_family_does(family):
+    """Rows at padding see real tokens (LLaDA) or nothing at all (Dream); real rows never see padding."""
+    model = tiny(family)
+    tokens, valid = (
+        jnp.asarray(random_tokens(model.spec, 1, 5)),
+        jnp.asarray([[False, True, True, True, True]]),
+    )
+    logits = dj.forward(model, tokens, valid)
+    other_text = dj.forward(model, tokens.at[0, 4].set((tokens[0, 4] + 1) % 50), valid)
+    assert bool((logits[0, 0] == other_text[0, 0]).all()) is not model.spec.pad_rows_attend
+    other_pad = dj.forward(model, tokens.at[0, 0].set((tokens[0, 0] + 1) % 50), valid)
+    np.testing.assert_array_equal(logits[0, 1:], other_pad[0, 1:])
