@@ -5,6 +5,8 @@ Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` 
 `f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps.
 """
 
+# isort: off
+
 # Models
 from dllm_jax.checkpoint import load as load
 from dllm_jax.model import Model as Model
@@ -12,13 +14,19 @@ from dllm_jax.model import forward as forward
 from dllm_jax.model import hidden_states as hidden_states
 from dllm_jax.spec import ModelSpec as ModelSpec
 
-# Decoding
+# What to decode with
 from dllm_jax import policies as policies
 from dllm_jax import samplers as samplers
+
+# Decoding
+from dllm_jax.layout import Layout as Layout
 from dllm_jax.generate import Output as Output
 from dllm_jax.generate import generate as generate
 from dllm_jax.generate import infill as infill
-
-
 from dllm_jax.chat import chat as chat
+
+# Scoring
 from dllm_jax.likelihood import log_likelihood as log_likelihood
+
+# Published settings
+from dllm_jax import presets as presets

@@ -4,7 +4,7 @@ The stacked arrays are carried through the scan and written in place at [layer, 
 cache through `lax.scan` as inputs and outputs would copy all of it at every step.
 """
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
-
-Store = TypeVar("Store")
 
 
 class Cache(NamedTuple):
@@ -36,7 +34,7 @@ class KV(NamedTuple):
     v: Float[Array, "*n b s k d"]
 
 
-class LayerView(NamedTuple, Generic[Store]):
+class LayerView(NamedTuple):
     """One layer of a stacked store.
 
     Attributes:
@@ -44,14 +42,14 @@ class LayerView(NamedTuple, Generic[Store]):
       layer: index into n.
     """
 
-    stack: Store
+    stack: PyTree
     layer: Int[Array, ""]
 
-    def read(self) -> Store:
+    def read(self) -> PyTree:
         """This layer's arrays, [b l ...]."""
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, self.layer, keepdims=False), self.stack)
 
-    def update(self, rows: Rows, fresh: Store) -> tuple["LayerView[Store]", Store]:
+    def update(self, rows: Rows, fresh: PyTree) -> tuple["LayerView", PyTree]:
         """Writes fresh rows [b q ...] over the stored ones.
 
         Returns:

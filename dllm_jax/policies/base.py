@@ -35,11 +35,11 @@ class Policy:
         self,
         block: Block,
         x: Float[Array, "b q m"],
-        kv: LayerView[KV],
+        kv: LayerView,
         shared: PyTree,
         rows: Rows,
         canvas: Canvas,
-    ) -> tuple[Float[Array, "b q m"], LayerView[KV], PyTree]:
+    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
         """One layer over the selected rows: fresh K/V overwrite the stored ones, then rows attend to all.
 
         Args:

@@ -1,0 +1,83 @@
+"""Compiles whole generations of a real model's shape without allocating it: seconds, bytes, program size.
+
+    python bench/compile_time.py llada-8b --json bench/results/compile_time.json
+"""
+
+import datetime
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+import tyro
+
+import dllm_jax as dj
+from dllm_jax.engine import Plan, denoise
+from dllm_jax.parameters import abstract
+
+
+def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, batch: int) -> dict:
+    """Costs of compiling one generation; CPU seconds leave out what other processes take."""
+    plan = Plan(policy, dj.samplers.Threshold(0.9), policy.widths(layout) if policy.reuses else (), False, False)
+    tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
+    valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
+    cpu, wall = _cpu(), time.perf_counter()
+    lowered = denoise.lower(model, tokens, valid, None, layout=layout, plan=plan)
+    middle = _cpu()
+    program = lowered.compile()
+    memory = program.memory_analysis()
+    return {
+        "policy": repr(policy),
+        "step_variants": 1 + len(plan.widths),
+        "lower_cpu_s": round(middle - cpu, 2),
+        "compile_cpu_s": round(_cpu() - middle, 2),
+        "wall_s": round(time.perf_counter() - wall, 2),
+        "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
+        "hlo_kib": round(len(program.as_text()) / 2**10),
+    }
+
+
+def main(
+    name: Annotated[str, tyro.conf.Positional] = "llada-8b",
+    prompt: int = 1024,
+    length: int = 256,
+    block: int = 32,
+    batch: int = 1,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+):
+    spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
+    model = dj.Model(abstract(spec, jnp.bfloat16), spec)
+    rows = [compiled(model, layout, policy, batch) for policy in dj.policies.ALL]
+    where = {
+        "model": name,
+        "layers": spec.layers,
+        "dtype": "bfloat16",
+        "batch": batch,
+        "prompt": prompt,
+        "length": length,
+        "block": block,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    table = rich.table.Table(*rows[0], title=", ".join(f"{k} {v}" for k, v in where.items()))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    rich.console.Console().print(table)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({**where, "rows": rows}, indent=2) + "\n")
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,1 @@
+"""The demonstration behind `python -m dllm_jax`."""

@@ -1,0 +1,124 @@
+"""Answers the same held-out prompts under several policies and samplers, and measures each."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.chat import decode_answers
+from dllm_jax.generate import Output, generate
+from dllm_jax.model import Model
+from dllm_jax.policies import Policy
+from dllm_jax.samplers import Sampler
+from dllm_jax.tasks import Example, exact, prompt_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Held-out prompts as arrays.
+
+    Attributes:
+      examples: the questions and their answers.
+      prompt: int32 [b p], left-padded.
+      mask: bool [b p], False at padding.
+    """
+
+    examples: list[Example]
+    prompt: Int[np.ndarray, "b p"]
+    mask: Bool[np.ndarray, "b p"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+      policy: its constructor call.
+      sampler: its constructor call.
+      accuracy: share of exactly right answers.
+      forwards: network passes per prompt.
+      computed: positions fed through the network per answer token (tokens before end-of-text).
+      tokens_per_second: answer tokens of the batch by the median time of a run, compilation excluded.
+      speed_up: that over the first row's.
+      compile_seconds: tracing and compilation.
+    """
+
+    policy: str
+    sampler: str
+    accuracy: float
+    forwards: float
+    computed: float
+    tokens_per_second: float
+    speed_up: float
+    compile_seconds: float
+
+
+def questions(tokenizer: Any, examples: list[Example], pad_id: int) -> Questions:
+    """The examples as one left-padded batch."""
+    prompt, mask = prompt_arrays(tokenizer, examples, pad_id)
+    return Questions(examples, prompt, mask)
+
+
+def measure(
+    model: Model,
+    tokenizer: Any,
+    asked: Questions,
+    grid: list[tuple[Policy, Sampler]],
+    repeats: int = 3,
+    **options: int,
+) -> list[Row]:
+    """A row for each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
+
+    Args:
+      model: the model.
+      tokenizer: its tokenizer.
+      asked: the prompts.
+      grid: what to compare; speed-ups are over the first.
+      repeats: timed runs of each, of which the median counts.
+      **options: length, block and steps of `generate`.
+    """
+
+    def run(policy: Policy, sampler: Sampler) -> tuple[Output, float]:
+        start = time.perf_counter()
+        out = generate(
+            model, asked.prompt, prompt_mask=asked.mask, policy=policy, sampler=sampler, **options
+        )
+        jax.block_until_ready(out)
+        return out, time.perf_counter() - start
+
+    first = [run(*pair) for pair in grid]
+    timed = [[run(*pair)[1] for pair in grid] for _ in range(repeats)]
+    seconds = np.median(timed, axis=0)
+    rates = [float(np.sum(out.stats.answer)) / s for (out, _), s in zip(first, seconds, strict=True)]
+    return [
+        Row(
+            policy=repr(policy),
+            sampler=described(sampler),
+            accuracy=_accuracy(model, tokenizer, asked, out),
+            forwards=float(np.mean(out.stats.nfe)),
+            computed=float(np.sum(out.stats.computed) / max(np.sum(out.stats.answer), 1)),
+            tokens_per_second=rate,
+            speed_up=rate / rates[0],
+            compile_seconds=max(cold - s, 0.0),
+        )
+        for (policy, sampler), (out, cold), s, rate in zip(grid, first, seconds, rates, strict=True)
+    ]
+
+
+def described(sampler: Sampler) -> str:
+    """The constructor call with only the fields that are not at their defaults."""
+    changed = [
+        f"{field.name}={getattr(sampler, field.name)!r}"
+        for field in dataclasses.fields(sampler)
+        if getattr(sampler, field.name) != field.default or field.name == "threshold"
+    ]
+    return f"{type(sampler).__name__}({', '.join(changed)})"
+
+
+def _accuracy(model: Model, tokenizer: Any, asked: Questions, out: Output) -> float:
+    responses: Int[Array, "b r"] = out.tokens[:, asked.prompt.shape[1] :]
+    answers = decode_answers(model, tokenizer, np.asarray(responses))
+    return float(np.mean(exact(answers, asked.examples)))

@@ -1,0 +1,59 @@
+"""The demonstration's table and denoising grid, for a terminal."""
+
+from typing import Any
+
+import numpy as np
+import rich.table
+import rich.text
+from jaxtyping import Int
+
+from dllm_jax.demo.measure import Row
+
+COLD, WARM = np.array([60, 90, 220]), np.array([230, 120, 30])  # first and last step
+
+
+def table(rows: list[Row], title: str) -> rich.table.Table:
+    """One line per policy and sampler."""
+    shown = rich.table.Table(title=title, title_justify="left")
+    shown.add_column("policy")
+    shown.add_column("sampler")
+    for name in ("exact match", "forwards", "positions\nper token", "tokens/s", "speed-up", "compile s"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(
+            row.policy,
+            row.sampler,
+            f"{row.accuracy:.1%}",
+            f"{row.forwards:.1f}",
+            f"{row.computed:.1f}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speed_up:.2f}x",
+            f"{row.compile_seconds:.1f}",
+        )
+    return shown
+
+
+def order(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int) -> Int[np.ndarray, "r"]:
+    """The step (from 1) at which each position of one response was decoded."""
+    return np.argmax(tokens != mask_id, axis=0)
+
+
+def grid(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int, tokenizer: Any) -> rich.text.Text:
+    """One line per step of a response; a token is coloured by the step at which it was decoded."""
+    born, last = order(tokens, mask_id), len(tokens) - 1
+    pieces = [tokenizer.convert_ids_to_tokens(int(i)) for i in tokens[-1]]
+    widths = [len(piece) for piece in pieces]
+    text = rich.text.Text()
+    for step in range(last + 1):
+        text.append(f"{step:4d}  ", style="dim")
+        for piece, width, decoded in zip(pieces, widths, born, strict=True):
+            known = 0 < decoded <= step
+            style = f"bold rgb({_colour(decoded, last)})" if known else "dim"
+            text.append((piece if known else "·").center(width) + " ", style=style)
+        text.append("\n")
+    return text
+
+
+def _colour(step: int, last: int) -> str:
+    share = (step - 1) / max(last - 1, 1)
+    return ",".join(str(int(c)) for c in COLD + share * (WARM - COLD))

@@ -1,0 +1,20 @@
+"""Shared settings: tests compile a lot and run little, so compile cheaply and only once per machine."""
+
+import pathlib
+
+import jax
+import pytest
+
+CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
+
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def optimised():
+    """Compiles as users do, for tests that look at what the compiler made."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

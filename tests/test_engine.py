@@ -1,0 +1,179 @@
+"""The denoising loop as a program: purity, one compilation, stopping, statistics."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.engine import Plan, denoise
+from tests.models import FAMILIES, tiny
+from tests.test_policies import prompts, short
+
+
+def lowered(policy, sampler, batch=2, layout=None, streams=1):
+    """The whole generation, traced for abstract arguments."""
+    layout = layout or dj.Layout(prompt=24, response=16, block=4, steps=16)
+    model = jax.eval_shape(lambda: tiny("llada"))
+    plan = Plan(policy, sampler, policy.widths(layout) if policy.reuses else (), False, False)
+    tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
+    valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
+    return denoise.trace(model, tokens, valid, None, layout=layout, plan=plan), model.spec, layout
+
+
+@pytest.mark.parametrize("sampler", [samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.0)], ids=short)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_no_copy_of_the_cache_inside_the_loop(policy, sampler, batch, optimised):
+    """Cache-sized `copy` ops in the optimised HLO may stand only outside of loop bodies (the initial zeros)."""
+    traced, spec, layout = lowered(policy, sampler, batch)
+    streams = 2 if sampler.cfg_scale else 1
+    text = traced.lower().compile().as_text()
+    shape = f"f32[{spec.layers},{batch * streams},{layout.length},{spec.kv_heads},{spec.head}]"
+    assert (shape in text) == policy.reuses, "the cache is not where this test looks for it"
+    assert not cache_copies_in_loops(text, shape)
+
+
+def cache_copies_in_loops(text: str, shape: str) -> list[str]:
+    """`copy` instructions of the shape in any computation but the entry."""
+    found, computation = [], ""
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and line.rstrip().endswith("{"):
+            computation = line
+        if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line) and not computation.startswith("ENTRY"):
+            found.append(line.strip())
+    return found
+
+
+def test_the_copy_counter_finds_a_copy():
+    """Guards the test above: a `cond` with two writing branches is known to copy on jax 0.10."""
+    text = """
+%body (p: f32[2,2]) -> f32[2,2] {
+  %copy.1 = f32[2,2]{1,0} copy(%p)
+}
+ENTRY %main (p: f32[2,2]) -> f32[2,2] {
+  %copy.2 = f32[2,2]{1,0} copy(%p)
+}
+"""
+    assert len(cache_copies_in_loops(text, "f32[2,2]")) == 1
+
+
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_nothing_leaves_the_device_inside(policy):
+    traced, _, _ = lowered(policy, samplers.Threshold(0.9))
+    names = primitives(traced.jaxpr.jaxpr)
+    assert "while" in names
+    assert not [n for n in names if "callback" in n or n in ("outfeed", "infeed", "device_put")]
+
+
+def primitives(jaxpr) -> set[str]:
+    """Names of all primitives in a jaxpr and everything it calls."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            names |= primitives(inner)
+    return names
+
+
+def test_the_vocabulary_meets_only_candidate_rows():
+    """No array of the program has canvas x vocabulary elements: only block rows are projected."""
+    traced, spec, layout = lowered(policies.Policy(), samplers.Confidence())
+    text = traced.lower().as_text()
+    assert f"tensor<2x{layout.block}x{spec.vocab}xf32>" in text
+    assert f"{layout.length}x{spec.vocab}x" not in text
+    assert f"{layout.response}x{spec.vocab}x" not in text
+
+
+def test_one_compilation_per_configuration():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    run = lambda p, **o: dj.generate(model, p, length=8, block=4, policy=policies.DualCache(), **o)
+    run(prompt)
+    before = denoise._cache_size()
+    run(prompt + 1)
+    dj.generate(model, prompt, length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence())
+    assert denoise._cache_size() == before
+    run(prompt, sampler=samplers.Threshold(0.5))
+    assert denoise._cache_size() == before + 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_is_jittable(family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 5))
+    options = dict(length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence(temperature=1.0))
+    run = lambda model, prompt, mask, key: dj.generate(model, prompt, prompt_mask=mask, key=key, **options)
+    key = jax.random.key(3)
+    inside = jax.jit(run)(model, jnp.asarray(prompt), jnp.asarray(mask), key)
+    np.testing.assert_array_equal(inside.tokens, run(model, prompt, mask, key).tokens)
+
+
+def test_parameters_have_gradients():
+    model = tiny("llada")
+    tokens = jnp.asarray(prompts(model)[0])
+    loss = lambda m: dj.forward(m, tokens).astype(jnp.float32).var()
+    grads = jax.grad(loss)(model)
+    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads.params))
+
+
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.02)], ids=short)
+def test_stopping_at_eos_keeps_the_answer(policy, sampler):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 6, 8), seed=4)
+    options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler)
+    usual = dj.generate(model, prompt, **options)
+    # make the token that appears early in row 0 the end-of-text
+    eos = int(usual.tokens[0, 9 + 5])
+    model = model.replace_spec(eos_id=eos)
+    full = dj.generate(model, prompt, **options)
+    stopped = dj.generate(model, prompt, stop_at_eos=True, **options)
+    assert stopped.stats.nfe[0] < full.stats.nfe[0]
+    for row in range(3):
+        answer = np.asarray(full.tokens[row, 9:]).tolist()
+        end = answer.index(eos) + 1 if eos in answer else len(answer)
+        np.testing.assert_array_equal(stopped.tokens[row, 9 : 9 + end], answer[:end])
+        assert stopped.stats.answer[row] == full.stats.answer[row] == end - (eos in answer)
+    assert not np.any(np.asarray(stopped.tokens) == model.spec.mask_id)
+
+
+def test_statistics_of_a_dual_cache_run():
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5))
+    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, steps=4, policy=policies.DualCache())
+    np.testing.assert_array_equal(out.stats.nfe, [4, 4])
+    np.testing.assert_array_equal(out.stats.refreshes, [2, 2])
+    np.testing.assert_array_equal(out.stats.computed, [2 * 17 + 2 * 4, 2 * 13 + 2 * 4])
+    np.testing.assert_allclose(out.stats.cache_ratio, [1 - 42 / 68, 1 - 34 / 52], rtol=1e-6)
+    np.testing.assert_array_equal(out.stats.decoded, [8, 8])
+
+
+def test_the_trace_is_the_history():
+    model = tiny("dream")
+    prompt, _ = prompts(model)
+    out = dj.generate(model, prompt, length=8, block=4, sampler=samplers.Threshold(0.02), trace=True)
+    tokens = np.asarray(out.trace.tokens)
+    assert len(tokens) == int(out.trace.steps) + 1 == len(out.trace.computed) + 1
+    assert (tokens[0, :, 9:] == model.spec.mask_id).all()
+    np.testing.assert_array_equal(tokens[-1], out.tokens)
+    known = tokens != model.spec.mask_id
+    assert (known[1:] >= known[:-1]).all(), "a decoded token was masked again"
+    kept = (tokens[1:] == tokens[:-1]) | ~known[:-1]
+    assert kept.all(), "a decoded token changed"
+
+
+def test_infill_fills_masks_anywhere_and_nothing_else():
+    for family in FAMILIES:
+        model = tiny(family)
+        template, _ = prompts(model, (12, 12))
+        template[0, [0, 3, 7]] = template[1, [5, 6]] = model.spec.mask_id
+        for policy in policies.ALL:
+            out = dj.infill(model, template, policy=policy)
+            filled = np.asarray(out.tokens)
+            hole = template == model.spec.mask_id
+            np.testing.assert_array_equal(filled[~hole], template[~hole])
+            assert not (filled == model.spec.mask_id).any()

@@ -1,0 +1,46 @@
+"""Recorded decode traces of the reference implementations, replayed through the public API."""
+
+import pathlib
+
+import pytest
+
+from tests.replay.case import find
+from tests.replay.compare import Differs, Skipped
+from tests.replay.methods import METHODS
+
+HERE = pathlib.Path(__file__).parent / "goldens"
+FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
+CASES = [c for c in find(FULL if FULL.exists() else HERE) if c.method in METHODS and c.status == "conform"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conforms(case):
+    METHODS[case.method](case)
+
+
+def test_a_clone_alone_covers_every_supported_method():
+    shipped = {case.method for case in find(HERE)}
+    assert set(METHODS) <= shipped
+    conform = {case.method for case in find(HERE) if case.status == "conform"}
+    assert set(METHODS) - conform <= {"sampler-factor"}, "sampler-factor has no case with status conform"
+
+
+def test_a_changed_token_is_noticed():
+    """The harness itself: a recording with one token changed must not pass."""
+    case = next(c for c in find(HERE, "vanilla-llada") if c.status == "conform")
+    case.arrays["tokens"][-1, 0, -1] += 1
+    with pytest.raises(Differs, match="tokens differs at step"):
+        METHODS[case.method](case)
+
+
+def test_a_changed_confidence_is_noticed():
+    case = next(c for c in find(HERE, "fast-dllm-dual") if c.status == "conform")
+    case.arrays["confidence"] += 1e-3
+    with pytest.raises(Differs, match="confidence differs by"):
+        METHODS[case.method](case)
+
+
+def test_optional_dream_cases_are_skipped_with_their_reason():
+    case = next(c for c in find(FULL if FULL.exists() else HERE, "fast-dllm-dual") if c.status == "optional")
+    with pytest.raises(Skipped, match="first token of each block"):
+        METHODS[case.method](case)

@@ -1,0 +1,183 @@
+"""Properties every cache policy must have, over `policies.ALL` x both families x samplers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from tests.models import FAMILIES, cast, tiny
+
+SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
+CACHED = tuple(p for p in policies.ALL if p.reuses)
+
+# The layout (and settings) in which a policy must reproduce the exact decoder; named in its docstring.
+EXACT_LIMIT: dict[type[policies.Policy], tuple[policies.Policy, dict]] = {
+    policies.PrefixCache: (policies.PrefixCache(), dict(length=8, block=2, steps=4)),
+    policies.DualCache: (policies.DualCache(), dict(length=8, block=2, steps=4)),
+}
+
+
+def prompts(model: dj.Model, lengths=(9, 9), seed=0) -> tuple[np.ndarray, np.ndarray]:
+    """Random prompts, left-padded with the end-of-text id, and their mask."""
+    rng = np.random.default_rng(seed)
+    width = max(lengths)
+    ids = rng.integers(0, model.spec.vocab - 20, (len(lengths), width))
+    mask = np.arange(width) >= width - np.asarray(lengths)[:, None]
+    return np.where(mask, ids, model.spec.eos_id), mask
+
+
+def short(value) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=short)
+@pytest.mark.parametrize("policy", CACHED, ids=short)
+def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
+    assert type(policy) in EXACT_LIMIT, f"{policy} names no exact limit"
+    limit, layout = EXACT_LIMIT[type(policy)]
+    if isinstance(sampler, samplers.Threshold):  # one step per block: everything is sure enough
+        sampler = samplers.Threshold(0.0)
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    run = lambda p: dj.generate(model, prompt, prompt_mask=mask, policy=p, sampler=sampler, trace=True, **layout)
+    ours, exact = run(limit), run(policies.Policy())
+    np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", CACHED, ids=short)
+def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
+    """Guards the limit test: if caching never changed anything, equality above would prove nothing."""
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    run = lambda p: dj.generate(model, prompt, length=16, block=8, policy=p, trace=True)
+    ours, exact = run(policy), run(policies.Policy())
+    assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_a_batch_row_equals_the_row_alone(policy, sampler, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 4), seed=1)
+    options = dict(length=8, block=4, policy=policy, sampler=sampler)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    for row, width in enumerate(mask.sum(1)):
+        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
+        np.testing.assert_array_equal(batch.tokens[row, -8:], alone.tokens[0, -8:])
+        for ours, single in zip(batch.stats, alone.stats, strict=True):
+            np.testing.assert_allclose(ours[row], single[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", CACHED, ids=short)
+def test_widths_change_nothing(policy, family):
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    run = lambda widths: dj.generate(
+        model, prompt, length=16, block=4, policy=policy, sampler=samplers.Threshold(0.02), trace=True, widths=widths
+    )
+    own, wide, many = run(None), run((25,)), run((4, 5, 9, 16, 25))
+    for other in (wide, many):
+        np.testing.assert_array_equal(own.trace.tokens, other.trace.tokens)
+        np.testing.assert_array_equal(own.trace.computed, other.trace.computed)
+        np.testing.assert_allclose(finite(own.trace.score), finite(other.trace.score), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_padding_is_inert(policy, family):
+    """Other pad ids, and embeddings of the pad id that are huge, change nothing."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 5))
+    poison = model.spec.vocab - 5
+    embed = model.params["embed"].at[poison].set(1e6)
+    poisoned = dataclasses.replace(model, params={**model.params, "embed": embed})
+    run = lambda m, p: dj.generate(m, p, prompt_mask=mask, length=8, block=4, policy=policy, trace=True)
+    plain, other = run(model, prompt), run(poisoned, np.where(mask, prompt, poison))
+    np.testing.assert_array_equal(plain.trace.tokens[..., 9:], other.trace.tokens[..., 9:])
+    np.testing.assert_allclose(finite(plain.trace.score), finite(other.trace.score), atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", CACHED, ids=short)
+def test_reuse_is_exact_when_nothing_changed(policy, family):
+    """A step that decodes nothing leaves the canvas as it was, so cached K/V are the fresh ones."""
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    # 4 steps for 2 tokens per block: steps 2 and 3 decode nothing, so step 3 sees what step 2 saw.
+    options = dict(length=4, block=2, steps=8, trace=True)
+    out = dj.generate(model, prompt, policy=policy, sampler=Frozen(), **options)
+    exact = dj.generate(model, prompt, sampler=Frozen(), **options)
+    np.testing.assert_allclose(finite(out.trace.score), finite(exact.trace.score), atol=2e-6)
+    assert out.stats.computed.sum() < exact.stats.computed.sum()
+
+
+class Frozen(samplers.Confidence):
+    """Never decodes anything."""
+
+    def transfer(self, score, index, canvas, noise):
+        return jnp.zeros(score.shape, bool)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_bfloat16_runs_and_commits_everything(policy, family):
+    model = cast(tiny(family), jnp.bfloat16)
+    prompt, mask = prompts(model, (9, 5))
+    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, policy=policy)
+    assert not np.any(np.asarray(out.tokens) == model.spec.mask_id)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_guidance_goes_with_every_policy(policy, family):
+    """With cfg_scale the two streams share the rule but not the cache; scale to 0 gives the plain run."""
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    run = lambda scale: dj.generate(
+        model, prompt, length=8, block=4, policy=policy, sampler=samplers.Confidence(cfg_scale=scale), trace=True
+    )
+    plain, faint, strong = run(0.0), run(1e-12), run(3.0)
+    # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding
+    np.testing.assert_allclose(finite(plain.trace.score), finite(faint.trace.score), atol=1e-5)
+    assert np.abs(finite(plain.trace.score)[0] - finite(strong.trace.score)[0]).max() > 1e-3
+
+
+def test_prefix_cache_computes_the_suffix_and_dual_cache_the_block():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    shape = dict(length=12, block=4, trace=True)
+    prefix = dj.generate(model, prompt, policy=policies.PrefixCache(), **shape).trace.computed
+    dual = dj.generate(model, prompt, policy=policies.DualCache(), **shape).trace.computed
+    position = np.arange(9 + 12)
+    for step in range(12):
+        start = 9 + step // 4 * 4
+        whole = step % 4 == 0
+        np.testing.assert_array_equal(prefix[step, 0], whole | (position >= start))
+        np.testing.assert_array_equal(dual[step, 0], whole | ((position >= start) & (position < start + 4)))
+
+
+def test_shifted_models_compute_the_rows_that_predict():
+    model = tiny("dream")
+    prompt, _ = prompts(model)
+    computed = dj.generate(model, prompt, length=8, block=4, policy=policies.DualCache(), trace=True).trace.computed
+    np.testing.assert_array_equal(np.flatnonzero(computed[1, 0]), [8, 9, 10, 11])
+
+
+def test_the_exact_decoder_stores_nothing():
+    spec = tiny("llada").spec
+    layout = dj.Layout(prompt=4, response=8, block=4, steps=8)
+    assert not jax.tree.leaves(policies.Policy().init(spec, layout, 2, jnp.float32))
+    dense = policies.DualCache().init(spec, layout, 2, jnp.bfloat16)
+    assert sum(a.nbytes for a in jax.tree.leaves(dense)) == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head
+
+
+def finite(score) -> np.ndarray:
+    return np.nan_to_num(np.asarray(score), neginf=0.0)
