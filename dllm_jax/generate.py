@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax import checks
@@ -34,9 +35,9 @@ class Output(NamedTuple):
 
 def generate(
     model: Model,
-    prompt: Int[Array, "b p"],
+    prompt: ArrayLike,
     *,
-    prompt_mask: Bool[Array, "b p"] | None = None,
+    prompt_mask: ArrayLike | None = None,
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
@@ -55,8 +56,8 @@ def generate(
 
     Args:
       model: from `load`.
-      prompt: token ids, left-padded if lengths differ.
-      prompt_mask: False (or 0) at the padding; None means none.
+      prompt: token ids Int[b p] (or [p]), left-padded if lengths differ.
+      prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
       steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
@@ -89,9 +90,9 @@ def generate(
 
 def infill(
     model: Model,
-    tokens: Int[Array, "b l"],
+    tokens: ArrayLike,
     *,
-    token_mask: Bool[Array, "b l"] | None = None,
+    token_mask: ArrayLike | None = None,
     block: int | None = None,
     steps: int | None = None,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
@@ -108,8 +109,8 @@ def infill(
 
     Args:
       model: from `load`.
-      tokens: template ids with mask ids where to fill; left-padded if lengths differ.
-      token_mask: False at the padding.
+      tokens: template ids Int[b l] with mask ids where to fill; left-padded if lengths differ.
+      token_mask: Bool[b l], False at the padding.
       block: positions decoded together, left to right; default all of them.
       steps: denoising steps in all; default the largest number of masks in a row (times nothing else), or
         with blocks one step per position.

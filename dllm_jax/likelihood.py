@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax import checks
@@ -15,15 +16,15 @@ from dllm_jax.model import Model, encode
 
 def log_likelihood(
     model: Model,
-    prompt: Int[Array, "b p"],
-    answer: Int[Array, "b r"],
+    prompt: ArrayLike,
+    answer: ArrayLike,
     *,
-    prompt_mask: Bool[Array, "b p"] | None = None,
+    prompt_mask: ArrayLike | None = None,
     draws: int = 128,
     strata: int = 16,
     cfg_scale: float = 0.0,
     key: Key[Array, ""] | None = None,
-    masks: Bool[Array, "draws b r"] | None = None,
+    masks: ArrayLike | None = None,
     chunk: int = 16,
 ) -> Float[Array, "b"]:
     """Estimates log p(answer | prompt), the whole answer's, not normalised by its length.
@@ -34,14 +35,14 @@ def log_likelihood(
 
     Args:
       model: from `load`; works for shifted heads too.
-      prompt: ids, left-padded if lengths differ.
-      answer: ids, all rows of equal length.
-      prompt_mask: False at the padding.
+      prompt: ids Int[b p], left-padded if lengths differ.
+      answer: ids Int[b r], all rows of equal length.
+      prompt_mask: Bool[b p], False at the padding.
       draws: Monte-Carlo draws, a multiple of `strata`.
       strata: draws among which the number of masked tokens is stratified (the reference's batch size).
       cfg_scale: classifier-free guidance, see `Sampler`.
       key: random key for the masks.
-      masks: recorded masks instead of a key; `draws` and `strata` are then not used.
+      masks: recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
       chunk: draws evaluated at once; memory grows with b * chunk.
 
     Returns:

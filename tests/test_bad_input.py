@@ -38,7 +38,10 @@ def nothing_compiles():
         (dict(length=10, block=4), "length=10 must be a multiple of block=4"),
         (dict(length=8, block=4, steps=3), "steps=3 must be a multiple of the number of blocks.* = 2"),
         (dict(steps=-1), "steps=-1 must be at least 1"),
-        (dict(prompt_mask=np.ones((2, 5), bool)), r"prompt_mask has shape \(2, 5\); expected the prompt's \(2, 6\)"),
+        (
+            dict(prompt_mask=np.ones((2, 5), bool)),
+            r"prompt_mask has shape \(2, 5\); expected the prompt's \(2, 6\)",
+        ),
         (dict(prompt_mask=np.array([[1, 1, 1, 1, 1, 0]] * 2)), "row 0 is not left padding"),
         (dict(prompt_mask=np.array([[1] * 6, [0, 1, 0, 1, 1, 1]])), "row 1 is not left padding"),
         (dict(prompt_mask=np.zeros((2, 6), bool)), "row 0 hides every token"),
@@ -46,8 +49,10 @@ def nothing_compiles():
         (dict(prompt_mask=np.full((2, 6), 7)), "prompt_mask holds 7; expected 0 or 1"),
         (dict(sampler=samplers.Confidence(temperature=0.5)), r"draws random numbers: pass key"),
         (dict(sampler=samplers.RandomOrder()), r"RandomOrder.*draws random numbers"),
-        (dict(sampler=samplers.Confidence(confidence_eos_eot_inf=True)), "end-of-turn token.*replace_spec"),
-        (dict(key=jax.random.split(jax.random.key(0), 3), sampler=samplers.RandomOrder()), r"shape \(3,\).*\(2,\)"),
+        (
+            dict(key=jax.random.split(jax.random.key(0), 3), sampler=samplers.RandomOrder()),
+            r"shape \(3,\).*\(2,\)",
+        ),
         (dict(policy=policies.DualCache(), block=4, widths=(2,)), r"widths=\(2,\).*widest partial step, 4"),
         (dict(policy=policies.DualCache(), block=4, widths=(4, 99)), r"widths=\(4, 99\).*length 14"),
     ],
@@ -63,6 +68,16 @@ def test_generate_refuses_masks_in_the_prompt(model):
     prompt[1, 2] = model.spec.mask_id
     with pytest.raises(ValueError, match=rf"prompt\[1, 2\] is the mask id {model.spec.mask_id}.*infill"):
         dj.generate(model, prompt, length=8)
+
+
+def test_generate_refuses_to_hide_an_unknown_end_of_turn(model):
+    with pytest.raises(ValueError, match=r"end-of-turn token.*replace_spec"):
+        dj.generate(
+            model.replace_spec(eot_id=None),
+            GOOD,
+            length=8,
+            sampler=samplers.Confidence(confidence_eos_eot_inf=True),
+        )
 
 
 def test_infill_refuses_a_template_without_masks(model):

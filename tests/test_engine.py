@@ -43,7 +43,9 @@ def cache_copies_in_loops(text: str, shape: str) -> list[str]:
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.rstrip().endswith("{"):
             computation = line
-        if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line) and not computation.startswith("ENTRY"):
+        if re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line) and not computation.startswith(
+            "ENTRY"
+        ):
             found.append(line.strip())
     return found
 
@@ -105,7 +107,9 @@ def test_one_compilation_per_configuration():
 def test_generate_is_jittable(family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 5))
-    options = dict(length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence(temperature=1.0))
+    options = dict(
+        length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence(temperature=1.0)
+    )
     run = lambda model, prompt, mask, key: dj.generate(model, prompt, prompt_mask=mask, key=key, **options)
     key = jax.random.key(3)
     inside = jax.jit(run)(model, jnp.asarray(prompt), jnp.asarray(mask), key)
@@ -144,7 +148,9 @@ def test_stopping_at_eos_keeps_the_answer(policy, sampler):
 def test_statistics_of_a_dual_cache_run():
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5))
-    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, steps=4, policy=policies.DualCache())
+    out = dj.generate(
+        model, prompt, prompt_mask=mask, length=8, block=4, steps=4, policy=policies.DualCache()
+    )
     np.testing.assert_array_equal(out.stats.nfe, [4, 4])
     np.testing.assert_array_equal(out.stats.refreshes, [2, 2])
     np.testing.assert_array_equal(out.stats.computed, [2 * 17 + 2 * 4, 2 * 13 + 2 * 4])
