@@ -1,0 +1,82 @@
+"""Key-value recall: `bk=wxhz;tr=mn;...;tr=` is answered with `mn`."""
+
+import dataclasses
+
+import numpy as np
+
+from dllm_jax.tasks.base import Example, Split
+
+LETTERS = "bcdfghjklmnpqrstvwxz"  # no vowels: no accidental words
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """Look-up among distractors; the size is the number of pairs.
+
+    Keys are distinct. An example is held out iff the checksum of its answer is a multiple of `hold_out`; no
+    value with such a checksum, asked for or not, occurs in training.
+
+    Attributes:
+      key: letters of a key.
+      alphabet: how many different letters occur in keys.
+      values: lengths of values, dealt in this order and then shuffled, so that the size fixes the length of
+        the prompt; by default 8 n + 3 characters for an even number n of pairs.
+      hold_out: one answer in `hold_out` is held out.
+    """
+
+    key: int = 2
+    alphabet: int = len(LETTERS)
+    values: tuple[int, ...] = (2, 6, 3, 5, 4, 4)
+    hold_out: int = 8
+
+    def __post_init__(self):
+        if not 1 <= self.key <= 3:
+            raise ValueError(f"key={self.key} must lie in [1, 3]")
+        if not 2 <= self.alphabet <= len(LETTERS):
+            raise ValueError(f"alphabet={self.alphabet} must lie in [2, {len(LETTERS)}]")
+        if not self.values or min(self.values) < 1:
+            raise ValueError(f"values={self.values} must be one or more positive lengths")
+        if not 2 <= self.hold_out <= len(LETTERS):
+            raise ValueError(f"hold_out={self.hold_out} must lie in [2, {len(LETTERS)}]")
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "recall"
+
+    @property
+    def answer_length(self) -> int:
+        """Most characters of an answer."""
+        return max(self.values)
+
+    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
+        """Draws `size` pairs and asks for one of them."""
+        most = self.alphabet**self.key
+        if not 1 <= size <= most:
+            raise ValueError(f"size={size} must lie in [1, {most}], the number of keys")
+        keys = rng.choice(most, size, replace=False)
+        lengths = rng.permutation([self.values[i % len(self.values)] for i in range(size)]).tolist()
+        asked = int(rng.integers(size))
+        values = [self._value(rng, length, "train") for length in lengths]
+        if split == "held_out":
+            values[asked] = self._value(rng, lengths[asked], split)
+        names = [self._name(int(key)) for key in keys]
+        pairs = "".join(f"{name}={value};" for name, value in zip(names, values, strict=True))
+        return Example(f"{pairs}{names[asked]}=", values[asked])
+
+    def split_of(self, example: Example) -> Split:
+        """By the checksum of the answer."""
+        total = sum(LETTERS.index(letter) for letter in example.answer)
+        return "train" if total % self.hold_out else "held_out"
+
+    def _name(self, number: int) -> str:
+        """The number in base `alphabet`, written in letters."""
+        digits = (number // self.alphabet**place for place in reversed(range(self.key)))
+        return "".join(LETTERS[digit % self.alphabet] for digit in digits)
+
+    def _value(self, rng: np.random.Generator, length: int, split: Split) -> str:
+        """A random value whose checksum is zero iff it is held out."""
+        while True:
+            value = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=length))
+            if self.split_of(Example("", value)) == split:
+                return value

@@ -1,0 +1,105 @@
+"""LLaDA's masked-diffusion loss for supervised fine-tuning (arXiv:2502.09992, section 2.3, algorithm 2)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dllm_jax.block import unembed
+from dllm_jax.model import Model, encode
+
+T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
+
+
+class Batch(NamedTuple):
+    """Prompts with the answers to learn.
+
+    LLaDA pads the answers of a batch with end-of-text and *trains on that padding*, which is how the model
+    learns to stop; leave `answer_mask` None for it. With p = 0 this is the pre-training loss.
+
+    Attributes:
+      prompt: ids, never masked; left-padded if lengths differ.
+      answer: ids, right-padded if lengths differ.
+      prompt_mask: False at the prompt's padding; None means none.
+      answer_mask: False at answer positions that are neither learnt nor attended to; None means none.
+      t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
+        masks and large weights, which carry most of the gradient's variance and, where an answer follows
+        from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
+    """
+
+    prompt: Int[Array, "b p"]
+    answer: Int[Array, "b r"]
+    prompt_mask: Bool[Array, "b p"] | None = None
+    answer_mask: Bool[Array, "b r"] | None = None
+    t_min: float | Float[Array, ""] = T_MIN
+
+
+class Metrics(NamedTuple):
+    """What a step reports, scalars.
+
+    Attributes:
+      loss: the loss, an upper bound of the negative log-likelihood per answer token, in nats.
+      accuracy: share of the masked tokens whose most likely token is right.
+    """
+
+    loss: Float[Array, ""]
+    accuracy: Float[Array, ""]
+
+
+def masked_diffusion_loss(
+    model: Model, batch: Batch, key: Key[Array, ""], remat: bool = False
+) -> tuple[Float[Array, ""], Metrics]:
+    """Mean over examples of 1/(t r) * sum over masked answer tokens of their cross entropy.
+
+    Every example draws t, each of its r answer tokens is masked with probability t, and the model predicts
+    the masked ones from everything else. Only the rows that predict answers meet the vocabulary; for
+    shifted models (Dream) these stand one position to the left.
+
+    Args:
+      model: differentiable; cross entropy is in float32 whatever its dtype.
+      batch: see `Batch`; answers must not hold the mask id.
+      key: draws t and the masks.
+      remat: recompute layers in the backward pass instead of keeping their activations.
+
+    Returns:
+      the loss, twice (alone for `jax.grad`, and among the metrics).
+    """
+    spec, (b, r) = model.spec, batch.answer.shape
+    learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
+    t, masked = draw_masks(key, learnt, batch.t_min)
+    tokens = jnp.concatenate([batch.prompt, jnp.where(masked, spec.mask_id, batch.answer)], axis=1)
+    hidden = encode(model, tokens, _valid(batch), remat)
+    position = jnp.arange(batch.prompt.shape[1], tokens.shape[1])
+    source = jnp.maximum(position - int(spec.shifted), 0)
+    logits = unembed(model.params, spec, hidden[:, source]).astype(jnp.float32)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
+    length = jnp.maximum(jnp.sum(learnt, axis=1), 1)
+    loss = jnp.mean(jnp.sum(jnp.where(masked, -log_p, 0.0), axis=1) / (t * length))
+    right = masked & (jnp.argmax(logits, axis=-1) == batch.answer)
+    return loss, Metrics(loss, jnp.sum(right) / jnp.maximum(jnp.sum(masked), 1))
+
+
+def draw_masks(
+    key: Key[Array, ""], learnt: Bool[Array, "b r"], t_min: float | Float[Array, ""] = T_MIN
+) -> tuple[Float[Array, "b"], Bool[Array, "b r"]]:
+    """Noise level t per example and the masked positions, each masked with probability t.
+
+    The t of a batch are stratified: t_i = (u + i/b) mod 1 with one u, each of them still uniform, so the
+    gradient is unbiased and varies less than with independent draws (Variational Diffusion Models,
+    arXiv:2107.00630, appendix I.1).
+    """
+    b = learnt.shape[0]
+    of_t, of_masks = jax.random.split(key)
+    uniform = (jax.random.uniform(of_t) + jnp.arange(b) / b) % 1.0
+    t = t_min + (1 - t_min) * uniform
+    return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t[:, None])
+
+
+def _valid(batch: Batch) -> Bool[Array, "b l"] | None:
+    if batch.prompt_mask is None and batch.answer_mask is None:
+        return None
+    whole = lambda mask, ids: jnp.ones(ids.shape, bool) if mask is None else mask
+    return jnp.concatenate(
+        [whole(batch.prompt_mask, batch.prompt), whole(batch.answer_mask, batch.answer)], axis=1
+    )

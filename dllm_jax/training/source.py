@@ -1,0 +1,54 @@
+"""Where batches come from, as a pure function of the step and a small memory that is checkpointed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from dllm_jax.model import Model
+from dllm_jax.training.loss import Batch
+
+Memory = dict[str, Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream of batches.
+
+    All that a source remembers is its memory, a dict that JSON can hold; so a resumed run sees the batches
+    it would have seen without the interruption.
+    """
+
+    def begin(self) -> Memory:
+        """The memory before the first step."""
+        ...
+
+    def batch(self, memory: Memory, step: int) -> Batch:
+        """The batch of a step; the same arguments give the same batch."""
+        ...
+
+    def review(self, memory: Memory, model: Model, step: int) -> Memory:
+        """The memory after a look at the model, every `TrainConfig.review_every` steps."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """A source without memory.
+
+    Attributes:
+      at: step -> batch, e.g. `lambda step: batches[step % len(batches)]`.
+    """
+
+    at: Callable[[int], Batch]
+
+    def begin(self) -> Memory:
+        """Nothing."""
+        return {}
+
+    def batch(self, memory: Memory, step: int) -> Batch:
+        """`at(step)`."""
+        return self.at(step)
+
+    def review(self, memory: Memory, model: Model, step: int) -> Memory:
+        """Nothing."""
+        return memory
