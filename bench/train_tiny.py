@@ -1,0 +1,140 @@
+"""Trains an embedded model from nothing and writes it, with tokenizer and model card, as package data.
+
+    python bench/train_tiny.py tiny-llada
+
+The same command reproduces it, and goes on where a killed run stopped (checkpoints under --runs). Everything
+is a function of the recipe below; progress, losses and stages are logged to RUNS/NAME/log.jsonl. The shipped
+files are read back and scored, and the card says what came out.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from train_tiny_card import card, measure, overall
+from transformers import AutoTokenizer
+
+from dllm_jax import embedded, load
+from dllm_jax.checkpoint import llada, save_hf
+from dllm_jax.model import Model
+from dllm_jax.parameters import INIT_STD, Params, count, initialise
+from dllm_jax.spec import ModelSpec
+from dllm_jax.tasks import Curriculum, Recall, Stage, tokenizer
+from dllm_jax.training import Run, TrainConfig, train
+
+INIT_GAIN = 4.0  # std 0.08, about 1/sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
+UNUSED = {  # keys of the published config.json that do not matter here
+    "alibi_bias_max": 8.0,
+    "attention_dropout": 0.0,
+    "attention_layer_norm_with_affine": True,
+    "embedding_dropout": 0.0,
+    "flash_attention": False,
+    "init_cutoff_factor": None,
+    "init_device": "cpu",
+    "init_fn": "mitchell",
+    "init_std": 0.02,
+    "precision": "amp_bf16",
+    "residual_dropout": 0.0,
+    "transformers_version": "4.46.3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that determines an embedded model."""
+
+    spec: ModelSpec
+    stages: tuple[Stage, ...]
+    config: TrainConfig
+
+
+def llada_spec() -> ModelSpec:
+    ids = tokenizer.VOCAB
+    return ModelSpec(
+        family="llada", layers=4, width=96, heads=4, kv_heads=4, head=24, hidden=288, vocab=112,
+        rope_base=1000.0, norm_eps=1e-5, mask_id=ids[tokenizer.MASK], eos_id=ids[tokenizer.EOS],
+        eot_id=ids[tokenizer.EOT], qkv_bias=False, tied=False, shifted=False, rope_in_f32=True,
+        pad_rows_attend=True,
+    )  # fmt: skip
+
+
+def recall_stages() -> tuple[Stage, ...]:
+    """From two pairs with keys of four letters, which teaches looking up, to fourteen pairs of words.
+
+    Twenty letters at once take several times as long to leave the guessing floor as four and then twenty:
+    each letter has to be seen often enough to be matched with itself.
+    """
+    letter = lambda alphabet: Recall(key=1, alphabet=alphabet, values=(1,))
+    first = ((letter(4), 2), (letter(8), 2), (letter(20), 2), (letter(20), 3), (letter(20), 4))
+    single = (*first, (Recall(values=(1,)), 4))
+    words = ((Recall(), pairs) for pairs in (4, 6, 8, 10, 12, 14))
+    return (
+        *(Stage(task, pairs, 128, 2, t_min=1.0) for task, pairs in single),
+        *(Stage(task, pairs, 5760 // (8 * pairs + 24), 8, t_min=0.1) for task, pairs in words),
+    )
+
+
+RECIPES = {
+    "tiny-llada": Recipe(
+        llada_spec(),
+        recall_stages(),
+        TrainConfig(steps=3000, learning_rate=1e-3, warmup=50, decay=500, review_every=25, save_every=100),
+    )
+}
+
+
+def start(spec: ModelSpec) -> Params:
+    """Initial parameters; a direction common to all tokens lets heads attend by position from the start."""
+    key, common = jax.random.split(jax.random.key(0))
+    params = jax.tree.map(lambda p: INIT_GAIN * p if p.std() > 0 else p, initialise(spec, key))
+    shift = INIT_GAIN * INIT_STD * jax.random.normal(common, (spec.width,))
+    return params | {"embed": params["embed"] + shift}
+
+
+def write_assets(directory: Path, spec: ModelSpec):
+    """Tokenizer and a config.json with every key of the published one."""
+    tokenizer.save(directory)
+    config = UNUSED | llada.template(spec) | llada.write(spec)
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def ship(name: str, run: Run, config: TrainConfig, assets: Path, out: Path):
+    """Writes the checkpoint, loads what was written, scores it and writes the card."""
+    save_hf(run.model, out, keep_from=assets, overwrite=True)
+    model = load(out)
+    rows = measure(model, AutoTokenizer.from_pretrained(out))
+    (out / "README.md").write_text(card(name, model, config, run.log, rows))
+    record = {"config": dataclasses.asdict(config), "log": run.log, "held_out": rows}
+    (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
+    print(f"{out}: exact match {overall(rows):.1%} on held-out prompts")
+
+
+def main(
+    name: Annotated[str, tyro.conf.Positional],
+    runs: Path = Path("runs"),
+    out: Path = Path(embedded.__file__).parent,
+):
+    """Trains, or goes on training, an embedded model and writes it.
+
+    Args:
+      name: of the recipe, e.g. tiny-llada.
+      runs: where checkpoints and the log of the run are kept.
+      out: where the finished model goes, in a directory of its name; the package's data by default.
+    """
+    if name not in RECIPES:
+        raise SystemExit(f"name={name!r} is not one of {', '.join(RECIPES)}")
+    recipe, directory = RECIPES[name], runs / name
+    write_assets(directory / "assets", recipe.spec)
+    read = AutoTokenizer.from_pretrained(directory / "assets")
+    params = start(recipe.spec)
+    print(f"{name}: {count(params):,} parameters")
+    source = Curriculum(recipe.stages, read, recipe.spec)
+    run = train(Model(params, recipe.spec), source, recipe.config, directory=directory)
+    ship(name, run, recipe.config, directory / "assets", out / name)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

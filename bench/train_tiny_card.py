@@ -1,0 +1,115 @@
+"""The model card of an embedded model: everything on it was measured on the files that are shipped."""
+
+import os
+import platform
+from typing import Any
+
+import jax
+
+from dllm_jax.model import Model
+from dllm_jax.parameters import count
+from dllm_jax.tasks import Recall, accuracy, examples
+from dllm_jax.training import TrainConfig
+
+SIZES = (2, 4, 6, 8, 10, 12, 13, 14)
+PER_SIZE = 32
+BEYOND = (16, 20)
+ROWS = 12
+CARD = """\
+---
+license: apache-2.0
+library_name: dllm_jax
+tags: [diffusion-language-model, llada, synthetic]
+---
+# {name}
+
+A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
+trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
+`bk=wxhz;tr=mn;tr=` -> `mn`. It exists to test and to show decoding where no real checkpoint is at hand; it
+knows no language.
+
+```python
+import dllm_jax as dj
+from dllm_jax import embedded
+from transformers import AutoTokenizer
+
+where = embedded.path("{name}")
+model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
+dj.chat(model, tokenizer, [{{"role": "user", "content": "bk=wxhz;tr=mn;tr="}}], length=8)
+```
+
+Keys are two consonants, values two to six; up to 14 pairs, which with the chat template is a prompt of 125
+tokens. Use `length=8`: six letters, end of turn, end of text.
+
+## Training
+
+`python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, AdamW at {rate} (warm-up
+{warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
+{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when
+90 % of fresh examples of the one before are answered right; every number is in training_log.json.
+
+| step | stage | loss per token (nats) | accuracy on masked tokens | minutes |
+|---:|---:|---:|---:|---:|
+{curve}
+
+## Accuracy
+
+Exact match on held-out prompts, whose answers occur nowhere in training, decoded by `dj.generate` with
+`Policy()`, `Confidence()`, length = block = steps = 8, float32: **{overall:.1%} of {total}**.
+
+| pairs | prompt tokens | prompts | exact match | guessing |
+|---:|---:|---:|---:|---:|
+{table}
+
+The last {beyond} rows are longer than anything seen in training and not part of the total.
+"""
+
+
+def measure(model: Model, tokenizer: Any, task: Recall = Recall()) -> list[dict[str, Any]]:  # noqa: B008 (frozen)
+    """Accuracy by number of pairs; one row per size, the untrained ones last."""
+    rows = []
+    for size in (*SIZES, *BEYOND):
+        drawn = examples(task, 2026, size, PER_SIZE, "held_out")
+        score = accuracy(model, tokenizer, drawn, PER_SIZE, length=8)
+        prompt = len(drawn[0].prompt) + 10
+        rows.append(
+            {"pairs": size, "prompt": prompt, "count": PER_SIZE, "exact": score, "trained": size in SIZES}
+        )
+    return rows
+
+
+def overall(rows: list[dict[str, Any]]) -> float:
+    """Accuracy over the sizes seen in training."""
+    scores = [row["exact"] for row in rows if row["trained"]]
+    return sum(scores) / len(scores)
+
+
+def card(name: str, model: Model, config: TrainConfig, log: list[dict[str, Any]], rows: list[dict]) -> str:
+    """README.md of the model."""
+    spec, last = model.spec, log[-1]
+    shown = [log[round(i * (len(log) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    return CARD.format(
+        name=name, parameters=count(model.params), layers=spec.layers, heads=spec.heads, width=spec.width,
+        steps=config.steps, seed=config.seed, rate=config.learning_rate, warmup=config.warmup,
+        decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
+        speed=last["tokens"] / last["seconds"], device=device(), jax=jax.__version__,
+        curve="\n".join(_curve_row(entry) for entry in shown), overall=overall(rows),
+        total=PER_SIZE * len(SIZES), table="\n".join(map(_accuracy_row, rows)), beyond=len(BEYOND),
+    )  # fmt: skip
+
+
+def device() -> str:
+    """Where it was trained, in words."""
+    kind = jax.devices()[0].device_kind
+    return f"{os.cpu_count()} shared {platform.machine()} CPU cores" if kind == "cpu" else kind
+
+
+def _curve_row(entry: dict[str, Any]) -> str:
+    cells = entry["step"], entry["source"]["stage"] + 1, f"{entry['loss']:.3f}"
+    return "| {} | {} | {} | {:.3f} | {:.0f} |".format(*cells, entry["accuracy"], entry["seconds"] / 60)
+
+
+def _accuracy_row(row: dict[str, Any]) -> str:
+    return "| {pairs} | {prompt} | {count} | {exact:.1%} | {guess:.1%} |".format(
+        **row, guess=1 / row["pairs"]
+    )

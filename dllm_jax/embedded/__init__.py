@@ -1,0 +1,17 @@
+"""Checkpoints that come with the package: tiny, trained by `bench/train_tiny.py`, in Hugging Face layout."""
+
+from importlib import resources
+from pathlib import Path
+
+NAMES = ("tiny-llada",)
+
+
+def path(name: str) -> Path:
+    """The directory of an embedded checkpoint, for `dllm_jax.load` and `AutoTokenizer.from_pretrained`.
+
+    Raises:
+      ValueError: no such checkpoint.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name={name!r} is not one of {', '.join(NAMES)}")
+    return Path(str(resources.files(__name__) / name))

@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import forward
+from dllm_jax.model import Model
+from dllm_jax.training import Batch, masked_diffusion_loss
+from dllm_jax.training.loss import T_MIN, draw_masks
+from tests.models import FAMILIES, tiny
+
+
+def batch_of(rows: int = 3, prompt: int = 5, answer: int = 6) -> Batch:
+    ids = np.random.default_rng(0).integers(0, 30, (rows, prompt + answer)).astype(np.int32)
+    return Batch(jnp.asarray(ids[:, :prompt]), jnp.asarray(ids[:, prompt:]))
+
+
+def by_the_book(model: Model, batch: Batch, key) -> float:
+    """Algorithm 2 of arXiv:2502.09992 with loops, on the draws of `draw_masks` and `forward`'s logits."""
+    t, masked = map(np.asarray, draw_masks(key, jnp.ones(batch.answer.shape, bool)))
+    p, total = batch.prompt.shape[1], 0.0
+    tokens = np.concatenate([batch.prompt, np.where(masked, model.spec.mask_id, batch.answer)], axis=1)
+    logits = np.asarray(forward(model, jnp.asarray(tokens)), np.float64)
+    for row in range(len(tokens)):
+        for i in range(masked.shape[1]):
+            if masked[row, i]:
+                here = logits[row, p + i - int(model.spec.shifted)]
+                ce = np.log(np.exp(here).sum()) - here[int(batch.answer[row, i])]
+                total += ce / t[row] / masked.shape[1]
+    return total / len(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_algorithm_2(family):
+    model, batch = tiny(family), batch_of()
+    for seed in range(3):
+        loss, metrics = masked_diffusion_loss(model, batch, jax.random.key(seed))
+        np.testing.assert_allclose(loss, by_the_book(model, batch, jax.random.key(seed)), rtol=1e-5)
+        assert metrics.loss == loss
+        assert 0 <= metrics.accuracy <= 1
+
+
+def test_a_uniform_model_has_loss_log_v_on_average():
+    spec = tiny("llada").spec
+    params = jax.tree.map(jnp.zeros_like, tiny("llada").params)
+    batch = batch_of(rows=64, answer=16)
+    loss = jax.jit(jax.vmap(lambda key: masked_diffusion_loss(Model(params, spec), batch, key)[0]))
+    mean = jnp.mean(loss(jax.random.split(jax.random.key(0), 200)))
+    np.testing.assert_allclose(mean, np.log(spec.vocab), rtol=0.02)
+
+
+def test_noise_levels_are_stratified_and_masks_follow_them():
+    learnt = jnp.ones((200, 400), bool).at[:, 7].set(False)
+    t, masked = draw_masks(jax.random.key(1), learnt)
+    np.testing.assert_allclose(np.diff(np.sort(t)), 1 / 200, atol=1e-4)
+    assert T_MIN <= float(t.min()) < float(t.max()) <= 1
+    np.testing.assert_allclose(jnp.sum(masked, axis=1) / 399, t, atol=0.12)
+    assert not masked[:, 7].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_neither_loss_nor_gradient(family):
+    model, batch, key = tiny(family), batch_of(), jax.random.key(2)
+    ids = lambda width: jnp.full((3, width), 7, jnp.int32)
+    mask = jnp.ones((3, 5), bool)
+    padded = Batch(
+        jnp.concatenate([ids(4), batch.prompt], axis=1),
+        batch.answer,
+        jnp.concatenate([jnp.zeros((3, 4), bool), mask], axis=1),
+    )
+    loss = lambda model, batch: masked_diffusion_loss(model, batch, key)[0]
+    alone, alone_gradient = jax.value_and_grad(loss)(model, batch)
+    beside, beside_gradient = jax.value_and_grad(loss)(model, padded)
+    np.testing.assert_allclose(beside, alone, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(alone_gradient), jax.tree.leaves(beside_gradient), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-5, rtol=1e-3)
+
+
+def test_hidden_answer_positions_are_neither_learnt_nor_seen():
+    model, batch, key = tiny("llada"), batch_of(), jax.random.key(4)
+    seen = jnp.ones((3, 6), bool).at[:, 4:].set(False)
+    loss = lambda answer: masked_diffusion_loss(model, Batch(batch.prompt, answer, None, seen), key)[0]
+    assert loss(batch.answer) == loss(batch.answer.at[:, 4:].set(9))
+
+
+def test_without_prompt_it_is_the_pretraining_loss():
+    empty = batch_of(prompt=0)
+    for family in FAMILIES:
+        assert jnp.isfinite(masked_diffusion_loss(tiny(family), empty, jax.random.key(0))[0])
+
+
+def test_remat_changes_no_gradient():
+    model, batch = tiny("llada"), batch_of()
+    gradient = lambda remat: jax.grad(
+        lambda m: masked_diffusion_loss(m, batch, jax.random.key(0), remat=remat)[0]
+    )(model)
+    for a, b in zip(jax.tree.leaves(gradient(False)), jax.tree.leaves(gradient(True)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
