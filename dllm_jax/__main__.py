@@ -59,7 +59,9 @@ def main():
     rows = [
         row
         for sampler in SAMPLERS
-        for row in measure(model, tokenizer, asked, [(p, sampler) for p in POLICIES], length=LENGTH, block=BLOCK)
+        for row in measure(
+            model, tokenizer, asked, [(p, sampler) for p in POLICIES], length=LENGTH, block=BLOCK
+        )
     ]
     rows = [dataclasses.replace(r, speed_up=r.tokens_per_second / rows[0].tokens_per_second) for r in rows]
     device = f"{jax.devices()[0].platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}"
@@ -90,7 +92,9 @@ def _held_out(options: Options, tokenizer, model: Model) -> Questions:
     drawn = [
         example
         for i, size in enumerate(SIZES)
-        for example in examples(Recall(), options.seed, size, len(range(i, options.prompts, len(SIZES))), "held_out")
+        for example in examples(
+            Recall(), options.seed, size, len(range(i, options.prompts, len(SIZES))), "held_out"
+        )
     ]
     return questions(tokenizer, drawn, model.spec.eos_id)
 

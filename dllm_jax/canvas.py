@@ -100,15 +100,25 @@ class Canvas:
         end = self.block_start + self.layout.block
         return self.masked & self.valid & (self.position < end) & self.active[:, None]
 
-    def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The rows whose output predicts these positions: one to the left where the head is shifted.
+    @property
+    def predictor(self) -> Int[Array, "b l"]:
+        """The row whose output predicts each position: its left neighbour where the head is shifted.
 
-        Position 0 has no left neighbour and is predicted by its own row.
+        A position without a left neighbour (the first one, or the first after padding) is predicted by its
+        own row, as in Dream's reference.
         """
+        own = jnp.broadcast_to(self.position, self.valid.shape)
+        if not self.spec.shifted:
+            return own
+        has_left = jnp.pad(self.valid[:, :-1], ((0, 0), (1, 0)))
+        return jnp.where(has_left, own - 1, own)
+
+    def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """The rows whose output predicts these positions, see `predictor`."""
         if not self.spec.shifted:
             return positions
-        left = jnp.pad(positions[:, 1:], ((0, 0), (0, 1)))
-        return left | (positions & (self.position == 0))
+        row = jnp.arange(positions.shape[0])[:, None]
+        return jnp.zeros_like(positions).at[row, self.predictor].max(positions)
 
     # -- conditions per row -------------------------------------------------------------------------
 

@@ -200,11 +200,12 @@ def _propose(
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
     batch, length = canvas.tokens.shape
     own = Rows(rows.index[:batch], rows.whole)
-    source = jnp.maximum(jnp.arange(length) - int(spec.shifted), 0)
-    reachable = own.mask(length)[:, source]
+    source = canvas.predictor
+    reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
     most = layout.response if sampler.allow_mask_token else layout.block
     index = compact(canvas.eligible & reachable, min(most, rows.index.shape[1]))
-    slot = own.slot(jnp.append(source, length)[index], length)
+    padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
+    slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
     slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))
     logits = unembed(model.params, spec, jnp.take_along_axis(hidden, slot[..., None], axis=1))
     if plan.streams == 2:

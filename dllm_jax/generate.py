@@ -14,7 +14,7 @@ from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.record import Stats, Trace, trim
-from dllm_jax.samplers import Confidence, KeyNoise, Noise, Sampler
+from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 
 Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
@@ -140,6 +140,8 @@ def _run(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos,
     checks.sampler_fits(sampler, model.spec, key is not None or noise is not None)
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
+    if isinstance(noise, RecordedNoise):
+        noise.check(sampler.max_steps(layout), *tokens.shape)
     if key is not None and sampler.draws:
         noise = KeyNoise(row_keys(key, tokens.shape[0]))
     plan = Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)

@@ -1,6 +1,7 @@
 """Bad input is refused at the door: a ValueError with the value and the rule, before anything compiles."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -92,9 +93,15 @@ def test_infill_refuses_guidance(model):
 
 
 def test_both_key_and_noise_are_refused(model):
-    noise = samplers.RecordedNoise(np.float32(0), np.zeros((8, 2, 14), np.float32))
+    noise = samplers.RecordedNoise(jnp.float32(0), jnp.zeros((8, 2, 14), jnp.float32))
     with pytest.raises(ValueError, match="either key or noise"):
         dj.generate(model, GOOD, length=8, sampler=samplers.RandomOrder(), key=jax.random.key(0), noise=noise)
+
+
+def test_a_recording_of_another_run_is_refused(model):
+    noise = samplers.RecordedNoise(jnp.float32(0), jnp.zeros((7, 2, 14), jnp.float32))
+    with pytest.raises(ValueError, match=r"noise.order has shape \(7, 2, 14\); expected at least 8 steps"):
+        dj.generate(model, GOOD, length=8, sampler=samplers.RandomOrder(), noise=noise)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ def measure(
 
     def run(policy: Policy, sampler: Sampler) -> tuple[Output, float]:
         start = time.perf_counter()
-        out = generate(
-            model, asked.prompt, prompt_mask=asked.mask, policy=policy, sampler=sampler, **options
-        )
+        out = generate(model, asked.prompt, prompt_mask=asked.mask, policy=policy, sampler=sampler, **options)
         jax.block_until_ready(out)
         return out, time.perf_counter() - start
 

@@ -77,6 +77,15 @@ class RecordedNoise(NamedTuple):
     token: Float[Array, "t b l v"] | Float[Array, ""]
     order: Float[Array, "t b l"] | Float[Array, ""]
 
+    def check(self, steps: int, batch: int, length: int):
+        """Raises ValueError if the recording is not of this run's rows and canvas, or too short for it."""
+        for name in ("token", "order"):
+            shape = getattr(self, name).shape
+            if shape and (shape[0] < steps or shape[1:3] != (batch, length)):
+                raise ValueError(
+                    f"noise.{name} has shape {shape}; expected at least {steps} steps of ({batch}, {length})"
+                )
+
     def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
         """See `Noise`."""
         return self._at(self.token, canvas, index)
