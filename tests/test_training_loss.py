@@ -9,6 +9,9 @@ from dllm_jax.training import Batch, masked_diffusion_loss
 from dllm_jax.training.loss import T_MIN, draw_masks
 from tests.models import FAMILIES, tiny
 
+loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
+gradient_of = jax.jit(jax.value_and_grad(masked_diffusion_loss, has_aux=True), static_argnames="remat")
+
 
 def batch_of(rows: int = 3, prompt: int = 5, answer: int = 6) -> Batch:
     ids = np.random.default_rng(0).integers(0, 30, (rows, prompt + answer)).astype(np.int32)
@@ -34,7 +37,7 @@ def by_the_book(model: Model, batch: Batch, key) -> float:
 def test_the_loss_is_algorithm_2(family):
     model, batch = tiny(family), batch_of()
     for seed in range(3):
-        loss, metrics = masked_diffusion_loss(model, batch, jax.random.key(seed))
+        loss, metrics = loss_of(model, batch, jax.random.key(seed))
         np.testing.assert_allclose(loss, by_the_book(model, batch, jax.random.key(seed)), rtol=1e-5)
         assert metrics.loss == loss
         assert 0 <= metrics.accuracy <= 1
@@ -68,9 +71,8 @@ def test_padding_changes_neither_loss_nor_gradient(family):
         batch.answer,
         jnp.concatenate([jnp.zeros((3, 4), bool), mask], axis=1),
     )
-    loss = lambda model, batch: masked_diffusion_loss(model, batch, key)[0]
-    alone, alone_gradient = jax.value_and_grad(loss)(model, batch)
-    beside, beside_gradient = jax.value_and_grad(loss)(model, padded)
+    (alone, _), alone_gradient = gradient_of(model, batch, key)
+    (beside, _), beside_gradient = gradient_of(model, padded, key)
     np.testing.assert_allclose(beside, alone, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(alone_gradient), jax.tree.leaves(beside_gradient), strict=True):
         np.testing.assert_allclose(b, a, atol=2e-5, rtol=1e-3)
@@ -79,20 +81,26 @@ def test_padding_changes_neither_loss_nor_gradient(family):
 def test_hidden_answer_positions_are_neither_learnt_nor_seen():
     model, batch, key = tiny("llada"), batch_of(), jax.random.key(4)
     seen = jnp.ones((3, 6), bool).at[:, 4:].set(False)
-    loss = lambda answer: masked_diffusion_loss(model, Batch(batch.prompt, answer, None, seen), key)[0]
+    loss = lambda answer: loss_of(model, Batch(batch.prompt, answer, None, seen), key)[0]
     assert loss(batch.answer) == loss(batch.answer.at[:, 4:].set(9))
 
 
 def test_without_prompt_it_is_the_pretraining_loss():
     empty = batch_of(prompt=0)
     for family in FAMILIES:
-        assert jnp.isfinite(masked_diffusion_loss(tiny(family), empty, jax.random.key(0))[0])
+        assert jnp.isfinite(loss_of(tiny(family), empty, jax.random.key(0))[0])
 
 
 def test_remat_changes_no_gradient():
-    model, batch = tiny("llada"), batch_of()
-    gradient = lambda remat: jax.grad(
-        lambda m: masked_diffusion_loss(m, batch, jax.random.key(0), remat=remat)[0]
-    )(model)
-    for a, b in zip(jax.tree.leaves(gradient(False)), jax.tree.leaves(gradient(True)), strict=True):
+    model, batch, key = tiny("llada"), batch_of(), jax.random.key(0)
+    kept, again = (gradient_of(model, batch, key, remat=remat)[1] for remat in (False, True))
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_floor_on_the_noise_level_masks_more():
+    learnt = jnp.ones((64, 50), bool)
+    t, masked = draw_masks(jax.random.key(0), learnt, 0.5)
+    assert t.min() >= 0.5
+    assert draw_masks(jax.random.key(0), learnt, 1.0)[1].all()
+    assert not masked.all()
