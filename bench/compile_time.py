@@ -1,6 +1,6 @@
 """Compiles whole generations of a real model's shape without allocating it: seconds, bytes, program size.
 
-    python bench/compile_time.py llada-8b --json bench/results/compile_time.json
+python bench/compile_time.py llada-8b --json bench/results/compile_time.json
 """
 
 import datetime
@@ -23,22 +23,25 @@ from dllm_jax.parameters import abstract
 
 def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, batch: int) -> dict:
     """Costs of compiling one generation; CPU seconds leave out what other processes take."""
-    plan = Plan(policy, dj.samplers.Threshold(0.9), policy.widths(layout) if policy.reuses else (), False, False)
+    widths = policy.widths(layout) if policy.reuses else ()
+    plan = Plan(policy, dj.samplers.Threshold(0.9), widths, stop_at_eos=False, trace=False)
     tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
     cpu, wall = _cpu(), time.perf_counter()
     lowered = denoise.lower(model, tokens, valid, None, layout=layout, plan=plan)
     middle = _cpu()
     program = lowered.compile()
-    memory = program.memory_analysis()
+    memory, text = program.memory_analysis(), program.as_text()
+    if memory is None or text is None:
+        raise RuntimeError(f"{jax.devices()[0].device_kind} does not say what a program takes")
     return {
         "policy": repr(policy),
-        "step_variants": 1 + len(plan.widths),
+        "step_variants": 1 + len(widths),
         "lower_cpu_s": round(middle - cpu, 2),
         "compile_cpu_s": round(_cpu() - middle, 2),
         "wall_s": round(time.perf_counter() - wall, 2),
         "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
-        "hlo_kib": round(len(program.as_text()) / 2**10),
+        "hlo_kib": round(len(text) / 2**10),
     }
 
 

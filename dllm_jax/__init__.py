@@ -28,5 +28,6 @@ from dllm_jax.chat import chat as chat
 # Scoring
 from dllm_jax.likelihood import log_likelihood as log_likelihood
 
-# Published settings
+# Models that ship with the package, published settings
+from dllm_jax import embedded as embedded
 from dllm_jax import presets as presets

@@ -1,4 +1,4 @@
-"""`python -m dllm_jax`: converts the embedded checkpoint, answers real prompts, prints what each policy costs."""
+"""`python -m dllm_jax`: converts the embedded checkpoint, answers prompts, prints what each policy costs."""
 
 import dataclasses
 import datetime
@@ -107,6 +107,7 @@ def _denoising(console: rich.console.Console, model: Model, tokenizer, asked: Qu
     )
     example = asked.examples[-1]
     console.print(f"\n[bold]{example.prompt}[/]  is answered, one token per step (blocks of {BLOCK}):\n")
+    assert out.trace is not None, "trace=True"
     response = np.asarray(out.trace.tokens)[:, 0, asked.prompt.shape[1] :]
     console.print(show.grid(response, model.spec.mask_id, tokenizer))
 

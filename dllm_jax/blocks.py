@@ -40,7 +40,7 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
 
 
 def ended(canvas: Canvas) -> Bool[Array, "b"]:
-    """An end-of-text is decoded and nothing before it is masked: what comes after cannot change the answer."""
+    """An end-of-text is decoded and nothing before it is masked: the answer cannot change any more."""
     eos = first_eos(canvas)[:, None]
     open_before = jnp.any(canvas.masked & (canvas.position < eos), axis=1)
     return (eos[:, 0] < canvas.layout.length) & ~open_before

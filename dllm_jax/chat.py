@@ -1,6 +1,6 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ def chat(
       ValueError: an empty conversation, or a tokenizer without a chat template.
     """
     single = bool(messages) and isinstance(messages[0], dict)
-    conversations = [messages] if single else list(messages)
+    conversations = cast(list[list[Message]], [messages] if single else messages)
     prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
     out = generate(model, prompt, prompt_mask=mask, **options)
     answers = decode_answers(model, tokenizer, np.asarray(out.tokens)[:, prompt.shape[1] :])

@@ -1,21 +1,30 @@
 """Checks at the door: bad input is refused with its value and the rule before anything compiles."""
 
-import jax
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.spec import ModelSpec
 
+Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # Int[b p], or one sequence Int[p]
 
-def token_ids(tokens, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
+
+def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
     """Tokens as int32 [b p]; a single sequence may come as [p].
 
     Raises:
       ValueError: wrong rank, dtype, no rows or positions, or ids outside the vocabulary.
     """
-    if not isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Sequence):
+        lengths = [len(row) for row in tokens if isinstance(row, Sequence)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{name} has rows of lengths {lengths}: left-pad them and pass a mask")
+    if not isinstance(tokens, Tracer):
         tokens = np.asarray(tokens)
     if tokens.ndim == 1:
         tokens = tokens[None]
@@ -38,7 +47,7 @@ def token_ids(tokens, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
 
 def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return
     row, column = np.nonzero(np.asarray(tokens) == spec.mask_id)
     if row.size:
@@ -56,7 +65,7 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
     """
     if mask is None:
         return None
-    if not isinstance(mask, jax.core.Tracer):
+    if not isinstance(mask, Tracer):
         mask = np.asarray(mask)
     if mask.ndim == 1:
         mask = mask[None]

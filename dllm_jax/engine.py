@@ -11,17 +11,18 @@ cache that is carried through several branches, and never one that is carried th
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import Rope, rope_table
 from dllm_jax.block import embed, unembed, walk
 from dllm_jax.blocks import advance
 from dllm_jax.cache import Cache, LayerView
 from dllm_jax.canvas import Canvas, begin, repeat, write
+from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.proposal import Proposal
@@ -77,7 +78,7 @@ def denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
-    layout,
+    layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     """Runs the loop to its end.
@@ -104,27 +105,24 @@ def denoise(
     def running(state: State) -> Bool[Array, ""]:
         return jnp.any(state.canvas.active) & (state.record.steps < limit)
 
-    def run_of(variant: int | None, state: State) -> State:
-        fits = functools.partial(_variant_of, plan.widths, active=None)
-        wanted = len(plan.widths) if variant is None else plan.widths.index(variant)
-        return jax.lax.while_loop(
-            lambda s: running(s) & (fits(s.need, active=repeat(s.canvas, plan.streams).active) == wanted),
-            lambda s: _step(model, rope, noise, plan, variant, s),
-            state,
-        )
+    def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
+        chosen = _variant(plan.widths, state.need, repeat(state.canvas, plan.streams).active)
+        return chosen == (len(plan.widths) if variant is None else plan.widths.index(variant))
 
-    def any_runs(state: State) -> State:
+    def runs_of_each(state: State) -> State:
         for variant in (None, *reversed(plan.widths)):
-            state = run_of(variant, state)
+            state = jax.lax.while_loop(
+                lambda s, v=variant: running(s) & comes_next(v, s),
+                lambda s, v=variant: _step(model, rope, noise, plan, v, s),
+                state,
+            )
         return state
 
-    state = jax.lax.while_loop(running, any_runs, state)
+    state = jax.lax.while_loop(running, runs_of_each, state)
     return state.canvas.tokens, state.record.stats(state.canvas), state.record.trace
 
 
-def _variant_of(
-    widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Array, "b"]
-) -> Int[Array, ""]:
+def _variant(widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Array, "b"]) -> Int[Array, ""]:
     """Index of the narrowest width that holds the widest row, or len(widths) for the whole canvas."""
     whole = jnp.all(need | ~active[:, None])
     widest = jnp.max(jnp.sum(need, axis=1))

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Int, Key, UInt32
 
 from dllm_jax import checks
 from dllm_jax.engine import Plan, denoise
@@ -35,7 +36,7 @@ class Output(NamedTuple):
 
 def generate(
     model: Model,
-    prompt: ArrayLike,
+    prompt: checks.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
     length: int = 128,
@@ -90,7 +91,7 @@ def generate(
 
 def infill(
     model: Model,
-    tokens: ArrayLike,
+    tokens: checks.Ids,
     *,
     token_mask: ArrayLike | None = None,
     block: int | None = None,
@@ -148,7 +149,7 @@ def _run(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos,
     out, stats, steps = denoise(model, tokens, valid, noise if sampler.draws else None, layout, plan)
     if stop_at_eos:
         out = jnp.where(out == model.spec.mask_id, model.spec.eos_id, out)
-    if steps is not None and not isinstance(steps.steps, jax.core.Tracer):
+    if steps is not None and not isinstance(steps.steps, Tracer):
         steps = trim(steps)
     return Output(out, stats, steps)
 
@@ -180,7 +181,7 @@ def _widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None) ->
 
 
 def _most_masks(tokens: Int[Array, "b l"], mask_id: int) -> int:
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         raise ValueError("steps must be given when infill is traced: the number of masks is not known")
     most = int(np.max(np.sum(np.asarray(tokens) == mask_id, axis=1)))
     if most == 0:

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -16,8 +17,8 @@ from dllm_jax.model import Model, encode
 
 def log_likelihood(
     model: Model,
-    prompt: ArrayLike,
-    answer: ArrayLike,
+    prompt: checks.Ids,
+    answer: checks.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
     draws: int = 128,
@@ -65,13 +66,13 @@ def log_likelihood(
         raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
     padding = checks.left_padding(prompt_mask, prompt.shape)
     if masks is None:
-        masks = _drawn(key, answer.shape, draws, strata)
+        masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
     masks = jnp.asarray(masks, bool)
     if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != answer.shape:
         raise ValueError(
             f"masks have shape {masks.shape}; expected (draws, {answer.shape[0]}, {answer.shape[1]})"
         )
-    if not isinstance(masks, jax.core.Tracer) and not np.asarray(masks).any(axis=2).all():
+    if not isinstance(masks, Tracer) and not np.asarray(masks).any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
     return _estimate(model, prompt, answer, padding, masks, float(cfg_scale), chunk)
 

@@ -1,0 +1,1 @@
+"""Pallas kernels, one folder per operation. None yet: the engine runs on XLA alone."""

@@ -34,6 +34,8 @@ def nothing_compiles():
         (dict(prompt=np.full((1, 4), 10_000)), r"id 10000, outside the vocabulary \[0, \d+\)"),
         (dict(prompt=np.full((1, 4), -1)), "id -1, outside the vocabulary"),
         (dict(prompt=np.full((1, 4), 1.5)), "dtype float64; token ids must be integers"),
+        (dict(prompt=[[1, 2], [3]]), r"prompt has rows of lengths \[2, 1\]: left-pad"),
+        (dict(prompt=[[]]), "no tokens"),
         (dict(length=0), "response=0 must be at least 1"),
         (dict(length=-8), "response=-8 must be at least 1"),
         (dict(length=10, block=4), "length=10 must be a multiple of block=4"),

@@ -29,7 +29,7 @@ def lowered(policy, sampler, batch=2, layout=None, streams=1):
 @pytest.mark.parametrize("policy", policies.ALL, ids=short)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_no_copy_of_the_cache_inside_the_loop(policy, sampler, batch, optimised):
-    """Cache-sized `copy` ops in the optimised HLO may stand only outside of loop bodies (the initial zeros)."""
+    """Cache-sized `copy` ops in the optimised HLO stand only outside of loop bodies (the initial zeros)."""
     traced, spec, layout = lowered(policy, sampler, batch)
     streams = 2 if sampler.cfg_scale else 1
     text = traced.lower().compile().as_text()

@@ -68,7 +68,7 @@ def measure(
     asked: Questions,
     grid: list[tuple[Policy, Sampler]],
     repeats: int = 3,
-    **options: int,
+    **options: Any,
 ) -> list[Row]:
     """A row for each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
 

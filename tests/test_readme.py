@@ -1,0 +1,44 @@
+"""The README's examples run as printed."""
+
+import pathlib
+import re
+
+import numpy as np
+
+import dllm_jax as dj
+from tests.models import tiny
+
+TEXT = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_first_example_runs(capsys):
+    namespace = {}
+    exec(BLOCKS[0], namespace)
+    out = namespace["out"]
+    assert not np.any(np.asarray(out.tokens) == namespace["model"].spec.mask_id)
+    assert capsys.readouterr().out.splitlines()[0] == "mn"
+
+
+def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():
+    namespace = {}
+    exec(next(block for block in BLOCKS if "class Recent" in block), namespace)
+    recent = namespace["Recent"]
+    model = tiny("dream")
+    prompt = np.arange(10)[None]
+    run = lambda policy: dj.generate(model, prompt, length=8, block=4, policy=policy, trace=True)
+    exact, always = run(dj.policies.Policy()), run(recent(refresh=1))
+    np.testing.assert_array_equal(exact.trace.tokens, always.trace.tokens)
+    assert run(recent()).stats.computed[0] < exact.stats.computed[0]
+
+
+def test_every_policy_and_sampler_has_its_row():
+    for policy in dj.policies.ALL:
+        assert f"| `{type(policy).__name__}(" in TEXT
+    for name in ("Confidence", "RandomOrder", "Threshold", "Factor", "CertaintyPrior", "DreamSchedule"):
+        assert f"| `{name}(" in TEXT
+
+
+def test_the_named_functions_exist():
+    for name in ("load", "generate", "infill", "log_likelihood", "chat", "forward", "hidden_states"):
+        assert callable(getattr(dj, name))
