@@ -17,8 +17,9 @@ import rich.table
 import tyro
 
 import dllm_jax as dj
-from dllm_jax.engine import Plan, denoise
+from dllm_jax.engine import denoise
 from dllm_jax.parameters import abstract
+from dllm_jax.step import Plan
 
 
 def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, batch: int) -> dict:

@@ -9,67 +9,20 @@ the device. Runs of steps of one kind are inner `while_loop`s rather than branch
 cache that is carried through several branches, and never one that is carried through nested loops.
 """
 
-import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from dllm_jax.arithmetic import Rope, rope_table
-from dllm_jax.block import embed, unembed, walk
+from dllm_jax.arithmetic import rope_table
 from dllm_jax.blocks import advance
-from dllm_jax.cache import Cache, LayerView
-from dllm_jax.canvas import Canvas, begin, repeat, write
+from dllm_jax.canvas import begin, repeat
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
-from dllm_jax.policies.base import Policy
-from dllm_jax.proposal import Proposal
 from dllm_jax.record import Record, Stats, Trace
-from dllm_jax.rows import Rows, compact, scatter, whole_rows
-from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.noise import Noise
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about a run; hashable.
-
-    Attributes:
-      policy: which positions are recomputed and what is kept.
-      sampler: which tokens are decoded.
-      widths: rows of the partial steps to compile, ascending.
-      stop_at_eos: finish a row once everything up to an end-of-text is decoded.
-      trace: record every step.
-    """
-
-    policy: Policy
-    sampler: Sampler
-    widths: tuple[int, ...]
-    stop_at_eos: bool
-    trace: bool
-
-    @property
-    def streams(self) -> int:
-        """Forwards per step: two with classifier-free guidance."""
-        return 2 if self.sampler.cfg_scale > 0 else 1
-
-
-class State(NamedTuple):
-    """What the loop carries.
-
-    Attributes:
-      canvas: the sequences.
-      cache: the policy's storage, for streams * b rows.
-      need: positions the coming step computes, for streams * b rows.
-      record: statistics and trace.
-    """
-
-    canvas: Canvas
-    cache: Cache
-    need: Bool[Array, "streams_b l"]
-    record: Record
+from dllm_jax.step import Plan, State, needed, step
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "plan"))
@@ -100,7 +53,7 @@ def denoise(
     limit = plan.sampler.max_steps(layout)
     record = Record.begin(canvas, limit if plan.trace else None)
     rope = rope_table(layout.length, spec.head, spec.rope_base)
-    state = State(canvas, cache, _need(plan, cache, canvas), record)
+    state = State(canvas, cache, needed(plan, cache, canvas), record)
 
     def running(state: State) -> Bool[Array, ""]:
         return jnp.any(state.canvas.active) & (state.record.steps < limit)
@@ -113,7 +66,7 @@ def denoise(
         for variant in (None, *reversed(plan.widths)):
             state = jax.lax.while_loop(
                 lambda s, v=variant: running(s) & comes_next(v, s),
-                lambda s, v=variant: _step(model, rope, noise, plan, v, s),
+                lambda s, v=variant: step(model, rope, noise, plan, v, s),
                 state,
             )
         return state
@@ -128,86 +81,3 @@ def _variant(widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Arr
     widest = jnp.max(jnp.sum(need, axis=1))
     narrowest = sum((widest > width).astype(jnp.int32) for width in widths) if widths else jnp.int32(0)
     return jnp.where(whole, len(widths), narrowest)
-
-
-def _need(plan: Plan, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
-    streams = repeat(canvas, plan.streams)
-    return plan.policy.select(cache, streams) & streams.active[:, None]
-
-
-def _step(
-    model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State
-) -> State:
-    """One denoising step over the whole canvas (width None) or over `width` rows per sequence."""
-    canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
-    streams = repeat(canvas, plan.streams)
-    length = canvas.layout.length
-    rows = (
-        whole_rows(streams.active, length) if width is None else Rows(compact(state.need, width), whole=False)
-    )
-    hidden, cache = _network(model, rope, plan, streams, rows, state.cache)
-    index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
-    chosen = sampler.transfer(score, index, canvas, noise)
-    proposal = Proposal(
-        scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
-        scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
-    )
-    cache = policy.observe(
-        cache, streams, rows, jax.tree.map(lambda a: jnp.concatenate([a] * plan.streams), proposal)
-    )
-    chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
-    after = advance(write(canvas, chosen, proposal.token), sampler, plan.stop_at_eos)
-    computed = Rows(rows.index[: canvas.tokens.shape[0]], rows.whole).mask(length)
-    return State(after, cache, _need(plan, cache, after), state.record.add(canvas, after, computed, proposal))
-
-
-def _network(
-    model: Model, rope: Rope, plan: Plan, canvas: Canvas, rows: Rows, cache: Cache
-) -> tuple[Float[Array, "b q m"], Cache]:
-    """Runs the rows through all layers; the stacked cache travels in the carry and is written in place."""
-
-    def layer(block, carry):
-        x, layers, shared = carry
-        view = LayerView(layers, block.layer)
-        x, view, shared = plan.policy.layer(block, x, view, shared, rows, canvas)
-        return x, view.stack, shared
-
-    x = embed(model.params, rows.take(_inputs(plan, canvas)))
-    x, layers, shared = walk(model.params, model.spec, rope, layer, (x, cache.layers, cache.shared))
-    return x, Cache(layers, shared)
-
-
-def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
-    """Tokens fed to the network; the unconditional stream sees its prompt masked."""
-    if plan.streams == 1:
-        return canvas.tokens
-    conditional, _ = jnp.split(canvas.tokens, 2)
-    in_prompt = canvas.position < canvas.layout.prompt
-    return jnp.concatenate([conditional, jnp.where(in_prompt, canvas.spec.mask_id, conditional)])
-
-
-def _propose(
-    model: Model,
-    plan: Plan,
-    canvas: Canvas,
-    rows: Rows,
-    hidden: Float[Array, "streams_b q m"],
-    noise: Noise | None,
-) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the eligible positions whose source row was computed: only these meet the vocabulary."""
-    spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
-    batch, length = canvas.tokens.shape
-    own = Rows(rows.index[:batch], rows.whole)
-    source = canvas.predictor
-    reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    most = layout.response if sampler.allow_mask_token else layout.block
-    index = compact(canvas.eligible & reachable, min(most, rows.index.shape[1]))
-    padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
-    slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
-    slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))
-    logits = unembed(model.params, spec, jnp.take_along_axis(hidden, slot[..., None], axis=1))
-    if plan.streams == 2:
-        conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
-        logits = unconditional + (sampler.cfg_scale + 1) * (conditional - unconditional)
-    token, score = sampler.propose(logits, index, canvas, noise)
-    return index, token, jnp.where(index < length, score, -jnp.inf)

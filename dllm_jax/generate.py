@@ -10,12 +10,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, UInt32
 
 from dllm_jax import checks
-from dllm_jax.engine import Plan, denoise
+from dllm_jax.engine import denoise
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.record import Stats, Trace, trim
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
+from dllm_jax.step import Plan
 
 Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 

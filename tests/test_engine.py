@@ -10,7 +10,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine import Plan, denoise
+from dllm_jax.engine import denoise
+from dllm_jax.step import Plan
 from tests.models import FAMILIES, tiny
 from tests.test_policies import prompts, short
 
