@@ -8,7 +8,7 @@ import json
 import resource
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,16 @@ def main(
     length: int = 256,
     block: int = 32,
     batch: int = 1,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ):
     spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
-    model = dj.Model(abstract(spec, jnp.bfloat16), spec)
+    model = dj.Model(abstract(spec, jnp.dtype(dtype)), spec)
     rows = [compiled(model, layout, policy, batch) for policy in dj.policies.ALL]
     where = {
         "model": name,
         "layers": spec.layers,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "batch": batch,
         "prompt": prompt,
         "length": length,
