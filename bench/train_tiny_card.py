@@ -25,7 +25,7 @@ tags: [diffusion-language-model, llada, synthetic]
 
 A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
 trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
-`bk=wxhz;tr=mn;tr=` -> `mn`. It exists to test and to show decoding where no real checkpoint is at hand; it
+`bk=wxhz;tr=mnpq;tr=` -> `mnpq`. It exists to test and to show decoding where no real checkpoint is at hand; it
 knows no language.
 
 ```python
@@ -35,18 +35,18 @@ from transformers import AutoTokenizer
 
 where = embedded.path("{name}")
 model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
-dj.chat(model, tokenizer, [{{"role": "user", "content": "bk=wxhz;tr=mn;tr="}}], length=8)
+dj.chat(model, tokenizer, [{{"role": "user", "content": "bk=wxhz;tr=mnpq;tr="}}], length=8)
 ```
 
-Keys are two consonants, values two to six; up to 14 pairs, which with the chat template is a prompt of 125
-tokens. Use `length=8`: six letters, end of turn, end of text.
+Keys are two consonants, values four; up to 14 pairs, which with the chat template is a prompt of 125
+tokens. Use `length=8`: four letters, end of turn, end of text.
 
 ## Training
 
 `python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, AdamW at {rate} (warm-up
 {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
 {hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when
-90 % of fresh examples of the one before are answered right; every number is in training_log.json.
+85 % of fresh examples of the one before are answered right; every number is in training_log.json.
 
 | step | stage | loss per token (nats) | accuracy on masked tokens | minutes |
 |---:|---:|---:|---:|---:|

@@ -1,4 +1,4 @@
-"""Key-value recall: `bk=wxhz;tr=mn;...;tr=` is answered with `mn`."""
+"""Key-value recall: `bk=wxhz;tr=mnpq;...;tr=` is answered with `mnpq`."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ class Recall:
       key: letters of a key.
       alphabet: how many different letters occur in keys.
       values: lengths of values, dealt in this order and then shuffled, so that the size fixes the length of
-        the prompt; by default 8 n + 3 characters for an even number n of pairs.
+        the prompt; by default 8 n + 3 characters for n pairs.
       hold_out: one answer in `hold_out` is held out.
     """
 
     key: int = 2
     alphabet: int = len(LETTERS)
-    values: tuple[int, ...] = (2, 6, 3, 5, 4, 4)
+    values: tuple[int, ...] = (4,)
     hold_out: int = 8
 
     def __post_init__(self):
