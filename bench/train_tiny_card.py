@@ -35,7 +35,8 @@ from transformers import AutoTokenizer
 
 where = embedded.path("{name}")
 model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
-dj.chat(model, tokenizer, [{{"role": "user", "content": "bk=wxhz;tr=mnpq;tr="}}], length=8)
+question = [{{"role": "user", "content": "bk=wxhz;tr=mnpq;tr="}}]
+dj.chat(model, tokenizer, question, length=8)
 ```
 
 Keys are two consonants, values four; up to 14 pairs, which with the chat template is a prompt of 125
