@@ -25,8 +25,8 @@ tags: [diffusion-language-model, llada, synthetic]
 
 A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
 trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
-`bk=wxhz;tr=mnpq;tr=` -> `mnpq`. It exists to test and to show decoding where no real checkpoint is at hand; it
-knows no language.
+`bk=wxhz;tr=mnpq;tr=` -> `mnpq`. It exists to test and to show decoding where no real checkpoint is at hand
+and knows no language.
 
 ```python
 import dllm_jax as dj
