@@ -62,20 +62,16 @@ def llada_spec() -> ModelSpec:
 
 
 def recall_stages() -> tuple[Stage, ...]:
-    """From two pairs with keys of four letters, which teaches looking up, to fourteen pairs of words.
+    """From two pairs with keys of four letters, which teaches looking up, to twenty pairs.
 
     Twenty letters at once take several times as long to leave the guessing floor as four and then twenty:
     each letter has to be seen often enough to be matched with itself. Up to there everything is masked, which
     has the least variance; a model trained on nothing else cannot finish a half-decoded answer.
     """
-    letter = lambda alphabet: Recall(key=1, alphabet=alphabet, values=(1,))
-    first = ((letter(4), 2), (letter(8), 2), (letter(20), 2), (letter(20), 3), (letter(20), 4))
-    single = (*first, (Recall(values=(1,)), 4))
-    words = ((Recall(), pairs) for pairs in (2, 3, 4, 6, 8, 10, 12, 14))
+    first = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
     return (
-        *(Stage(task, pairs, 128, 2, t_min=1.0) for task, pairs in single),
-        Stage(Recall(values=(2, 1)), 2, 128, 4, t_min=0.2),
-        *(Stage(task, pairs, min(128, 5760 // (8 * pairs + 24)), 8, t_min=0.2) for task, pairs in words),
+        *(Stage(Recall(alphabet=letters), pairs, 128, 2, t_min=1.0) for letters, pairs in first),
+        *(Stage(Recall(), pairs, 128, 4, t_min=0.2) for pairs in (4, 6, 8, 10, 12, 14, 16, 18, 20)),
     )
 
 
@@ -83,7 +79,7 @@ RECIPES = {
     "tiny-llada": Recipe(
         llada_spec(),
         recall_stages(),
-        TrainConfig(steps=2600, learning_rate=1e-3, warmup=50, decay=400, review_every=25, save_every=100),
+        TrainConfig(steps=1500, learning_rate=1e-3, warmup=50, decay=250, review_every=25, save_every=100),
     )
 }
 

@@ -11,9 +11,8 @@ from dllm_jax.parameters import count
 from dllm_jax.tasks import Recall, accuracy, examples
 from dllm_jax.training import TrainConfig
 
-SIZES = (2, 4, 6, 8, 10, 12, 13, 14)
+SIZES = (2, 4, 6, 8, 11, 14, 17, 20)
 PER_SIZE = 32
-BEYOND = (16, 20)
 ROWS = 12
 CARD = """\
 ---
@@ -25,7 +24,7 @@ tags: [diffusion-language-model, llada, synthetic]
 
 A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
 trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
-`bk=wxhz;tr=mnpq;tr=` -> `mnpq`. It exists to test and to show decoding where no real checkpoint is at hand
+`b=w;t=m;t=` -> `m`. It exists to test and to show decoding where no real checkpoint is at hand
 and knows no language.
 
 ```python
@@ -35,12 +34,12 @@ from transformers import AutoTokenizer
 
 where = embedded.path("{name}")
 model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
-question = [{{"role": "user", "content": "bk=wxhz;tr=mnpq;tr="}}]
-dj.chat(model, tokenizer, question, length=8)
+question = [{{"role": "user", "content": "b=w;t=m;t="}}]
+dj.chat(model, tokenizer, question, length=4)
 ```
 
-Keys are two consonants, values four; up to 14 pairs, which with the chat template is a prompt of 125
-tokens. Use `length=8`: four letters, end of turn, end of text.
+Keys and values are one consonant each; up to 20 pairs, which with the chat template is a prompt of 92 tokens.
+Use `length=4`: the letter, end of turn, end of text.
 
 ## Training
 
@@ -55,33 +54,29 @@ tokens. Use `length=8`: four letters, end of turn, end of text.
 
 ## Accuracy
 
-Exact match on held-out prompts, whose answers occur nowhere in training, decoded by `dj.generate` with
-`Policy()`, `Confidence()`, length = block = steps = 8, float32: **{overall:.1%} of {total}**.
+Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
+`Policy()`, `Confidence()`, length = block = steps = 4, float32: **{overall:.1%} of {total}**.
 
 | pairs | prompt tokens | prompts | exact match | guessing |
 |---:|---:|---:|---:|---:|
 {table}
-
-The last {beyond} rows are longer than anything seen in training and not part of the total.
 """
 
 
 def measure(model: Model, tokenizer: Any, task: Recall = Recall()) -> list[dict[str, Any]]:  # noqa: B008 (frozen)
-    """Accuracy by number of pairs; one row per size, the untrained ones last."""
+    """Accuracy by number of pairs; one row per size."""
     rows = []
-    for size in (*SIZES, *BEYOND):
+    for size in SIZES:
         drawn = examples(task, 2026, size, PER_SIZE, "held_out")
-        score = accuracy(model, tokenizer, drawn, PER_SIZE, length=8)
+        score = accuracy(model, tokenizer, drawn, PER_SIZE, length=4)
         prompt = len(drawn[0].prompt) + 10
-        rows.append(
-            {"pairs": size, "prompt": prompt, "count": PER_SIZE, "exact": score, "trained": size in SIZES}
-        )
+        rows.append({"pairs": size, "prompt": prompt, "count": PER_SIZE, "exact": score})
     return rows
 
 
 def overall(rows: list[dict[str, Any]]) -> float:
-    """Accuracy over the sizes seen in training."""
-    scores = [row["exact"] for row in rows if row["trained"]]
+    """Accuracy over all sizes."""
+    scores = [row["exact"] for row in rows]
     return sum(scores) / len(scores)
 
 
@@ -95,7 +90,7 @@ def card(name: str, model: Model, config: TrainConfig, log: list[dict[str, Any]]
         decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
         speed=last["tokens"] / last["seconds"], device=device(), jax=jax.__version__,
         curve="\n".join(_curve_row(entry) for entry in shown), overall=overall(rows),
-        total=PER_SIZE * len(SIZES), table="\n".join(map(_accuracy_row, rows)), beyond=len(BEYOND),
+        total=PER_SIZE * len(SIZES), table="\n".join(map(_accuracy_row, rows)),
     )  # fmt: skip
 
 

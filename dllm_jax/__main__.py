@@ -27,8 +27,8 @@ from dllm_jax.policies import DualCache, Policy, PrefixCache
 from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Recall, examples
 
-LENGTH, BLOCK = 8, 4
-SIZES = (6, 8, 10, 12, 14)  # pairs in a prompt; 14 fill 128 tokens
+LENGTH, BLOCK = 4, 2
+SIZES = (4, 8, 12, 16, 20)  # pairs in a prompt; 20 make 92 tokens
 SAMPLERS = (Confidence(), Threshold(0.9))
 POLICIES = (Policy(), PrefixCache(), DualCache())
 

@@ -51,21 +51,21 @@ def test_model_and_tokenizer_agree(model, read):
     assert len(read) <= spec.vocab
 
 
-@pytest.mark.parametrize("pairs", [4, 14])
+@pytest.mark.parametrize("pairs", [4, 20])
 def test_the_exact_decoder_recalls_held_out_pairs(model, read, pairs):
     drawn = examples(Recall(), 99, pairs, 48, "held_out")
-    assert accuracy(model, read, drawn, batch=48, length=8) >= 0.9
+    assert accuracy(model, read, drawn, batch=48, length=4) >= 0.9
 
 
 def test_it_chats(model, read):
     ask = lambda text: [{"role": "user", "content": text}]
-    two = [ask("bk=wxhz;tr=mnpq;tr="), ask("qw=zztr;bk=wxhz;mf=lpfd;dc=hhkh;bk=")]
-    assert dj.chat(model, read, two, length=8) == ["mnpq", "wxhz"]
+    two = [ask("b=w;t=m;t="), ask("q=z;b=w;m=l;d=h;b=")]
+    assert dj.chat(model, read, two, length=4) == ["m", "w"]
 
 
 def test_fewer_steps_and_cached_decoding_recall_too(model, read):
     drawn = examples(Recall(), 5, 8, 32, "held_out")
-    options = {"batch": 32, "length": 8, "block": 4, "policy": dj.policies.DualCache()}
+    options = {"batch": 32, "length": 4, "block": 2, "policy": dj.policies.DualCache()}
     assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.9
 
 
@@ -75,7 +75,7 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
         assert word in card
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
-    rows = [row for row in record["held_out"] if row["trained"]]
+    rows = record["held_out"]
     assert sum(row["count"] for row in rows) == 256
     assert np.mean([row["exact"] for row in rows]) >= 0.95
 

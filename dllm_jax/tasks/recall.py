@@ -1,6 +1,7 @@
-"""Key-value recall: `bk=wxhz;tr=mnpq;...;tr=` is answered with `mnpq`."""
+"""Key-value recall: `b=w;t=m;...;t=` is answered with `m`."""
 
 import dataclasses
+import zlib
 
 import numpy as np
 
@@ -13,20 +14,20 @@ LETTERS = "bcdfghjklmnpqrstvwxz"  # no vowels: no accidental words
 class Recall:
     """Look-up among distractors; the size is the number of pairs.
 
-    Keys are distinct. An example is held out iff the checksum of its answer is a multiple of `hold_out`; no
-    value with such a checksum, asked for or not, occurs in training.
+    Keys are distinct. A prompt is held out iff its checksum is a multiple of `hold_out`, so no held-out
+    prompt is ever trained on.
 
     Attributes:
       key: letters of a key.
       alphabet: how many different letters occur in keys.
       values: lengths of values, dealt in this order and then shuffled, so that the size fixes the length of
-        the prompt; by default 8 n + 3 characters for n pairs.
-      hold_out: one answer in `hold_out` is held out.
+        the prompt; by default 4 n + 2 characters for n pairs.
+      hold_out: one prompt in `hold_out` is held out.
     """
 
-    key: int = 2
+    key: int = 1
     alphabet: int = len(LETTERS)
-    values: tuple[int, ...] = (4,)
+    values: tuple[int, ...] = (1,)
     hold_out: int = 8
 
     def __post_init__(self):
@@ -36,8 +37,8 @@ class Recall:
             raise ValueError(f"alphabet={self.alphabet} must lie in [2, {len(LETTERS)}]")
         if not self.values or min(self.values) < 1:
             raise ValueError(f"values={self.values} must be one or more positive lengths")
-        if not 2 <= self.hold_out <= len(LETTERS):
-            raise ValueError(f"hold_out={self.hold_out} must lie in [2, {len(LETTERS)}]")
+        if self.hold_out < 2:
+            raise ValueError(f"hold_out={self.hold_out} must be at least 2")
 
     @property
     def name(self) -> str:
@@ -54,29 +55,25 @@ class Recall:
         most = self.alphabet**self.key
         if not 1 <= size <= most:
             raise ValueError(f"size={size} must lie in [1, {most}], the number of keys")
+        while True:
+            example = self._draw(rng, size, most)
+            if self.split_of(example) == split:
+                return example
+
+    def split_of(self, example: Example) -> Split:
+        """By the checksum of the prompt."""
+        return "train" if zlib.crc32(example.prompt.encode()) % self.hold_out else "held_out"
+
+    def _draw(self, rng: np.random.Generator, size: int, most: int) -> Example:
         keys = rng.choice(most, size, replace=False)
-        lengths = rng.permutation([self.values[i % len(self.values)] for i in range(size)]).tolist()
+        lengths = rng.permutation([self.values[i % len(self.values)] for i in range(size)])
         asked = int(rng.integers(size))
-        values = [self._value(rng, length, "train") for length in lengths]
-        if split == "held_out":
-            values[asked] = self._value(rng, lengths[asked], split)
+        values = ["".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=n)) for n in lengths]
         names = [self._name(int(key)) for key in keys]
         pairs = "".join(f"{name}={value};" for name, value in zip(names, values, strict=True))
         return Example(f"{pairs}{names[asked]}=", values[asked])
-
-    def split_of(self, example: Example) -> Split:
-        """By the checksum of the answer."""
-        total = sum(LETTERS.index(letter) for letter in example.answer)
-        return "train" if total % self.hold_out else "held_out"
 
     def _name(self, number: int) -> str:
         """The number in base `alphabet`, written in letters."""
         digits = (number // self.alphabet**place for place in reversed(range(self.key)))
         return "".join(LETTERS[digit % self.alphabet] for digit in digits)
-
-    def _value(self, rng: np.random.Generator, length: int, split: Split) -> str:
-        """A random value whose checksum is zero iff it is held out."""
-        while True:
-            value = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=length))
-            if self.split_of(Example("", value)) == split:
-                return value
