@@ -71,7 +71,9 @@ def recall_stages() -> tuple[Stage, ...]:
     first = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
     return (
         *(Stage(Recall(alphabet=letters), pairs, 128, 2, t_min=1.0) for letters, pairs in first),
-        *(Stage(Recall(), pairs, 128, 4, t_min=0.2) for pairs in (4, 6, 8, 10, 12, 14, 16, 18, 20)),
+        *(Stage(Recall(), pairs, 128, 4, t_min=0.2) for pairs in (4, 6, 8, 10)),
+        Stage(Recall(), 14, 96, 4, t_min=0.2),
+        Stage(Recall(), 20, 64, 4, t_min=0.2),
     )
 
 
@@ -79,7 +81,7 @@ RECIPES = {
     "tiny-llada": Recipe(
         llada_spec(),
         recall_stages(),
-        TrainConfig(steps=1500, learning_rate=1e-3, warmup=50, decay=250, review_every=25, save_every=100),
+        TrainConfig(steps=1300, learning_rate=1e-3, warmup=50, decay=200, review_every=25, save_every=100),
     )
 }
 
