@@ -38,8 +38,8 @@ question = [{{"role": "user", "content": "b=w;t=m;t="}}]
 dj.chat(model, tokenizer, question, length=4)
 ```
 
-Keys and values are one consonant each. The curriculum's last stage has 20 pairs; the curve below says which stage
-this run reached, and the table how accuracy falls with the number of pairs.
+Keys and values are one consonant each. The curriculum's last stage has 20 pairs; the curve
+below says which stage this run reached, the table how accuracy falls with the number of pairs.
 Use `length=4`: the letter, end of turn, end of text.
 
 ## Training

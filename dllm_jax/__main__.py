@@ -122,7 +122,7 @@ def _report(options: Options, model: Model, asked: Questions, rows: list[Row]) -
         "block": BLOCK,
         "seed": options.seed,
         "device": jax.devices()[0].device_kind,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "dllm-jax")},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rows": [dataclasses.asdict(row) for row in rows],

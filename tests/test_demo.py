@@ -23,7 +23,9 @@ def test_the_demonstration_answers_and_measures(tmp_path):
     assert exact["speed_up"] == 1.0
     for sampler in ("Confidence()", "Threshold(threshold=0.9)"):
         computed = [rows[p, sampler]["computed"] for p in ("Policy()", "PrefixCache()", "DualCache()")]
-        assert computed[0] > computed[1] >= computed[2]
+        assert computed[0] >= computed[1] >= computed[2]
+    cached = rows["DualCache()", "Confidence()"]
+    assert cached["computed"] < exact["computed"]
     assert rows["Policy()", "Threshold(threshold=0.9)"]["forwards"] < exact["forwards"]
 
 
