@@ -112,7 +112,7 @@ def test_a_random_model_scores_near_zero(read, model):
 
 def test_a_bad_curriculum_is_refused(read):
     with pytest.raises(ValueError, match="length=4 must exceed"):
-        Stage(Recall(), 4, 8, 4)
+        Stage(Recall(values=(4,)), 4, 8, 4)
     with pytest.raises(ValueError, match=r"bar=1\.5"):
         curriculum(read, bar=1.5)
     with pytest.raises(ValueError, match="at least one"):
