@@ -12,6 +12,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Drops a module's compiled programs: each holds memory maps, and Linux allows a process 65 530 of them."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def optimised():
     """Compiles as users do, for tests that look at what the compiler made."""
