@@ -81,7 +81,7 @@ RECIPES = {
     "tiny-llada": Recipe(
         llada_spec(),
         recall_stages(),
-        TrainConfig(steps=1300, learning_rate=1e-3, warmup=50, decay=200, review_every=25, save_every=100),
+        TrainConfig(steps=4000, learning_rate=1e-3, warmup=50, decay=3000, review_every=25, save_every=100),
     )
 }
 
