@@ -10,6 +10,7 @@ from dllm_jax.samplers.transfer import dream_times
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
+from tests.replay.steps import compare_logits, compare_steps, left_pads
 
 
 def forward(case: Case):
@@ -44,7 +45,7 @@ def vanilla_llada(case: Case):
     out = dj.generate(
         model,
         case.arrays["prompt"],
-        prompt_mask=_left_pads(case),
+        prompt_mask=left_pads(case),
         length=s["gen_length"],
         block=s["block_length"],
         steps=s["steps"],
@@ -52,10 +53,10 @@ def vanilla_llada(case: Case):
         noise=recorded(case),
         trace=True,
     )
-    _compare_steps(case, out.trace, predicted="x0")
+    compare_steps(case, out.trace, predicted="x0")
     edited = s["cfg_scale"] or s["logits_eos_inf"] or s["confidence_eos_eot_inf"]
     if not edited:
-        _compare_logits(case, model, shifted=False)
+        compare_logits(case, model, shifted=False)
 
 
 def vanilla_dream(case: Case):
@@ -76,13 +77,13 @@ def vanilla_dream(case: Case):
     if (arrays["prompt"] == s["mask_token_id"]).any():
         out = dj.infill(model, arrays["tokens"][0], **settings)
     else:
-        mask = _left_pads(case)
+        mask = left_pads(case)
         out = dj.generate(model, arrays["prompt"], prompt_mask=mask, length=s["gen_length"], **settings)
     if s["alg"] == "origin":
         exactly("tokens", out.trace.tokens, arrays["tokens"])
     else:
-        _compare_steps(case, out.trace, predicted="x0")
-    _compare_logits(case, model, shifted=True)
+        compare_steps(case, out.trace, predicted="x0")
+    compare_logits(case, model, shifted=True)
 
 
 def loglik_llada(case: Case):
@@ -128,9 +129,9 @@ def fast_dllm(case: Case):
     useful = np.ones(case.arrays["tokens"].shape[0] - 1, bool)
     if s["decoding"] == "threshold":  # forwards that find their block already done write nothing
         useful = np.any(np.diff(case.arrays["tokens"], axis=0) != 0, axis=(1, 2))
-    _compare_steps(case, out.trace, predicted="predicted", computed="computed", useful=useful)
+    compare_steps(case, out.trace, predicted="predicted", computed="computed", useful=useful)
     if s["cache"] == "none":
-        _compare_logits(case, case.model(), shifted=False)
+        compare_logits(case, case.model(), shifted=False)
 
 
 def research_dllm(case: Case):
@@ -159,10 +160,10 @@ def research_dllm(case: Case):
         sampler=sampler,
         trace=True,
     )
-    _compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
+    compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
     exactly("active rows", out.trace.active, arrays["active_rows"])
     if not s["cache"]:
-        _compare_logits(case, model, shifted=False)
+        compare_logits(case, model, shifted=False)
 
 
 METHODS: dict[str, Callable[[Case], None]] = {
@@ -181,65 +182,3 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-margin": research_dllm,
     "sampler-threshold": research_dllm,
 }
-
-
-def _left_pads(case: Case) -> np.ndarray | None:
-    pads = case.settings.get("left_pads")
-    if not pads:
-        return None
-    return np.arange(case.arrays["prompt"].shape[1]) >= np.asarray(pads)[:, None]
-
-
-def _compare_steps(case: Case, trace, predicted: str, computed: str | None = None, useful=None):
-    """Tokens after every step, sets, candidate tokens and confidences, where both sides have them."""
-    arrays = case.arrays
-    keep = slice(None) if useful is None else useful
-    recorded_tokens = np.concatenate([arrays["tokens"][:1], arrays["tokens"][1:][keep]])
-    exactly("tokens", trace.tokens, recorded_tokens)
-    active = np.asarray(trace.active)[..., None]
-    if computed:
-        exactly(computed, trace.computed, arrays[computed][keep], where=active)
-    width = arrays["confidence"].shape[-1]  # the whole canvas, or the response alone
-    score = np.asarray(trace.score)[..., -width:]
-    # Where the reference's candidate is [MASK], ours is the best other token.
-    mask_id = case.settings.get("mask_token_id", case.settings.get("mask_id"))
-    eligible = np.isfinite(score) & np.isfinite(arrays["confidence"][keep])
-    if not case.restores_oddities:
-        eligible &= arrays[predicted][keep] != mask_id
-    closely("confidence", score, arrays["confidence"][keep], where=eligible)
-    exactly("candidates", np.asarray(trace.proposed)[..., -width:], arrays[predicted][keep], where=eligible)
-    if not eligible.any():
-        raise AssertionError("nothing was compared: no position is eligible in both traces")
-
-
-def _compare_logits(case: Case, model: dj.Model, shifted: bool):
-    """Stored logits of uncached steps, recomputed from the recorded state before that step."""
-    arrays = case.arrays
-    stored = {
-        int(k.removeprefix("logits_step")): v
-        for k, v in arrays.items()
-        if k.startswith("logits_step") and k != "logits_steps"
-    }
-    if "logits_steps" in arrays:
-        stored = dict(zip(arrays["logits_steps"].tolist(), arrays["logits"], strict=True))
-    prompt_length = arrays["prompt"].shape[1]
-    pads = _left_pads(case)
-    if pads is None and case.settings.get("left_pad"):
-        pads = arrays["prompt"] != case.settings["pad_id"]
-    for step, logits in stored.items():
-        tokens = arrays["tokens"][step]
-        valid = np.ones(tokens.shape, bool)
-        if pads is not None:
-            valid[:, :prompt_length] = pads
-        rows = np.ones(len(tokens), bool) if "active_rows" not in arrays else arrays["active_rows"][step]
-        ours = np.asarray(dj.forward(model, jnp.asarray(tokens), jnp.asarray(valid)))[rows]
-        if shifted:
-            ours = np.concatenate([ours[:, :1], ours[:, :-1]], axis=1)
-        closely(f"logits of step {step}", ours, logits, where=_real(valid[rows], shifted)[..., None])
-
-
-def _real(valid: np.ndarray, shifted: bool) -> np.ndarray:
-    """Rows that are not padding, nor (shifted) read from a row that is."""
-    if not shifted:
-        return valid
-    return valid & np.concatenate([valid[:, :1], valid[:, :-1]], axis=1)
