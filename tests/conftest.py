@@ -14,7 +14,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Drops a module's compiled programs: each holds memory maps, and Linux allows a process 65 530 of them."""
+    """Drops a module's compiled programs: each holds memory maps, and a Linux process has 65 530 at most."""
     yield
     jax.clear_caches()
 

@@ -10,15 +10,13 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from tests.models import FAMILIES, cast, tiny
+from tests.policy_cases import CACHED, CASES, EVERY, ONE_STEP_PER_BLOCK
 
 SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
-CACHED = tuple(p for p in policies.ALL if p.reuses)
 
-# The layout (and settings) in which a policy must reproduce the exact decoder; named in its docstring.
-EXACT_LIMIT: dict[type[policies.Policy], tuple[policies.Policy, dict]] = {
-    policies.PrefixCache: (policies.PrefixCache(), dict(length=8, block=2, steps=4)),
-    policies.DualCache: (policies.DualCache(), dict(length=8, block=2, steps=4)),
-}
+
+def test_every_policy_of_the_library_is_tested():
+    assert {type(p) for p in policies.ALL} == {policies.Policy, *CASES}
 
 
 def prompts(model: dj.Model, lengths=(9, 9), seed=0) -> tuple[np.ndarray, np.ndarray]:
@@ -38,9 +36,8 @@ def short(value) -> str:
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=short)
 @pytest.mark.parametrize("policy", CACHED, ids=short)
 def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
-    assert type(policy) in EXACT_LIMIT, f"{policy} names no exact limit"
-    limit, layout = EXACT_LIMIT[type(policy)]
-    if isinstance(sampler, samplers.Threshold):  # one step per block: everything is sure enough
+    limit, layout = CASES[type(policy)].limit, CASES[type(policy)].limit_layout
+    if isinstance(sampler, samplers.Threshold) and layout is ONE_STEP_PER_BLOCK:  # everything is sure enough
         sampler = samplers.Threshold(0.0)
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))
@@ -64,7 +61,7 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
-@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_a_batch_row_equals_the_row_alone(policy, sampler, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
@@ -100,7 +97,7 @@ def test_widths_change_nothing(policy, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_padding_is_inert(policy, family):
     """Another pad id whose embedding is NaN changes nothing."""
     model = tiny(family)
@@ -116,7 +113,7 @@ def test_padding_is_inert(policy, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", CACHED, ids=short)
+@pytest.mark.parametrize("policy", [c.lossless for c in CASES.values() if c.lossless], ids=short)
 def test_reuse_is_exact_when_nothing_changed(policy, family):
     """A step that decodes nothing leaves the canvas as it was, so cached K/V are the fresh ones."""
     model = tiny(family)
@@ -136,7 +133,7 @@ class Frozen(samplers.Confidence):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_bfloat16_runs_and_commits_everything(policy, family):
     model = cast(tiny(family), jnp.bfloat16)
     prompt, mask = prompts(model, (9, 5))
@@ -145,7 +142,7 @@ def test_bfloat16_runs_and_commits_everything(policy, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_guidance_goes_with_every_policy(policy, family):
     """With cfg_scale the two streams share the rule but not the cache; scale to 0 gives the plain run."""
     model = tiny(family)
