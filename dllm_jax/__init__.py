@@ -25,6 +25,10 @@ from dllm_jax.generate import generate as generate
 from dllm_jax.generate import infill as infill
 from dllm_jax.chat import chat as chat
 
+# Few compiled programs for requests of all lengths
+from dllm_jax import buckets as buckets
+from dllm_jax.warmup import warmup as warmup
+
 # Scoring
 from dllm_jax.likelihood import log_likelihood as log_likelihood
 

@@ -2,23 +2,21 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key, UInt32
+from jaxtyping import Array, Int
 
+from dllm_jax import buckets as ladders
 from dllm_jax import checks
 from dllm_jax.engine import denoise
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
-from dllm_jax.record import Stats, Trace, trim
-from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
-from dllm_jax.step import Plan
-
-Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
+from dllm_jax.record import Stats, Trace, crop, trim
+from dllm_jax.request import Keys, Request, assemble, prepare
+from dllm_jax.samplers import Confidence, Noise, Sampler
 
 
 class Output(NamedTuple):
@@ -50,6 +48,7 @@ def generate(
     stop_at_eos: bool = False,
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
+    buckets: ladders.Ladder | None = None,
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
@@ -73,21 +72,29 @@ def generate(
         Everything up to that token equals the run without.
       trace: record tokens, computed sets and scores of every step.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
+      buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
+        lengths share few programs; changes speed, never tokens, and leaves no padding in the output.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
     """
-    prompt = checks.token_ids(prompt, model.spec, "prompt")
-    checks.no_masks(prompt, model.spec)
-    mask = checks.left_padding(prompt_mask, prompt.shape)
-    batch, p = prompt.shape
-    layout = Layout(p, length, block or length, steps or length, padded=mask is not None)
-    response = jnp.full((batch, length), model.spec.mask_id, jnp.int32)
-    tokens = jnp.concatenate([prompt, response], axis=1)
-    valid = jnp.ones(tokens.shape, bool)
-    if mask is not None:
-        valid = valid.at[:, :p].set(mask)
-    return _run(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos, trace, widths)
+    request = prepare(
+        model,
+        prompt,
+        prompt_mask=prompt_mask,
+        length=length,
+        block=block,
+        steps=steps,
+        policy=policy,
+        sampler=sampler,
+        key=key,
+        noise=noise,
+        stop_at_eos=stop_at_eos,
+        trace=trace,
+        widths=widths,
+        buckets=buckets,
+    )
+    return _run(model, request)
 
 
 def infill(
@@ -135,50 +142,20 @@ def infill(
         steps = length if block not in (None, length) else _most_masks(tokens, model.spec.mask_id)
     layout = Layout(0, length, block or length, steps, padded=mask is not None)
     valid = jnp.ones(tokens.shape, bool) if mask is None else mask
-    return _run(model, tokens, valid, layout, policy, sampler, key, noise, False, trace, widths)
+    request = assemble(model, tokens, valid, layout, policy, sampler, key, noise, False, trace, widths)
+    return _run(model, request)
 
 
-def _run(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos, trace, widths) -> Output:
-    checks.sampler_fits(sampler, model.spec, key is not None or noise is not None)
-    if key is not None and noise is not None:
-        raise ValueError("pass either key or noise, not both")
-    if isinstance(noise, RecordedNoise):
-        noise.check(sampler.max_steps(layout), *tokens.shape)
-    if key is not None and sampler.draws:
-        noise = KeyNoise(row_keys(key, tokens.shape[0]))
-    plan = Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)
-    out, stats, steps = denoise(model, tokens, valid, noise if sampler.draws else None, layout, plan)
-    if stop_at_eos:
+def _run(model: Model, request: Request) -> Output:
+    out, stats, steps = denoise(model, *request.arrays, layout=request.layout, plan=request.plan)
+    if request.plan.stop_at_eos:
         out = jnp.where(out == model.spec.mask_id, model.spec.eos_id, out)
     if steps is not None and not isinstance(steps.steps, Tracer):
         steps = trim(steps)
+    if request.extra:
+        out = out[:, request.extra :]
+        steps = None if steps is None else crop(steps, request.extra)
     return Output(out, stats, steps)
-
-
-def row_keys(key: Keys, batch: int) -> Key[Array, "b"]:
-    """One typed key per row, split from a single key or taken as they are; legacy uint32 keys are wrapped."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.ndim == 0:
-        return jax.random.split(key, batch)
-    if key.shape != (batch,):
-        raise ValueError(f"key has shape {key.shape}; expected one key, or one per row: ({batch},)")
-    return key
-
-
-def _widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None) -> tuple[int, ...]:
-    if not policy.reuses:
-        return ()
-    own = tuple(sorted(set(policy.widths(layout))))
-    if override is None:
-        return own
-    widths = tuple(sorted(set(override)))
-    if not widths or widths[0] < 1 or not own[-1] <= widths[-1] <= layout.length:
-        raise ValueError(
-            f"widths={override} must be positive and reach from the policy's widest partial step, {own[-1]}, "
-            f"at most to the canvas length {layout.length}"
-        )
-    return widths
 
 
 def _most_masks(tokens: Int[Array, "b l"], mask_id: int) -> int:

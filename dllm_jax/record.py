@@ -109,6 +109,12 @@ def trim(trace: Trace) -> Trace:
     return trace._replace(tokens=trace.tokens[: steps + 1], **rest)
 
 
+def crop(trace: Trace, left: int) -> Trace:
+    """The trace without the first `left` positions."""
+    names = ("tokens", "computed", "proposed", "score")
+    return trace._replace(**{name: getattr(trace, name)[..., left:] for name in names})
+
+
 def _empty_trace(canvas: Canvas, limit: int) -> Trace:
     shape = (limit, *canvas.tokens.shape)
     return Trace(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.generate import row_keys
 from dllm_jax.layout import Layout
+from dllm_jax.request import row_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
 from tests import numpy_sampler as plain
 from tests.models import FAMILIES, random_tokens, tiny

@@ -1,0 +1,69 @@
+"""Static-shape buckets: a stream of prompts of any length compiles a bounded number of programs.
+
+XLA compiles one program per shape. `generate(..., buckets=ladder)` pads prompts on the left up to the next
+rung, where padding is inert (masked, its K/V never read, no random draw depends on it), so the answer does
+not depend on the rung. Computed widths have their own ladder, `Policy.widths`; stores that hold kept pairs
+take their capacity from the padded layout, so it follows the rung.
+
+The number of programs is that of the rungs in use times the distinct (batch, length, block, steps, policy,
+sampler). Programs survive the process with JAX's persistent cache
+(`jax.config.update("jax_compilation_cache_dir", DIR)`), which also serves `warmup`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """Lengths that prompts are rounded up to.
+
+    Attributes:
+      rungs: ascending positive lengths.
+    """
+
+    rungs: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.rungs:
+            raise ValueError("rungs=(): a ladder needs at least one")
+        if self.rungs[0] < 1 or any(a >= b for a, b in zip(self.rungs, self.rungs[1:], strict=False)):
+            raise ValueError(f"rungs={self.rungs} must be positive and ascending")
+
+    def fit(self, length: int) -> int:
+        """The lowest rung that holds `length` positions.
+
+        Raises:
+          ValueError: longer than the highest rung.
+        """
+        for rung in self.rungs:
+            if length <= rung:
+                return rung
+        raise ValueError(f"prompt of {length} positions exceeds the highest rung, {self.rungs[-1]}")
+
+
+def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
+    """smallest x 1, 1.5, 2, 3, 4, 6, 8, ... up to `largest`: at most a third of a prompt is padding."""
+    if not 2 <= smallest <= largest:
+        raise ValueError(f"smallest={smallest} must lie in [2, largest={largest}]")
+    rungs, rung = [], smallest
+    while rung < largest:
+        rungs += [r for r in (rung, rung + rung // 2) if r < largest]
+        rung *= 2
+    return Ladder((*rungs, largest))
+
+
+DEFAULT = geometric()
+
+
+def pad(
+    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, ladder: Ladder, pad_id: int
+) -> tuple[Int[Array, "b rung"], Bool[Array, "b rung"]]:
+    """Prompts padded on the left to the ladder's next rung, and their mask."""
+    batch, length = prompt.shape
+    extra = ladder.fit(length) - length
+    mask = jnp.ones((batch, length), bool) if mask is None else mask
+    left = ((0, 0), (extra, 0))
+    return jnp.pad(prompt, left, constant_values=pad_id), jnp.pad(mask, left)

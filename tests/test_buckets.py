@@ -1,0 +1,111 @@
+"""Buckets: few programs for requests of all lengths, and the same answers whatever the bucket."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.buckets import Ladder, geometric
+from dllm_jax.engine import denoise
+from tests.models import FAMILIES, tiny
+from tests.policy_cases import EVERY
+from tests.test_policies import prompts, short
+
+OPTIONS = dict(length=8, block=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_the_bucket_changes_nothing(policy, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    run = lambda *rungs: dj.generate(
+        model, prompt, prompt_mask=mask, policy=policy, trace=True, **OPTIONS, buckets=Ladder(rungs)
+    )
+    plain = dj.generate(model, prompt, prompt_mask=mask, policy=policy, trace=True, **OPTIONS)
+    for other in (run(9, 32), run(4, 16)):
+        np.testing.assert_array_equal(plain.tokens, other.tokens)
+        np.testing.assert_array_equal(plain.trace.tokens, other.trace.tokens)
+        np.testing.assert_array_equal(plain.trace.computed & real(mask), other.trace.computed & real(mask))
+        np.testing.assert_array_equal(plain.stats.computed, other.stats.computed)
+
+
+def real(mask) -> np.ndarray:
+    """Where the canvas is no padding."""
+    return np.pad(mask, ((0, 0), (0, OPTIONS["length"])), constant_values=True)
+
+
+def test_draws_do_not_depend_on_the_bucket():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    options = dict(sampler=samplers.Confidence(temperature=1.0), key=jax.random.key(1), **OPTIONS)
+    plain = dj.generate(model, prompt, **options)
+    np.testing.assert_array_equal(
+        plain.tokens, dj.generate(model, prompt, buckets=Ladder((16,)), **options).tokens
+    )
+
+
+def test_two_hundred_requests_compile_no_more_programs_than_the_ladder_has():
+    model, ladder = tiny("llada"), Ladder((4, 8, 12))
+    rng = np.random.default_rng(0)
+    options = dict(length=2, block=2, policy=policies.DualCache(), sampler=samplers.Threshold(0.3))
+    before = denoise._cache_size()
+    for length in rng.integers(1, 13, 200):
+        prompt = rng.integers(0, model.spec.vocab - 20, int(length))
+        out = dj.generate(model, prompt, buckets=ladder, **options)
+        assert out.tokens.shape == (1, length + 2)
+    assert denoise._cache_size() - before == len(ladder.rungs)
+
+
+def test_warmup_compiles_what_generate_then_uses():
+    model, ladder = tiny("dream"), Ladder((6, 10))
+    options = dict(length=6, block=3, policy=policies.PrefixCache(), stop_at_eos=True)
+    ready = dj.warmup(model, ladder, batch=2, **options)
+    assert [(c.prompt, c.batch) for c in ready] == [(6, 2), (10, 2)]
+    assert all(c.seconds > 0 and c.temporary > 0 for c in ready)
+    compiled = []
+    listener = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
+    prompt, _ = prompts(model, (5, 5))
+    dj.generate(model, prompt, buckets=ladder, sampler=samplers.Threshold(0.5), **options)  # the rest
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        dj.generate(model, prompt, buckets=ladder, **options)
+        assert not compiled
+        dj.generate(model, prompt, buckets=ladder, **(options | {"block": 2}))
+        assert compiled, "the listener does not see compilations"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@given(length=st.integers(1, 32768))
+def test_the_ladder_wastes_at_most_a_third(length):
+    rung = dj.buckets.DEFAULT.fit(length)
+    assert rung >= length
+    assert rung <= 64 or length > rung * 2 / 3 - 1
+
+
+def test_the_default_ladder():
+    assert geometric(64, 300).rungs == (64, 96, 128, 192, 256, 300)
+    assert geometric(64, 32768) == dj.buckets.DEFAULT
+    assert dj.buckets.DEFAULT.rungs[-1] == 32768
+
+
+@pytest.mark.parametrize("rungs", [(), (0, 4), (8, 8), (8, 4)])
+def test_bad_ladders_are_refused(rungs):
+    with pytest.raises(ValueError, match=r"rungs=\("):
+        Ladder(rungs)
+
+
+@pytest.mark.parametrize("ends", [(1, 4), (8, 4)])
+def test_bad_ends_are_refused(ends):
+    with pytest.raises(ValueError, match="smallest="):
+        geometric(*ends)
+
+
+def test_prompts_above_the_ladder_are_refused():
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="prompt of 9 positions exceeds the highest rung, 8"):
+        dj.generate(model, prompts(model)[0], buckets=Ladder((8,)), **OPTIONS)
