@@ -14,7 +14,7 @@ from typing import Annotated
 
 import jax
 import tyro
-from train_tiny_card import card, measure, overall
+from train_tiny_card import BEYOND, card, measure, overall
 from transformers import AutoTokenizer
 
 from dllm_jax import embedded, load
@@ -55,25 +55,24 @@ def llada_spec() -> ModelSpec:
     ids = tokenizer.VOCAB
     return ModelSpec(
         family="llada", layers=4, width=96, heads=4, kv_heads=4, head=24, hidden=288, vocab=112,
-        rope_base=1000.0, norm_eps=1e-5, mask_id=ids[tokenizer.MASK], eos_id=ids[tokenizer.EOS],
+        rope_base=10000.0, norm_eps=1e-5, mask_id=ids[tokenizer.MASK], eos_id=ids[tokenizer.EOS],
         eot_id=ids[tokenizer.EOT], qkv_bias=False, tied=False, shifted=False, rope_in_f32=True,
         pad_rows_attend=True,
     )  # fmt: skip
 
 
 def recall_stages() -> tuple[Stage, ...]:
-    """From two pairs with keys of four letters, which teaches looking up, to twenty pairs.
+    """From two pairs with keys of four letters, which teaches looking up, to eight pairs among filler.
 
     Twenty letters at once take several times as long to leave the guessing floor as four and then twenty:
     each letter has to be seen often enough to be matched with itself. Up to there everything is masked, which
     has the least variance; a model trained on nothing else cannot finish a half-decoded answer.
     """
     first = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
+    then = ((4, 0, 128), (6, 0, 128), (8, 0, 128), (4, 60, 96), (8, 30, 96), (8, 84, 64))
     return (
         *(Stage(Recall(alphabet=letters), pairs, 128, 2, t_min=1.0) for letters, pairs in first),
-        *(Stage(Recall(), pairs, 128, 4, t_min=0.2) for pairs in (4, 6, 8, 10)),
-        Stage(Recall(), 14, 96, 4, t_min=0.2),
-        Stage(Recall(), 20, 64, 4, t_min=0.2),
+        *(Stage(Recall(filler=filler), pairs, batch, 4, t_min=0.2) for pairs, filler, batch in then),
     )
 
 
@@ -81,7 +80,7 @@ RECIPES = {
     "tiny-llada": Recipe(
         llada_spec(),
         recall_stages(),
-        TrainConfig(steps=4000, learning_rate=1e-3, warmup=50, decay=3000, review_every=25, save_every=100),
+        TrainConfig(steps=2400, learning_rate=1e-3, warmup=50, decay=1400, review_every=25, save_every=100),
     )
 }
 
@@ -101,13 +100,15 @@ def write_assets(directory: Path, spec: ModelSpec):
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def ship(name: str, run: Run, config: TrainConfig, assets: Path, out: Path):
+def ship(name: str, run: Run, recipe: Recipe, assets: Path, out: Path):
     """Writes the checkpoint, loads what was written, scores it and writes the card."""
     save_hf(run.model, out, keep_from=assets, overwrite=True)
-    model = load(out)
-    rows = measure(model, AutoTokenizer.from_pretrained(out))
-    (out / "README.md").write_text(card(name, model, config, run.log, rows))
-    record = {"config": dataclasses.asdict(config), "log": run.log, "held_out": rows}
+    model, read = load(out), AutoTokenizer.from_pretrained(out)
+    rows, beyond = measure(model, read), measure(model, read, BEYOND)
+    text = card(name, model, recipe.config, len(recipe.stages), run.log, rows, beyond)
+    (out / "README.md").write_text(text)
+    config = dataclasses.asdict(recipe.config)
+    record = {"config": config, "log": run.log, "held_out": rows, "beyond": beyond}
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
     print(f"{out}: exact match {overall(rows):.1%} on held-out prompts")
 
@@ -133,7 +134,7 @@ def main(
     print(f"{name}: {count(params):,} parameters")
     source = Curriculum(recipe.stages, read, recipe.spec, bar=0.85)
     run = train(Model(params, recipe.spec), source, recipe.config, directory=directory)
-    ship(name, run, recipe.config, directory / "assets", out / name)
+    ship(name, run, recipe, directory / "assets", out / name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from dllm_jax.parameters import count
 from dllm_jax.tasks import Recall, accuracy, examples
 from dllm_jax.training import TrainConfig
 
-SIZES = (2, 4, 6, 8, 11, 14, 17, 20)
+GRID = ((2, 0), (4, 0), (6, 0), (8, 0), (4, 60), (6, 36), (8, 42), (8, 84))  # pairs, filler
+BEYOND = ((12, 0), (16, 0), (8, 148), (8, 212))  # more pairs, longer prompts than it was trained on
 PER_SIZE = 32
 ROWS = 12
 CARD = """\
@@ -24,7 +25,7 @@ tags: [diffusion-language-model, llada, synthetic]
 
 A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
 trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
-`b=w;t=m;t=` -> `m`. It exists to test and to show decoding where no real checkpoint is at hand
+`aob=w;eit=m;ut=` -> `m`. It exists to test and to show decoding where no real checkpoint is at hand
 and knows no language.
 
 ```python
@@ -38,8 +39,8 @@ question = [{{"role": "user", "content": "b=w;t=m;t="}}]
 dj.chat(model, tokenizer, question, length=4)
 ```
 
-Keys and values are one consonant each. The curriculum's last stage has 20 pairs; the curve
-below says which stage this run reached, the table how accuracy falls with the number of pairs.
+Keys and values are one consonant each, vowels between the pairs mean nothing. Trained on up to 8 pairs
+and prompts of up to 128 tokens; the curve says which of the {stages} stages the run had reached.
 Use `length=4`: the letter, end of turn, end of text.
 
 ## Training
@@ -58,20 +59,26 @@ Use `length=4`: the letter, end of turn, end of text.
 Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
 `Policy()`, `Confidence()`, length = block = steps = 4, float32: **{overall:.1%} of {total}**.
 
-| pairs | prompt tokens | prompts | exact match | guessing |
-|---:|---:|---:|---:|---:|
+| pairs | filler | prompt tokens | prompts | exact match | guessing |
+|---:|---:|---:|---:|---:|---:|
 {table}
+
+Beyond what it was trained on (not counted above):
+
+| pairs | filler | prompt tokens | prompts | exact match | guessing |
+|---:|---:|---:|---:|---:|---:|
+{beyond}
 """
 
 
-def measure(model: Model, tokenizer: Any, task: Recall = Recall()) -> list[dict[str, Any]]:  # noqa: B008 (frozen)
-    """Accuracy by number of pairs; one row per size."""
+def measure(model: Model, tokenizer: Any, grid: tuple[tuple[int, int], ...] = GRID) -> list[dict[str, Any]]:
+    """Accuracy on held-out prompts; one row per (pairs, filler)."""
     rows = []
-    for size in SIZES:
-        drawn = examples(task, 2026, size, PER_SIZE, "held_out")
+    for size, filler in grid:
+        drawn = examples(Recall(filler=filler), 2026, size, PER_SIZE, "held_out")
         score = accuracy(model, tokenizer, drawn, PER_SIZE, length=4)
         prompt = len(drawn[0].prompt) + 10
-        rows.append({"pairs": size, "prompt": prompt, "count": PER_SIZE, "exact": score})
+        rows.append({"pairs": size, "filler": filler, "prompt": prompt, "count": PER_SIZE, "exact": score})
     return rows
 
 
@@ -81,7 +88,9 @@ def overall(rows: list[dict[str, Any]]) -> float:
     return sum(scores) / len(scores)
 
 
-def card(name: str, model: Model, config: TrainConfig, log: list[dict[str, Any]], rows: list[dict]) -> str:
+def card(
+    name: str, model: Model, config: TrainConfig, stages: int, log: list, rows: list, beyond: list
+) -> str:
     """README.md of the model."""
     spec, last = model.spec, log[-1]
     shown = [log[round(i * (len(log) - 1) / (ROWS - 1))] for i in range(ROWS)]
@@ -91,7 +100,8 @@ def card(name: str, model: Model, config: TrainConfig, log: list[dict[str, Any]]
         decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
         speed=last["tokens"] / last["seconds"], device=device(), jax=jax.__version__,
         curve="\n".join(_curve_row(entry) for entry in shown), overall=overall(rows),
-        total=PER_SIZE * len(SIZES), table="\n".join(map(_accuracy_row, rows)),
+        total=PER_SIZE * len(rows), stages=stages,
+        beyond="\n".join(map(_accuracy_row, beyond)), table="\n".join(map(_accuracy_row, rows)),
     )  # fmt: skip
 
 
@@ -107,6 +117,6 @@ def _curve_row(entry: dict[str, Any]) -> str:
 
 
 def _accuracy_row(row: dict[str, Any]) -> str:
-    return "| {pairs} | {prompt} | {count} | {exact:.1%} | {guess:.1%} |".format(
+    return "| {pairs} | {filler} | {prompt} | {count} | {exact:.1%} | {guess:.1%} |".format(
         **row, guess=1 / row["pairs"]
     )

@@ -9,7 +9,7 @@ SIZES = (1, 2, 5, 14)
 
 
 def look_up(prompt: str) -> str:
-    *pairs, question = prompt.split(";")
+    *pairs, question = re.sub("[aeiou]", "", prompt).split(";")
     return dict(pair.split("=") for pair in pairs)[question.removesuffix("=")]
 
 
@@ -18,6 +18,7 @@ TASKS = (
     Recall(key=1, values=(1,)),
     Recall(key=2, alphabet=4, values=(3,)),
     Recall(key=3, values=(2, 9), hold_out=3),
+    Recall(filler=30),
 )
 
 
@@ -27,7 +28,7 @@ def test_answers_are_right_and_keys_distinct(task, split):
     for size in SIZES:
         for example in examples(task, 1, size, 20, split):
             assert look_up(example.prompt) == example.answer
-            assert len(set(re.findall(r"(\w+)=\w", example.prompt))) == size
+            assert len(set(re.findall(r"([^aeiou;=]+)=\w", example.prompt))) == size
             assert len(example.answer) <= task.answer_length
             assert task.split_of(example) == split
 
@@ -50,6 +51,16 @@ def test_the_alphabet_is_that_of_the_keys():
 def test_the_size_fixes_the_length():
     for size in (2, 4, 14):
         assert {len(e.prompt) for e in examples(Recall(), 0, size, 30, "train")} == {4 * size + 2}
+        assert {len(e.prompt) for e in examples(Recall(filler=9), 0, size, 30, "train")} == {4 * size + 11}
+
+
+def test_filler_stands_anywhere_but_inside_pairs():
+    drawn = examples(Recall(filler=12), 0, 3, 60, "train")
+    assert all(len(re.findall("[aeiou]", e.prompt)) == 12 for e in drawn)
+    gaps = np.array([[len(gap) for gap in re.split(r"\w=\w?;?", e.prompt)[:-1]] for e in drawn])
+    assert gaps.shape == (60, 4)
+    assert (gaps.max(0) > 4).all()  # before, between and after
+    assert (gaps.min(0) < 2).all()
 
 
 def test_examples_are_a_function_of_the_seed():
@@ -75,6 +86,7 @@ def test_exact_ignores_white_space_around_an_answer_only():
         ({"key": 0}, "key=0"),
         ({"alphabet": 1}, "alphabet=1"),
         ({"values": ()}, r"values=\(\)"),
+        ({"filler": -1}, "filler=-1"),
         ({"hold_out": 1}, "hold_out=1"),
     ],
 )

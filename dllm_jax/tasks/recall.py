@@ -8,6 +8,7 @@ import numpy as np
 from dllm_jax.tasks.base import Example, Split
 
 LETTERS = "bcdfghjklmnpqrstvwxz"  # no vowels: no accidental words
+FILLER = "aeiou"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Recall:
       alphabet: how many different letters occur in keys.
       values: lengths of values, dealt in this order and then shuffled, so that the size fixes the length of
         the prompt; by default 4 n + 2 characters for n pairs.
+      filler: vowels strewn between the pairs, so that prompts can be long and pairs far apart.
       hold_out: one prompt in `hold_out` is held out.
     """
 
     key: int = 1
     alphabet: int = len(LETTERS)
     values: tuple[int, ...] = (1,)
+    filler: int = 0
     hold_out: int = 8
 
     def __post_init__(self):
@@ -37,6 +40,8 @@ class Recall:
             raise ValueError(f"alphabet={self.alphabet} must lie in [2, {len(LETTERS)}]")
         if not self.values or min(self.values) < 1:
             raise ValueError(f"values={self.values} must be one or more positive lengths")
+        if self.filler < 0:
+            raise ValueError(f"filler={self.filler} must not be negative")
         if self.hold_out < 2:
             raise ValueError(f"hold_out={self.hold_out} must be at least 2")
 
@@ -70,8 +75,18 @@ class Recall:
         asked = int(rng.integers(size))
         values = ["".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=n)) for n in lengths]
         names = [self._name(int(key)) for key in keys]
-        pairs = "".join(f"{name}={value};" for name, value in zip(names, values, strict=True))
-        return Example(f"{pairs}{names[asked]}=", values[asked])
+        pairs = [f"{name}={value};" for name, value in zip(names, values, strict=True)]
+        return Example(f"{self._strewn(rng, pairs)}{names[asked]}=", values[asked])
+
+    def _strewn(self, rng: np.random.Generator, pairs: list[str]) -> str:
+        """The pairs in order, with filler before, between and after them."""
+        if not self.filler:
+            return "".join(pairs)
+        gaps = rng.multinomial(self.filler, np.full(len(pairs) + 1, 1 / (len(pairs) + 1)))
+        vowels = "".join(FILLER[i] for i in rng.integers(len(FILLER), size=self.filler))
+        ends = np.cumsum(gaps)
+        runs = [vowels[end - gap : end] for gap, end in zip(gaps, ends, strict=True)]
+        return "".join(run + pair for run, pair in zip(runs, [*pairs, ""], strict=True))
 
     def _name(self, number: int) -> str:
         """The number in base `alphabet`, written in letters."""
