@@ -1,5 +1,7 @@
 """Sparse-dLLM's recordings."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +14,7 @@ from dllm_jax.attention import attention
 from dllm_jax.block import embed, walk
 from dllm_jax.canvas import Canvas, begin
 from dllm_jax.rows import whole_rows
+from dllm_jax.samplers.base import score_by
 from dllm_jax.selection import mean_query_score
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
@@ -26,7 +29,15 @@ class WithoutTheRowBefore(dj.policies.SparseDLLM):
 
 
 class FirstTokenAtOnce(dj.samplers.DreamSchedule):
-    """... which is therefore decoded by the block's first step, and is all that this step decodes."""
+    """... which is therefore decoded by the block's first step, and is all that this step decodes.
+
+    The recorded confidence of that step, which decides nothing, is the probability for every `alg`.
+    """
+
+    def confidence(self, logits, token, index, canvas: Canvas, noise):
+        usual = super().confidence(logits, token, index, canvas, noise)
+        probability = score_by("prob", logits, token, self, canvas)
+        return jnp.where(canvas.block_step[:, None] == 0, probability, usual)
 
     def transfer(self, score, index, canvas: Canvas, noise):
         usual = super().transfer(score, index, canvas, noise)
@@ -54,18 +65,39 @@ def sparse_dllm(case: Case):
 
 def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDLLM, block: int, step: int):
     """Scores and kept sets of every layer, from the recorded state in which the reference made them."""
-    arrays, s = case.arrays, case.settings["hyperparameters"]
+    arrays, s = case.arrays, case.settings
     tokens = jnp.asarray(arrays["tokens"][step])
-    layout = dj.Layout(case.settings["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
-    start = case.settings["prompt_length"] + block * s["block_length"]
+    layout = dj.Layout(s["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
+    start = s["prompt_length"] + block * s["block_length"]
     canvas = begin(tokens, jnp.ones(tokens.shape, bool), model.spec, layout)
-    canvas = jax.tree_util.tree_map(lambda a: a, canvas)
-    raw, pooled, kept = _selection(model, policy, canvas, start)
+    raw, pooled, kept = _selection(model, policy, dataclasses.replace(canvas, block_start=jnp.int32(start)))
     outside = np.delete(np.arange(layout.length), np.s_[start : start + s["block_length"]])
     closely("raw importance", raw[:, outside], arrays["importance_raw"][block])
     closely("pooled importance", pooled[:, outside], arrays["importance_pooled"][block])
     exactly("kept, by layer", kept, arrays["kept"][block])
-    exactly("attended", kept.sum(axis=1) + s["block_length"], arrays["keys_attended_per_layer"][step + 1])
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
+    """Raw score, pooled score and kept set of every layer [n l] in one whole step of the first row."""
+    rows = whole_rows(canvas.active, canvas.layout.length)
+
+    def layer(block, carry):
+        x, found = carry
+        q, k = block.qk(x, rows)
+        ours = (
+            mean_query_score(q, k, canvas.block),
+            policy.importance(q, k, canvas),
+            policy.kept(q, k, canvas),
+        )
+        found = tuple(a.at[block.layer].set(new[0]) for a, new in zip(found, ours, strict=True))
+        x = x + block.out(attention(q, k, block.value(x))[0])
+        return x + block.mlp(x), found
+
+    spec, shape = model.spec, (model.spec.layers, canvas.layout.length)
+    nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
+    rope = rope_table(canvas.layout.length, spec.head, spec.rope_base)
+    return walk(model.params, spec, rope, layer, (embed(model.params, canvas.tokens), nothing))[1]
 
 
 METHODS: dict[str, Callable[[Case], None]] = {"sparse-dllm": sparse_dllm}
