@@ -1,9 +1,11 @@
 """Sparse-dLLM: what is kept, when it is chosen, what is stored; neighbour limits."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -31,8 +33,18 @@ def state(family="llada", pads=(0, 0), start=PROMPT + BLOCK, block_step=1, **cha
 
 def queries_and_keys(family="llada", seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda heads: rng.standard_normal((2, LENGTH, heads, 8)).astype(np.float32)
+    draw = lambda heads: jnp.asarray(rng.standard_normal((2, LENGTH, heads, 8)), jnp.float32)
     return draw(spec(family).heads), draw(spec(family).kv_heads)
+
+
+def one_high_key(position):
+    shape = (2, LENGTH, 4, 8)
+    return jnp.ones(shape), jnp.zeros(shape).at[:, position].set(1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def kept_by(policy, q, k, c):
+    return policy.kept(q, k, c)
 
 
 def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
@@ -58,34 +70,34 @@ def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
     policy = SparseDLLM(keep=keep, kernel=kernel, side=side)
     q, k = queries_and_keys(family)
     for start in range(PROMPT, LENGTH, BLOCK):
-        kept = np.asarray(policy.kept(q, k, state(family, pads=(0, 3), start=start)))
+        kept = np.asarray(kept_by(policy, q, k, state(family, pads=(0, 3), start=start)))
         for row, pad in enumerate((0, 3)):
-            want = expected_kept(policy, q[row], k[row], start, pad, shifted=family == "dream")
+            want = expected_kept(
+                policy, np.asarray(q[row]), np.asarray(k[row]), start, pad, shifted=family == "dream"
+            )
             assert set(np.flatnonzero(kept[row]).tolist()) == want
 
 
 def test_equal_scores_go_to_the_lower_position():
     """One key towers above the rest, so pooling makes a plateau of three; two of them fit."""
-    q, k = np.ones((2, LENGTH, 4, 8), np.float32), np.zeros((2, LENGTH, 4, 8), np.float32)
-    k[:, 5] = 1
+    q, k = one_high_key(5)
     policy = SparseDLLM(keep=2.5 / (LENGTH - BLOCK))
-    assert np.flatnonzero(policy.kept(q, k, state())[0]).tolist() == [4, 5]
+    assert np.flatnonzero(kept_by(policy, q, k, state())[0]).tolist() == [4, 5]
 
 
 def test_pooling_reaches_across_the_block():
-    q, k = np.ones((2, LENGTH, 4, 8), np.float32), np.zeros((2, LENGTH, 4, 8), np.float32)
     before, after = PROMPT + BLOCK - 1, PROMPT + 2 * BLOCK
-    k[:, before] = 1
+    q, k = one_high_key(before)
     policy = SparseDLLM(keep=3.5 / (LENGTH - BLOCK))
-    assert np.flatnonzero(policy.kept(q, k, state())[0]).tolist() == [before - 1, before, after]
+    assert np.flatnonzero(kept_by(policy, q, k, state())[0]).tolist() == [before - 1, before, after]
 
 
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
 def test_padding_is_never_kept(poison):
     q, k = queries_and_keys()
-    k[1, :3] = q[1, :3] = poison
+    q, k = q.at[1, :3].set(poison), k.at[1, :3].set(poison)
     for keep in (0.4, 1.0):
-        kept = np.asarray(SparseDLLM(keep=keep).kept(q, k, state(pads=(0, 3))))
+        kept = np.asarray(kept_by(SparseDLLM(keep=keep), q, k, state(pads=(0, 3))))
         assert not kept[1, :3].any()
         assert kept.sum(axis=1).tolist() == [int(15 * keep), int(12 * keep)]
 
@@ -223,6 +235,15 @@ def test_templates_are_filled_in_blocks(family):
     assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
 
 
+@pytest.fixture
+def unchecked():
+    """As without run-time type checks, which would refuse an unknown side first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -52,5 +52,7 @@ def test_mean_query_score_is_the_mean_over_queries_and_heads(kv_heads):
     expected = [
         np.einsum("qhd,shd->hqs", q[row, among[row]], repeated[row]).mean(axis=(0, 1)) for row in range(B)
     ]
-    ours = selection.mean_query_score(np.where(among[..., None, None], q, np.nan), k, among)
+    ours = selection.mean_query_score(
+        *map(jnp.asarray, (np.where(among[..., None, None], q, np.nan), k, among))
+    )
     np.testing.assert_allclose(ours, expected, atol=1e-5)
