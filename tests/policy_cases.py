@@ -35,6 +35,9 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.DualCache: PolicyCase(
         policies.DualCache(), policies.DualCache(), ONE_STEP_PER_BLOCK, policies.DualCache()
     ),
+    policies.SparseDLLM: PolicyCase(
+        policies.SparseDLLM(), policies.SparseDLLM(), ONE_STEP_PER_BLOCK, policies.SparseDLLM(keep=1.0)
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

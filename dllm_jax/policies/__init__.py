@@ -3,5 +3,6 @@
 from dllm_jax.policies.base import Policy as Policy
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
+from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
 
-ALL: tuple[Policy, ...] = (Policy(), PrefixCache(), DualCache())
+ALL: tuple[Policy, ...] = (Policy(), PrefixCache(), DualCache(), SparseDLLM())

@@ -1,0 +1,146 @@
+"""Sparse-dLLM: dynamic eviction from both sides of the block (arXiv:2508.02558)."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from dllm_jax.attention import Mask, attention, key_mask
+from dllm_jax.block import Block
+from dllm_jax.cache import KV, Cache, LayerView
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy
+from dllm_jax.rows import Rows, compact
+from dllm_jax.samplers.transfer import best
+from dllm_jax.selection import max_pool, mean_query_score, share
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseDLLM(Policy):
+    """Recomputes the block over the most important K/V outside of it, chosen once per block and layer.
+
+    The first 1 + delay steps of a block are whole. The last of them fills the cache (Algorithms 1 and 4):
+    keys outside the block are scored by the block's mean query, mean over heads (`mean_query_score`), pooled
+    over neighbours (the block does not part them), and the `keep` best are stored, the same for all heads of
+    a layer. The cache holds nothing else: [n b s k d] with s = int((l - block) * keep).
+
+    With a shifted head the rows that predict the block are recomputed: the position before the block is
+    always fresh, so it is no candidate; the block's last position is not, so its pair is always stored (as
+    in `DualCache`, which this is with keep=1, delay=0), one slot more.
+
+    Exact limit: one step per block, or up to 1 + delay of them.
+    Departures: batches and padding work, the share kept being that of a row's own candidates; a shifted
+    head does not commit each block's first token unconditionally; scores are float32 at any dtype, equal
+    ones going to the lower position; even kernels, which give one score too many, are refused.
+
+    Attributes:
+      keep: retention ratio r in [0, 1].
+      kernel: window of the max pooling, odd; 1 is none.
+      delay: whole steps of a block before the one that fills the cache.
+      side: evict on both sides of the block, or before it only, keeping all after it (Algorithm 5).
+    """
+
+    keep: float = 0.5
+    kernel: int = 3
+    delay: int = 1
+    side: Literal["both", "prefix"] = "both"
+
+    def __post_init__(self):
+        if not 0 <= self.keep <= 1:
+            raise ValueError(f"keep={self.keep} must lie in [0, 1]")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} must be odd and at least 1")
+        if self.delay < 0:
+            raise ValueError(f"delay={self.delay} must not be negative")
+        if self.side not in ("both", "prefix"):
+            raise ValueError(f"side={self.side!r} must be 'both' or 'prefix'")
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Room for what the first block keeps; with side="prefix" later ones keep less."""
+        outside = layout.length - layout.block
+        candidates = outside if self.side == "both" else layout.prompt
+        slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
+        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
+        return Cache(layers=KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), shared=())
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything until the cache is filled, then the block's rows."""
+        return (canvas.block_step <= self.delay)[:, None] | self.fresh(canvas)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """The block."""
+        return (layout.block,)
+
+    def layer(
+        self,
+        block: Block,
+        x: Float[Array, "b q m"],
+        kv: LayerView,
+        shared: PyTree,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
+        """Whole rows attend to all and may fill the cache; block rows attend to it and to each other."""
+        q, k = block.qk(x, rows)
+        now = KV(k, block.value(x))
+        if rows.whole:
+            o, _ = attention(q, now.k, now.v, canvas.attends(rows))
+            kv = self._store(kv, q, now, canvas)
+        else:
+            stored = kv.read()
+            keys = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, now)
+            o, _ = attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
+        x = x + block.out(o)
+        return x + block.mlp(x), kv, shared
+
+    # -- sets: what a block recomputes, stores in any case, and may evict ---------------------------
+
+    def fresh(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Recomputed in every step."""
+        return canvas.sources(canvas.block)
+
+    def always(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Stored without contest."""
+        stored = canvas.block if self.side == "both" else canvas.suffix
+        return stored & canvas.valid & ~self.fresh(canvas)
+
+    def candidates(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Stored if important."""
+        return canvas.valid & ~self.fresh(canvas) & ~self.always(canvas)
+
+    def importance(
+        self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
+    ) -> Float[Array, "b l"]:
+        """Pooled score of each candidate in this layer, -inf elsewhere."""
+        score = mean_query_score(q, k, canvas.block & canvas.valid)
+        return max_pool(score, self.candidates(canvas), self.kernel)
+
+    def kept(
+        self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
+    ) -> Bool[Array, "b l"]:
+        """What this layer stores, given the queries and keys of the step that fills the cache."""
+        return self.always(canvas) | best(self.importance(q, k, canvas), self._share(canvas))
+
+    # -- storage ------------------------------------------------------------------------------------
+
+    def _share(self, canvas: Canvas) -> Int[Array, "b"]:
+        return share(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
+
+    def _store(self, kv: LayerView, q: Float[Array, "b l h d"], now: KV, canvas: Canvas) -> LayerView:
+        """Kept pairs in ascending order from slot 0 on, in rows whose step it is."""
+        slots = kv.stack.k.shape[2]
+        kept = Rows(compact(self.kept(q, now.k, canvas), slots), whole=False)
+        turn = canvas.active & (canvas.block_step == self.delay)
+        slot = Rows(jnp.where(turn[:, None], jnp.arange(slots), slots), whole=False)
+        return kv.update(slot, jax.tree.map(kept.take, now))[0]
+
+    def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
+        """Filled slots, then the computed rows that are neither padding of the canvas nor of the width."""
+        filled = self._share(canvas) + jnp.sum(self.always(canvas), axis=1)
+        stored = jnp.arange(slots) < filled[:, None]
+        fresh = rows.take(canvas.valid) & (rows.index < canvas.layout.length)
+        return key_mask(jnp.concatenate([stored, fresh], axis=1))

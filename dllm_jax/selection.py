@@ -1,0 +1,50 @@
+"""Which cached positions are worth keeping: scores of keys, pooled over a set, and shares of it.
+
+The `count` best of a score are `dllm_jax.samplers.transfer.best`, as positions `dllm_jax.rows.compact`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.arithmetic import einsum
+from dllm_jax.rows import Rows, compact, scatter
+
+
+def mean_query_score(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], among: Bool[Array, "b q"]
+) -> Float[Array, "b s"]:
+    """Product of each key with the mean of the queries in `among`, mean over query heads; float32, no scale.
+
+    Queries outside of `among` may hold anything, NaN included.
+    """
+    b, _, heads, head = q.shape
+    kv_heads = k.shape[2]
+    wide = jnp.where(among[..., None, None], q, 0).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(among, axis=1), 1)[:, None, None]
+    mean = jnp.sum(wide, axis=1) / count
+    grouped = jnp.sum(mean.reshape(b, kv_heads, heads // kv_heads, head), axis=2) / heads
+    return einsum("bkd,bskd->bs", grouped, k)
+
+
+def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int) -> Float[Array, "b l"]:
+    """Maximum over `kernel` neighbours within `among`; what lies between two members does not part them.
+
+    Args:
+      score: may hold anything outside of `among`.
+      among: the members; -inf is returned elsewhere.
+      kernel: odd window; 1 pools nothing. At the ends of the set the window is cut.
+    """
+    length = score.shape[1]
+    index = compact(among, length)
+    packed = jnp.where(index < length, Rows(index, whole=False).take(score), -jnp.inf)
+    pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")
+    return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
+
+
+def share(size: Int[Array, "b"], ratio: float, most: int) -> Int[Array, "b"]:
+    """int(size * ratio) for sizes up to `most`, the product rounded as Python rounds it (100 * 0.29 -> 28).
+
+    Looked up in a table, because devices have no doubles.
+    """
+    return jnp.asarray([int(n * ratio) for n in range(most + 1)], jnp.int32)[size]

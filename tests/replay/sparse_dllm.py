@@ -1,0 +1,103 @@
+"""Sparse-dLLM's recordings."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.attention import attention
+from dllm_jax.block import embed, walk
+from dllm_jax.canvas import Canvas, begin
+from dllm_jax.rows import whole_rows
+from dllm_jax.samplers.base import score_by
+from dllm_jax.selection import mean_query_score
+from tests.replay.case import Case
+from tests.replay.compare import closely, exactly
+from tests.replay.steps import compare_steps
+
+
+class WithoutTheRowBefore(dj.policies.SparseDLLM):
+    """The reference on Dream: the block's own rows, so that nothing predicts its first position ..."""
+
+    def fresh(self, canvas: Canvas):
+        return canvas.block
+
+
+class FirstTokenAtOnce(dj.samplers.DreamSchedule):
+    """... which is therefore decoded by the block's first step, and is all that this step decodes.
+
+    The recorded confidence of that step, which decides nothing, is the probability for every `alg`.
+    """
+
+    def confidence(self, logits, token, index, canvas: Canvas, noise):
+        usual = super().confidence(logits, token, index, canvas, noise)
+        probability = score_by("prob", logits, token, self, canvas)
+        return jnp.where(canvas.block_step[:, None] == 0, probability, usual)
+
+    def transfer(self, score, index, canvas: Canvas, noise):
+        usual = super().transfer(score, index, canvas, noise)
+        first = (index == canvas.block_start) & (score > -jnp.inf)
+        return jnp.where(canvas.block_step[:, None] == 0, first, usual)
+
+
+def sparse_dllm(case: Case):
+    """Both models; Dream's cases, which are optional, with the reference's own row and schedule."""
+    s = case.settings["hyperparameters"]
+    dream = case.settings["family"] == "dream"
+    policy = (WithoutTheRowBefore if dream else dj.policies.SparseDLLM)(
+        keep=s["retention_ratio"], kernel=s["kernel_size"] or 1, delay=s["delay_steps"]
+    )
+    sampler = dj.samplers.Confidence(temperature=s["temperature"])
+    if dream:
+        sampler = FirstTokenAtOnce(alg=s["alg"], eps=s["eps"], allow_mask_token=case.restores_oddities)
+    model = case.model(mask_id=s["mask_token_id"])
+    shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
+    out = dj.generate(model, case.arrays["prompt"], policy=policy, sampler=sampler, trace=True, **shape)
+    compare_steps(case, out.trace, predicted="predicted_token", computed="computed")
+    for block, step in enumerate(np.flatnonzero(case.arrays["cache_state"] == 1)):
+        _compare_selection(case, model, policy, block, step)
+
+
+def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDLLM, block: int, step: int):
+    """Scores and kept sets of every layer, from the recorded state in which the reference made them."""
+    arrays, s = case.arrays, case.settings
+    tokens = jnp.asarray(arrays["tokens"][step])
+    layout = dj.Layout(s["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
+    start = s["prompt_length"] + block * s["block_length"]
+    canvas = begin(tokens, jnp.ones(tokens.shape, bool), model.spec, layout)
+    raw, pooled, kept = _selection(model, policy, dataclasses.replace(canvas, block_start=jnp.int32(start)))
+    outside = np.delete(np.arange(layout.length), np.s_[start : start + s["block_length"]])
+    closely("raw importance", raw[:, outside], arrays["importance_raw"][block])
+    closely("pooled importance", pooled[:, outside], arrays["importance_pooled"][block])
+    exactly("kept, by layer", kept, arrays["kept"][block])
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
+    """Raw score, pooled score and kept set of every layer [n l] in one whole step of the first row."""
+    rows = whole_rows(canvas.active, canvas.layout.length)
+
+    def layer(block, carry):
+        x, found = carry
+        q, k = block.qk(x, rows)
+        ours = (
+            mean_query_score(q, k, canvas.block),
+            policy.importance(q, k, canvas),
+            policy.kept(q, k, canvas),
+        )
+        found = tuple(a.at[block.layer].set(new[0]) for a, new in zip(found, ours, strict=True))
+        x = x + block.out(attention(q, k, block.value(x))[0])
+        return x + block.mlp(x), found
+
+    spec, shape = model.spec, (model.spec.layers, canvas.layout.length)
+    nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
+    rope = rope_table(canvas.layout.length, spec.head, spec.rope_base)
+    return walk(model.params, spec, rope, layer, (embed(model.params, canvas.tokens), nothing))[1]
+
+
+METHODS: dict[str, Callable[[Case], None]] = {"sparse-dllm": sparse_dllm}

@@ -1,0 +1,262 @@
+"""Sparse-dLLM: what is kept, when it is chosen, what is stored; neighbour limits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.block import Block
+from dllm_jax.cache import LayerView
+from dllm_jax.policies import DualCache, Policy, SparseDLLM
+from dllm_jax.rows import whole_rows
+from tests.models import FAMILIES, canvas, spec, tiny
+from tests.test_policies import finite, prompts
+
+SIDES = ("both", "prefix")
+PROMPT, RESPONSE, BLOCK = 7, 12, 4
+LENGTH = PROMPT + RESPONSE
+
+
+def state(family="llada", pads=(0, 0), start=PROMPT + BLOCK, block_step=1, **changes):
+    """A batch of two whose second block begins."""
+    valid = np.arange(LENGTH) >= np.asarray(pads)[:, None]
+    masked = np.broadcast_to(np.arange(LENGTH) >= start, valid.shape)
+    changes = {"block_step": jnp.full(2, block_step), "block_start": jnp.int32(start), **changes}
+    return canvas(masked, prompt=PROMPT, block=BLOCK, family=family, valid=valid, **changes)
+
+
+def queries_and_keys(family="llada", seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda heads: jnp.asarray(rng.standard_normal((2, LENGTH, heads, 8)), jnp.float32)
+    return draw(spec(family).heads), draw(spec(family).kv_heads)
+
+
+def one_high_key(position):
+    shape = (2, LENGTH, 4, 8)
+    return jnp.ones(shape), jnp.zeros(shape).at[:, position].set(1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def kept_by(policy, q, k, c):
+    return policy.kept(q, k, c)
+
+
+def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
+    """One row in plain numpy, positions as lists."""
+    fresh = range(start - shifted, start + BLOCK - shifted)
+    always = {start + BLOCK - 1} if shifted else set()
+    if policy.side == "prefix":
+        always |= set(range(start + BLOCK, LENGTH))
+    rest = [p for p in range(pad, LENGTH) if p not in fresh and p not in always]
+    mean = q[start : start + BLOCK].mean(axis=0)
+    repeated = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    score = np.einsum("hd,shd->sh", mean, repeated).mean(axis=1)[rest]
+    half = policy.kernel // 2
+    pooled = [score[max(0, i - half) : i + half + 1].max() for i in range(len(rest))]
+    order = sorted(range(len(rest)), key=lambda i: (-pooled[i], i))
+    return always | {rest[i] for i in order[: int(len(rest) * policy.keep)]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("keep", "kernel"), [(0.5, 3), (0.3, 1), (0.7, 5), (0.0, 3), (1.0, 3)])
+def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
+    policy = SparseDLLM(keep=keep, kernel=kernel, side=side)
+    q, k = queries_and_keys(family)
+    for start in range(PROMPT, LENGTH, BLOCK):
+        kept = np.asarray(kept_by(policy, q, k, state(family, pads=(0, 3), start=start)))
+        for row, pad in enumerate((0, 3)):
+            want = expected_kept(
+                policy, np.asarray(q[row]), np.asarray(k[row]), start, pad, shifted=family == "dream"
+            )
+            assert set(np.flatnonzero(kept[row]).tolist()) == want
+
+
+def test_equal_scores_go_to_the_lower_position():
+    """One key towers above the rest, so pooling makes a plateau of three; two of them fit."""
+    q, k = one_high_key(5)
+    policy = SparseDLLM(keep=2.5 / (LENGTH - BLOCK))
+    assert np.flatnonzero(kept_by(policy, q, k, state())[0]).tolist() == [4, 5]
+
+
+def test_pooling_reaches_across_the_block():
+    before, after = PROMPT + BLOCK - 1, PROMPT + 2 * BLOCK
+    q, k = one_high_key(before)
+    policy = SparseDLLM(keep=3.5 / (LENGTH - BLOCK))
+    assert np.flatnonzero(kept_by(policy, q, k, state())[0]).tolist() == [before - 1, before, after]
+
+
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_padding_is_never_kept(poison):
+    q, k = queries_and_keys()
+    q, k = q.at[1, :3].set(poison), k.at[1, :3].set(poison)
+    for keep in (0.4, 1.0):
+        kept = np.asarray(kept_by(SparseDLLM(keep=keep), q, k, state(pads=(0, 3))))
+        assert not kept[1, :3].any()
+        assert kept.sum(axis=1).tolist() == [int(15 * keep), int(12 * keep)]
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "slots"),
+    [
+        ("llada", SparseDLLM(), 7),  # 15 candidates
+        ("llada", SparseDLLM(keep=0.3), 4),
+        ("llada", SparseDLLM(keep=1.0), 15),
+        ("llada", SparseDLLM(keep=0.0), 0),
+        ("llada", SparseDLLM(side="prefix"), 3 + 8),
+        ("dream", SparseDLLM(), 7 + 1),
+        ("dream", SparseDLLM(side="prefix"), 3 + 8 + 1),
+    ],
+)
+def test_the_cache_has_room_for_the_kept_pairs_only(family, policy, slots):
+    layout = dj.Layout(PROMPT, RESPONSE, BLOCK, RESPONSE)
+    cache = policy.init(spec(family), layout, 2, jnp.bfloat16)
+    shape = (2, 2, slots, spec(family).kv_heads, 8)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", SIDES)
+def test_kept_pairs_always_fit(side, family):
+    """Also where a template has no prompt and padding reaches into its first blocks."""
+    for keep in (0.1, 0.5, 0.9, 1.0):
+        policy = SparseDLLM(keep=keep, side=side)
+        for prompt, pad in [(PROMPT, 0), (PROMPT, 6), (3, 2), (0, 0), (0, 1), (0, 4), (0, 6)]:
+            length = prompt + RESPONSE
+            valid = np.arange(length)[None] >= pad
+            c = canvas(~valid, prompt=prompt, block=BLOCK, family=family, valid=valid)
+            slots = policy.init(spec(family), c.layout, 1, jnp.float32).layers.k.shape[2]
+            for start in range(prompt, length, BLOCK):
+                c = dataclasses.replace(c, block_start=jnp.int32(start))
+                candidates = int(policy.candidates(c).sum())
+                assert int(candidates * keep) + int(policy.always(c).sum()) <= slots
+                assert int(policy.fresh(c).sum()) <= BLOCK
+
+
+def filled(policy, c, family="llada"):
+    """One whole layer over a store that holds -1: its keys and values, and the store afterwards."""
+    model = tiny(family)
+    weights = jax.tree.map(lambda a: a[1], model.params["layers"])
+    block = Block(weights, model.spec, rope_table(LENGTH, 8, model.spec.rope_base), jnp.int32(1))
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((2, LENGTH, model.spec.width)), jnp.float32)
+    rows = whole_rows(c.active, LENGTH)
+    store = jax.tree.map(lambda a: a - 1, policy.init(model.spec, c.layout, 2, jnp.float32).layers)
+    _, view, _ = policy.layer(block, x, LayerView(store, jnp.int32(1)), (), rows, c)
+    q, k = block.qk(x, rows)
+    return (q, k, block.value(x)), view.stack
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", SIDES)
+def test_the_cache_holds_the_kept_pairs_in_order(side, family):
+    policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
+    (q, k, v), store = filled(policy, c, family)
+    kept = np.asarray(policy.kept(q, k, c))
+    for row in range(2):
+        position = np.flatnonzero(kept[row])
+        np.testing.assert_array_equal(store.k[1, row, : len(position)], k[row, position])
+        np.testing.assert_array_equal(store.v[1, row, : len(position)], v[row, position])
+    assert (np.asarray(store.k[0]) == -1).all(), "another layer was written"
+
+
+def test_only_rows_whose_step_it_is_write():
+    c = state(active=jnp.asarray([True, False]))
+    _, store = filled(SparseDLLM(), c)
+    assert (np.asarray(store.k[1, 0]) != -1).all()
+    assert (np.asarray(store.k[1, 1]) == -1).all()
+    for step in (0, 2):
+        _, store = filled(SparseDLLM(), state(block_step=step))
+        assert (np.asarray(store.k) == -1).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_a_block_begins_with_one_whole_step_and_the_delay(delay, family):
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    shape = dict(length=12, block=4, trace=True)
+    computed = dj.generate(model, prompt, policy=SparseDLLM(delay=delay), **shape).trace.computed
+    for step in range(12):
+        first = 9 + step // 4 * 4 - (family == "dream")
+        block = (np.arange(21) >= first) & (np.arange(21) < first + 4)
+        np.testing.assert_array_equal(computed[step, 0], (step % 4 <= delay) | block)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", SIDES)
+def test_keeping_everything_without_delay_is_dual_cache(side, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 4))
+    run = lambda p: (
+        dj.generate(model, prompt, prompt_mask=mask, length=12, block=4, policy=p, trace=True).trace
+    )
+    ours, dual = run(SparseDLLM(keep=1.0, delay=0, side=side)), run(DualCache())
+    np.testing.assert_array_equal(ours.tokens, dual.tokens)
+    np.testing.assert_array_equal(ours.computed, dual.computed)
+    np.testing.assert_allclose(finite(ours.score), finite(dual.score), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_delay_as_long_as_the_block_is_exact(family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 4))
+    run = lambda p: dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, policy=p, trace=True)
+    np.testing.assert_array_equal(run(SparseDLLM(delay=3)).trace.tokens, run(Policy()).trace.tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("keep", "side"), [(0.3, "prefix"), (0.0, "both"), (1.0, "both")])
+def test_a_batch_row_equals_the_row_alone_at_other_settings(keep, side, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 4), seed=1)
+    sampler = dj.samplers.Threshold(0.02)
+    options = dict(length=12, block=4, policy=SparseDLLM(keep=keep, side=side), sampler=sampler)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    for row, width in enumerate(mask.sum(1)):
+        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
+        np.testing.assert_array_equal(batch.tokens[row, -12:], alone.tokens[0, -12:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_are_filled_in_blocks(family):
+    model = tiny(family)
+    template, mask = prompts(model, (12, 8))
+    template[0, [0, 3, 7]] = template[1, [4, 6, 11]] = model.spec.mask_id
+    out = dj.infill(model, template, token_mask=mask, block=4, policy=SparseDLLM())
+    hole = template == model.spec.mask_id
+    np.testing.assert_array_equal(np.asarray(out.tokens)[~hole], template[~hole])
+    assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
+
+
+@pytest.fixture
+def unchecked():
+    """As without run-time type checks, which would refuse an unknown side first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keep", -0.1),
+        ("keep", 1.5),
+        ("keep", float("nan")),
+        ("kernel", 2),
+        ("kernel", 0),
+        ("kernel", -1),
+        ("delay", -1),
+        ("side", "suffix"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_value(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        SparseDLLM(**{name: value})
