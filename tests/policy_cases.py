@@ -35,6 +35,12 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.DualCache: PolicyCase(
         policies.DualCache(), policies.DualCache(), ONE_STEP_PER_BLOCK, policies.DualCache()
     ),
+    policies.DLLMCache: PolicyCase(
+        policies.DLLMCache(prompt_every=5, response_every=3),
+        policies.DLLMCache(prompt_every=1, response_every=1),
+        ONE_TOKEN_PER_STEP,
+        policies.DLLMCache(),
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())
