@@ -41,6 +41,13 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         policies.DLLMCache(),
     ),
+    policies.MaskKV: PolicyCase(
+        policies.MaskKV(prompt_every=6, response_every=3, budget=4),
+        policies.MaskKV(prompt_every=1, response_every=1, budget=4),
+        ONE_TOKEN_PER_STEP,
+        None,
+        lossy="the prompt's pairs are evicted after the first step",
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

@@ -4,5 +4,6 @@ from dllm_jax.policies.base import Policy as Policy
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
+from dllm_jax.policies.maskkv import MaskKV as MaskKV
 
-ALL: tuple[Policy, ...] = (Policy(), PrefixCache(), DualCache(), DLLMCache())
+ALL: tuple[Policy, ...] = (Policy(), PrefixCache(), DualCache(), DLLMCache(), MaskKV())

@@ -12,7 +12,7 @@ from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.partial import cosine, gather, lowest, put_tail, run_narrowest, take_tail
+from dllm_jax.partial import cosine, gather, lowest, put_tail, run_narrowest, take_tail
 from dllm_jax.rows import Rows, scatter
 from dllm_jax.spec import ModelSpec
 
@@ -157,10 +157,15 @@ class DLLMCache(Policy):
           canvas: state before the step.
         """
         q, k = block.qk(x, some)
-        stack = kv.stack._replace(k=put_tail(kv.stack.k, kv.layer, some.index, canvas.layout.length, k))
-        kv = kv._replace(stack=stack)
+        kv = write_keys(kv, some, k, canvas)
         now = kv.read()
         return attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
+
+
+def write_keys(kv: LayerView, rows: Rows, k: Float[Array, "b w k d"], canvas: Canvas) -> LayerView:
+    """Stores the rows' keys, as far as the store has their positions."""
+    keys = put_tail(kv.stack.k, kv.layer, rows.index, canvas.layout.length, k)
+    return kv._replace(stack=kv.stack._replace(k=keys))
 
 
 def branches(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax.arithmetic import rope_table
 from dllm_jax.blocks import advance
 from dllm_jax.canvas import begin
-from dllm_jax.policies.partial import cosine, take_tail
+from dllm_jax.partial import cosine, take_tail
 from dllm_jax.record import Record
 from dllm_jax.rows import scatter
 from dllm_jax.step import Plan, State, needed, step
