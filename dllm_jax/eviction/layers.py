@@ -101,7 +101,7 @@ class PyramidKV(UniformLayers):
             return np.full(layers, budget, np.int32)
         return np.round(most - depth * (most - least) / max(layers - 1, 1)).astype(np.int32)
 
-    def _ends(self, average: int, limit: int, whole: bool) -> tuple[float, float]:
+    def _ends(self, average: int, limit: int, whole: bool) -> tuple[float | int, float | int]:
         least = average // self.beta if whole else average / self.beta
         most = 2 * average - least
         return (limit, 2 * average - limit) if most >= limit else (most, least)

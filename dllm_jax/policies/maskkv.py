@@ -46,9 +46,9 @@ class MaskKV(DLLMCache):
     prompt_every: int = 50
     response_every: int = 5
     budget: int = 256
-    layers: eviction.UniformLayers = eviction.BoundaryMiddle()
-    heads: eviction.EvenHeads = eviction.PromptPreference()
-    votes: eviction.MaskVotes = eviction.MaskVotes()
+    layers: eviction.UniformLayers = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
+    heads: eviction.EvenHeads = eviction.PromptPreference()  # noqa: RUF009 (frozen)
+    votes: eviction.MaskVotes = eviction.MaskVotes()  # noqa: RUF009 (frozen)
     exact: bool = True
     reselect: bool = False
 

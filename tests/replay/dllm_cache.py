@@ -53,7 +53,7 @@ def dllm_cache(case: Case):
 
 
 def _compare_layers(case: Case, policy: dj.policies.DLLMCache, logs):
-    """The recomputed sets of every layer; the reference also recomputes the prompt in layer 0, which we need not."""
+    """The recomputed sets of every layer; the prompt in layer 0, always in the reference, only where due."""
     arrays, start = case.arrays, case.arrays["prompt"].shape[1]
     stale = np.stack([log.stale for log in logs])
     certain = (arrays["selection_margin"] > MARGIN)[..., None]
