@@ -93,6 +93,8 @@ class PyramidKV(UniformLayers):
             return np.full(layers, prompt, np.int32)
         depth = np.arange(layers)
         if self.outside:
+            if prompt < 2 * (budget - self.window):
+                return np.full(layers, budget, np.int32)
             most, least = self._ends(max(budget - self.window, 0), prompt - self.window, whole=True)
             kept = most - depth * ((most - least) // layers) + self.window
             return np.clip(kept, 0, prompt).astype(np.int32)

@@ -68,7 +68,7 @@ class PositionVotes(MaskVotes):
 class SnapKV(MaskVotes):
     """SnapKV (arXiv:2404.14469): the last prompt rows, votes averaged over neighbouring positions.
 
-    The window itself is always kept; if it does not fit the budget, its end is.
+    The window itself comes first; if it does not fit the budget, its beginning is kept.
 
     Attributes:
       window: how many rows vote.
@@ -91,15 +91,14 @@ class SnapKV(MaskVotes):
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """Mean over the rows, pooled; the window's positions come first."""
         width = votes.shape[-1]
-        position = jnp.arange(width)
-        window = position >= width - self.window
+        window = jnp.arange(width) >= width - self.window
         rows = jnp.sum(self.voters(canvas), axis=1)[:, None, None]
         votes = jnp.where(window, 0.0, votes / jnp.maximum(rows, 1))
         side = self.kernel // 2
         padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         pooled = sum(padded[..., i : i + width] for i in range(self.kernel)) / self.kernel
         best = jnp.max(jnp.where(window, 0.0, pooled), axis=(1, 2), keepdims=True)
-        return jnp.where(window, best + 1 + 1e-6 * (position - width), pooled)
+        return jnp.where(window, best + 1, pooled)
 
 
 def evidence(
