@@ -28,7 +28,8 @@ def test_conserving_shares_add_up_below_the_cap(shares, total, cap, on_device):
     ours = conserve(jnp.asarray(target, jnp.float32) if on_device else target, total, cap)
     ours = np.asarray(ours)
     assert ours.sum() == min(total, cap * len(shares))
-    assert (ours >= 0).all() and (ours <= cap).all()
+    assert (ours >= 0).all()
+    assert (ours <= cap).all()
     if target.max() <= cap:
         assert (np.abs(ours - target) < 1 + 1e-4).all()
 
@@ -122,7 +123,7 @@ def test_the_storage_holds_the_budget_and_no_more():
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    ("make", "message"),
     [
         (lambda: policies.MaskKV(budget=0), "budget=0"),
         (lambda: policies.MaskKV(prompt_every=7, response_every=2, reselect=True), "multiple"),
@@ -146,7 +147,8 @@ def test_a_profile_survives_saving(tmp_path):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5))
     profile = eviction.calibrate(model, prompt, 8, prompt_mask=mask)
-    assert len(profile) == model.spec.layers and min(profile) > 0
+    assert len(profile) == model.spec.layers
+    assert min(profile) > 0
     eviction.save_profile(tmp_path / "profile.json", profile, prompts=2)
     assert eviction.load_profile(tmp_path / "profile.json") == profile
     alone = [eviction.calibrate(model, prompt[i : i + 1, -n:], 8) for i, n in enumerate((9, 5))]
