@@ -38,6 +38,19 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.SparseDLLM: PolicyCase(
         policies.SparseDLLM(), policies.SparseDLLM(), ONE_STEP_PER_BLOCK, policies.SparseDLLM(keep=1.0)
     ),
+    policies.DLLMCache: PolicyCase(
+        policies.DLLMCache(prompt_every=5, response_every=3),
+        policies.DLLMCache(prompt_every=1, response_every=1),
+        ONE_TOKEN_PER_STEP,
+        policies.DLLMCache(),
+    ),
+    policies.MaskKV: PolicyCase(
+        policies.MaskKV(prompt_every=6, response_every=3, budget=4),
+        policies.MaskKV(prompt_every=1, response_every=1, budget=4),
+        ONE_TOKEN_PER_STEP,
+        None,
+        lossy="the prompt's pairs are evicted after the first step",
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

@@ -1,8 +1,17 @@
 """Cache policies, one file per paper; `ALL` drives the generic tests, the README table and the bench."""
 
 from dllm_jax.policies.base import Policy as Policy
+from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
+from dllm_jax.policies.maskkv import MaskKV as MaskKV
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
 
-ALL: tuple[Policy, ...] = (Policy(), PrefixCache(), DualCache(), SparseDLLM())
+ALL: tuple[Policy, ...] = (
+    Policy(),
+    PrefixCache(),
+    DualCache(),
+    DLLMCache(),
+    SparseDLLM(),
+    MaskKV(),
+)

@@ -8,6 +8,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
 from tests.replay import sparse_dllm
+from tests.replay import dllm_cache, maskkv
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
@@ -183,4 +184,6 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-margin": research_dllm,
     "sampler-threshold": research_dllm,
     **sparse_dllm.METHODS,
+    **dllm_cache.METHODS,
+    **maskkv.METHODS,
 }

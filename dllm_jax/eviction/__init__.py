@@ -1,0 +1,20 @@
+"""Prompt eviction: layer budgets, head budgets and votes, which `policies.MaskKV` combines."""
+
+from dllm_jax.eviction.heads import AdaKV as AdaKV
+from dllm_jax.eviction.heads import EvenHeads as EvenHeads
+from dllm_jax.eviction.heads import PromptPreference as PromptPreference
+from dllm_jax.eviction.heads import top as top
+from dllm_jax.eviction.layers import BoundaryMiddle as BoundaryMiddle
+from dllm_jax.eviction.layers import PyramidKV as PyramidKV
+from dllm_jax.eviction.layers import SqueezeAttention as SqueezeAttention
+from dllm_jax.eviction.layers import UniformLayers as UniformLayers
+from dllm_jax.eviction.profile import calibrate as calibrate
+from dllm_jax.eviction.profile import importance as importance
+from dllm_jax.eviction.profile import load_profile as load_profile
+from dllm_jax.eviction.profile import save_profile as save_profile
+from dllm_jax.eviction.voters import AllVotes as AllVotes
+from dllm_jax.eviction.voters import MaskVotes as MaskVotes
+from dllm_jax.eviction.voters import PositionVotes as PositionVotes
+from dllm_jax.eviction.voters import PromptVotes as PromptVotes
+from dllm_jax.eviction.voters import SnapKV as SnapKV
+from dllm_jax.eviction.voters import evidence as evidence

@@ -1,0 +1,118 @@
+"""Which prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.eviction.rounding import conserve
+
+
+def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
+    """The `count` positions with most votes, lowest position first on ties."""
+    order = jnp.argsort(-votes, axis=-1, stable=True)
+    return jnp.argsort(order, axis=-1) < count[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenHeads:
+    """The same number for every kv head."""
+
+    def keep(
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Bool[Array, "b k p"]:
+        """The kept positions, at most k * budget in all.
+
+        Args:
+          votes: what each position received, -inf at padding.
+          preference: how much each head looks at the prompt, see `eviction.evidence`.
+          budget: pairs per head, on average; at most `prompt`.
+          prompt: prompt length of each row.
+          exact: exactly k * budget in all; otherwise shares are rounded down as printed.
+        """
+        return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
+
+    def most(self, budget: int, heads: int, prompt: int) -> int:
+        """The most that one head may keep."""
+        return min(budget, prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptPreference(EvenHeads):
+    """MaskKV, equations 14-15: heads that look more at the prompt keep more of it.
+
+    Attributes:
+      alpha: share of the layer's budget that is spread evenly.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self):
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha} must lie in [0, 1]")
+
+    def budgets(
+        self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"], exact: bool
+    ) -> Int[Array, "b k"]:
+        """Pairs of each head."""
+        heads = preference.shape[1]
+        budget, prompt = budget[:, None], prompt[:, None]
+        share = heads * preference / jnp.maximum(jnp.sum(preference, axis=1, keepdims=True), 1e-30)
+        target = budget * (share + self.alpha * (1 - share))
+        if exact:
+            return conserve(target, heads * budget, prompt)
+        return jnp.minimum(jnp.floor(target).astype(jnp.int32), prompt)
+
+    def keep(
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Bool[Array, "b k p"]:
+        """See `EvenHeads.keep`."""
+        return top(votes, self.budgets(preference, budget, prompt, exact))
+
+    def most(self, budget: int, heads: int, prompt: int) -> int:
+        """All heads' pairs, should one head alone look at the prompt."""
+        return min(budget * heads, prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(EvenHeads):
+    """Ada-KV (arXiv:2407.11550): the heads of a layer compete for its budget by their votes.
+
+    Attributes:
+      floor: share of the budget that every head is sure of.
+    """
+
+    floor: float = 0.2
+
+    def __post_init__(self):
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor} must lie in [0, 1]")
+
+    def keep(
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Bool[Array, "b k p"]:
+        """See `EvenHeads.keep`."""
+        b, heads, width = votes.shape
+        sure = jnp.asarray([int(n * self.floor) for n in range(width + 1)])[budget]
+        safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
+        flat = jnp.where(safe, jnp.inf, votes).reshape(b, heads * width)
+        return top(flat, heads * budget).reshape(votes.shape)
+
+    def most(self, budget: int, heads: int, prompt: int) -> int:
+        """All heads' pairs, should one head win every comparison."""
+        return min(budget * heads, prompt)

@@ -1,0 +1,93 @@
+"""Storage of the kept prompt pairs: one flat run of slots for all layers and heads, as long as the budget."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Kept(NamedTuple):
+    """Pairs of all layers and kv heads behind one another; a head's pairs are in order of position.
+
+    Attributes:
+      k: rotated keys.
+      v: values.
+      position: where in the prompt each pair stands.
+      start: first slot of each layer and head.
+      length: slots of each layer and head.
+    """
+
+    k: Float[Array, "b s d"]
+    v: Float[Array, "b s d"]
+    position: Int[Array, "b s"]
+    start: Int[Array, "n b k"]
+    length: Int[Array, "n b k"]
+
+    def slots(self, layer: Int[Array, ""], width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
+        """The slots of one layer's heads, each padded to `width` (slot s), and which are real."""
+        order = jnp.arange(width)
+        real = order < self.length[layer][..., None]
+        return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
+
+    def read(self, layer: Int[Array, ""], width: int) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
+        """Keys and values [b w k d] of one layer, padded to `width` per head, and which are real."""
+        slots, real = self.slots(layer, width)
+        pairs = (jnp.swapaxes(a[_row(slots), self._clipped(slots)], 1, 2) for a in (self.k, self.v))
+        return *pairs, real[:, :, None]
+
+    def positions(self, layer: Int[Array, ""], width: int) -> Int[Array, "b k w"]:
+        """Prompt positions of one layer's pairs, padded as in `read`; meaningless where padding."""
+        slots, _ = self.slots(layer, width)
+        return self.position[_row(slots), self._clipped(slots)]
+
+    def allot(
+        self,
+        layer: Int[Array, ""],
+        first: Int[Array, "b"],
+        keep: Bool[Array, "b k p"],
+        where: Bool[Array, "b 1"],
+    ) -> "Kept":
+        """Gives one layer's heads the positions to keep, from slot `first` on, in the marked rows."""
+        length = jnp.sum(keep, axis=-1)
+        start = first[:, None] + jnp.cumsum(length, axis=1) - length
+        put = lambda a, new: a.at[layer].set(jnp.where(where, new, a[layer]).astype(a.dtype))
+        rank = jnp.cumsum(keep, axis=-1) - 1 + start[..., None]
+        slot = jnp.where(keep & where[..., None], rank, self.k.shape[1])
+        position = jnp.broadcast_to(jnp.arange(keep.shape[-1], dtype=jnp.int32), keep.shape)
+        return self._replace(
+            start=put(self.start, start),
+            length=put(self.length, length),
+            position=self.position.at[_row(slot), slot].set(position, mode="drop"),
+        )
+
+    def renew(
+        self,
+        layer: Int[Array, ""],
+        k: Float[Array, "b p k d"],
+        v: Float[Array, "b p k d"],
+        width: int,
+        where: Bool[Array, "b 1"],
+    ) -> "Kept":
+        """Takes the kept pairs of one layer from the prompt's fresh keys and values, in the marked rows."""
+        slots, _ = self.slots(layer, width)
+        position = self.positions(layer, width)[..., None]
+        slots = jnp.where(where[..., None], slots, self.k.shape[1])
+        pick = lambda a: jnp.take_along_axis(jnp.swapaxes(a, 1, 2), position, axis=2)
+        put = lambda a, new: a.at[_row(slots), slots].set(pick(new).astype(a.dtype), mode="drop")
+        return self._replace(k=put(self.k, k), v=put(self.v, v))
+
+    def _clipped(self, slots: Int[Array, "b k w"]) -> Int[Array, "b k w"]:
+        return jnp.minimum(slots, self.k.shape[1] - 1)
+
+
+def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: int, dtype: Any) -> Kept:
+    """No pairs yet, and room for the largest of the given sets of layer budgets."""
+    room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
+    pairs = jnp.zeros((batch, room, head), dtype)
+    segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)
+    return Kept(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments)
+
+
+def _row(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:
+    return jnp.arange(index.shape[0])[:, None, None]

@@ -1,0 +1,77 @@
+"""How much each layer's attention changes the residual stream: the offline profile of layer budgets."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax import checks
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.attention import attention, key_mask
+from dllm_jax.block import embed, walk
+from dllm_jax.model import Model
+from dllm_jax.partial import cosine
+from dllm_jax.rows import whole_rows
+
+
+@jax.jit
+def importance(
+    model: Model, tokens: Int[Array, "b l"], among: Bool[Array, "b l"], valid: Bool[Array, "b l"]
+) -> Float[Array, "n b"]:
+    """1 - cosine of the residual stream before and after a layer's attention (MaskKV, equation 8).
+
+    Args:
+      model: the model.
+      tokens: ids, mask_id where undecided.
+      among: positions to average over.
+      valid: False at padding.
+    """
+    batch, length = tokens.shape
+    spec = model.spec
+    rows = whole_rows(jnp.ones(batch, bool), length)
+
+    def layer(block, carry):
+        x, profile = carry
+        q, k = block.qk(x, rows)
+        after = x + block.out(attention(q, k, block.value(x), key_mask(valid))[0])
+        kept = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
+        return after + block.mlp(after), profile.at[block.layer].set(1 - kept)
+
+    start = embed(model.params, tokens), jnp.zeros((spec.layers, batch))
+    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), layer, start)[1]
+
+
+def calibrate(model: Model, prompts: checks.Ids, length: int, prompt_mask=None) -> tuple[float, ...]:
+    """The importance of each layer, averaged over calibration prompts with a masked response.
+
+    Args:
+      model: the model.
+      prompts: token ids Int[b p], left-padded if lengths differ.
+      length: response positions.
+      prompt_mask: False at padding.
+
+    Returns:
+      a profile for `BoundaryMiddle(importance=...)`; its complement serves `SqueezeAttention`.
+    """
+    prompts = checks.token_ids(prompts, model.spec, "prompts")
+    mask = checks.left_padding(prompt_mask, prompts.shape)
+    response = jnp.full((prompts.shape[0], length), model.spec.mask_id, jnp.int32)
+    tokens = jnp.concatenate([prompts, response], axis=1)
+    valid = jnp.ones(tokens.shape, bool)
+    if mask is not None:
+        valid = valid.at[:, : prompts.shape[1]].set(mask)
+    profile = np.asarray(importance(model, tokens, valid, valid), np.float64).mean(axis=1)
+    return tuple(float(share) for share in profile)
+
+
+def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: str | int):
+    """Writes a profile as JSON; notes say what it was measured on."""
+    pathlib.Path(path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")
+
+
+def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
+    """Reads a profile that `save_profile` wrote."""
+    return tuple(float(share) for share in json.loads(pathlib.Path(path).read_text())["importance"])

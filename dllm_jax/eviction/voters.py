@@ -1,0 +1,138 @@
+"""Who votes for the prompt positions to keep, and how the attention they give is counted."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from dllm_jax.attention import Mask, received
+from dllm_jax.canvas import Canvas
+from dllm_jax.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskVotes:
+    """MaskKV, equation 7: the rows of masked positions."""
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.masked & canvas.valid
+
+    def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
+        """The votes as they are ranked."""
+        return votes
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptVotes(MaskVotes):
+    """The prompt's own rows."""
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class AllVotes(MaskVotes):
+    """All rows."""
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.valid
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionVotes(MaskVotes):
+    """One quarter of the masked rows, in order (MaskKV, Table 8).
+
+    Attributes:
+      quarter: 0 to 3; longer quarters come first.
+    """
+
+    quarter: int = 3
+
+    def __post_init__(self):
+        if not 0 <= self.quarter <= 3:
+            raise ValueError(f"quarter={self.quarter} must lie in 0..3")
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        masked = canvas.masked & canvas.valid
+        rank = jnp.cumsum(masked, axis=1) - 1
+        size, longer = jnp.divmod(jnp.sum(masked, axis=1, keepdims=True), 4)
+        begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
+        return masked & (rank >= begins(self.quarter)) & (rank < begins(self.quarter + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(MaskVotes):
+    """SnapKV (arXiv:2404.14469): the last prompt rows, votes averaged over neighbouring positions.
+
+    The window itself comes first; if it does not fit the budget, its beginning is kept.
+
+    Attributes:
+      window: how many rows vote.
+      kernel: positions to average over, odd.
+    """
+
+    window: int = 32
+    kernel: int = 5
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} must be odd and positive")
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.prompt & (canvas.position >= canvas.layout.prompt - self.window)
+
+    def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
+        """Mean over the rows, pooled; the window's positions come first."""
+        width = votes.shape[-1]
+        window = jnp.arange(width) >= width - self.window
+        rows = jnp.sum(self.voters(canvas), axis=1)[:, None, None]
+        votes = jnp.where(window, 0.0, votes / jnp.maximum(rows, 1))
+        side = self.kernel // 2
+        padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
+        pooled = sum(padded[..., i : i + width] for i in range(self.kernel)) / self.kernel
+        best = jnp.max(jnp.where(window, 0.0, pooled), axis=(1, 2), keepdims=True)
+        return jnp.where(window, best + 1, pooled)
+
+
+def evidence(
+    voter: MaskVotes,
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    mask: Mask,
+    rows: Rows,
+    canvas: Canvas,
+) -> tuple[Float[Array, "b k p"], Float[Array, "b k"]]:
+    """Votes for the prompt positions, and how much each kv head prefers the prompt.
+
+    Args:
+      voter: who votes.
+      q: queries of the rows.
+      k: keys of all positions, in canvas order.
+      lse: log-sum-exp of the rows' attention to them.
+      mask: which keys may be attended to.
+      rows: the computed rows.
+      canvas: state before the step.
+
+    Returns:
+      votes, summed over the voters and averaged over a kv head's queries, -inf at padding; and P_h of
+      equation 14, the masked rows' attention to the prompt over that to prompt and masked positions.
+    """
+    p = canvas.layout.prompt
+    here = rows.index < canvas.layout.length
+    weigh = lambda who: (rows.take(who) & here).astype(jnp.float32)
+    given = lambda who: received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
+    masked = canvas.masked & canvas.valid
+    seen = given(masked)
+    to_prompt = jnp.sum(seen[..., :p], axis=-1)
+    to_masks = jnp.sum(jnp.where(masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
+    votes = voter.score(given(voter.voters(canvas))[..., :p], canvas)
+    preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
+    return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference

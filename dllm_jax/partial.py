@@ -1,0 +1,89 @@
+"""Updating some of the rows that pass through a layer: which, how many at a time, and where they are kept."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from dllm_jax.cache import LayerView
+from dllm_jax.rows import Rows, compact
+
+Carry = TypeVar("Carry")
+
+
+def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array, "b q"]:
+    """Cosine similarity of each row's vectors, heads concatenated, float32."""
+    x, y = (a.reshape(*a.shape[:2], -1).astype(jnp.float32) for a in (x, y))
+    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    return jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-8)
+
+
+def lowest(score: Float[Array, "b q"], among: Bool[Array, "b q"], share: float) -> Bool[Array, "b q"]:
+    """The int(count * share) lowest scores among `count` marked rows of each sequence; ties: lowest index."""
+    order = jnp.argsort(jnp.where(among, score, jnp.inf), axis=1)
+    rank = jnp.argsort(order, axis=1)
+    sizes = jnp.asarray([int(count * share) for count in range(score.shape[1] + 1)])
+    return among & (rank < sizes[jnp.sum(among, axis=1)][:, None])
+
+
+def run_narrowest(
+    marked: Bool[Array, "b q"], widths: tuple[int, ...], rows: Rows, length: int, body: Callable, carry: Carry
+) -> Carry:
+    """Runs `body(index, rows, carry)` once over the marked rows, in the narrowest width that holds them.
+
+    Runs nothing if no row is marked. Each width is a loop of one trip: the branches of a `lax.switch` would
+    copy the caches they write.
+
+    Args:
+      marked: rows to run.
+      widths: ascending; the last must hold every row.
+      rows: the rows `marked` speaks of.
+      length: canvas positions.
+      body: `index` holds places in `rows` (its width where padding), `rows` the positions there.
+      carry: threaded through.
+    """
+    most, narrower = jnp.max(jnp.sum(marked, axis=1)), jnp.int32(0)
+    position = jnp.pad(rows.index, ((0, 0), (0, 1)), constant_values=length)
+    for width in widths:
+        index = compact(marked, width)
+        some = Rows(jnp.take_along_axis(position, index, axis=1), whole=False)
+        trips = ((most > narrower) & (most <= width)).astype(jnp.int32)
+        carry = jax.lax.fori_loop(
+            0, trips, lambda _, carry, index=index, some=some: body(index, some, carry), carry
+        )
+        narrower = jnp.int32(width)
+    return carry
+
+
+def gather(x: Shaped[Array, "b q *d"], index: Int[Array, "b w"]) -> Shaped[Array, "b w *d"]:
+    """Rows of x at places that may be padding (which reads the last row)."""
+    index = jnp.minimum(index, x.shape[1] - 1)
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def tail_slot(index: Int[Array, "b q"], slots: int, length: int) -> Int[Array, "b q"]:
+    """Where the last `slots` of `length` positions stand in a store of just these; `slots` for all others."""
+    slot = index - (length - slots)
+    return jnp.where(slot >= 0, slot, slots)
+
+
+def put_tail(
+    stack: Shaped[Array, "n b t *d"],
+    layer: Int[Array, ""],
+    index: Int[Array, "b q"],
+    length: int,
+    rows: Shaped[Array, "b q *d"],
+) -> Shaped[Array, "n b t *d"]:
+    """Writes rows into a store of the canvas's last t positions, dropping what it does not hold."""
+    slots = Rows(tail_slot(index, stack.shape[2], length), whole=False)
+    return LayerView(stack, layer).update(slots, rows)[0].stack
+
+
+def take_tail(
+    stack: Shaped[Array, "n b t *d"], layer: Int[Array, ""], index: Int[Array, "b q"], length: int
+) -> Shaped[Array, "b q *d"]:
+    """Rows of a store of the canvas's last t positions; meaningless where it does not hold them."""
+    slots = tail_slot(index, stack.shape[2], length)
+    return gather(LayerView(stack, layer).read(), slots)

@@ -1,0 +1,175 @@
+"""dLLM-Cache: long-interval prompt caching and value-guided partial updates (arXiv:2506.06295)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from dllm_jax.attention import attention
+from dllm_jax.block import Block
+from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.partial import cosine, gather, lowest, put_tail, run_narrowest, take_tail
+from dllm_jax.policies.base import Policy
+from dllm_jax.rows import Rows, scatter
+from dllm_jax.spec import ModelSpec
+
+
+class Store(NamedTuple):
+    """What the layers keep, stacked.
+
+    Attributes:
+      k: rotated keys of the last s canvas positions (`DLLMCache`: of all of them).
+      v: their values.
+      attention: the attention branch's output at the last t positions: the response, and with a shifted
+        head the row before it. The rest of the prompt's outputs would never be read between refreshes.
+      mlp: the MLP branch's output there.
+    """
+
+    k: Float[Array, "n b s k d"]
+    v: Float[Array, "n b s k d"]
+    attention: Float[Array, "n b t m"]
+    mlp: Float[Array, "n b t m"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DLLMCache(Policy):
+    """Refreshes the prompt every Kp steps, the response every Kr, and its most changed rows in between.
+
+    All response rows pass through every layer at every step, but between refreshes a layer projects only
+    their values and compares them with those of the previous step: the int(length * ratio) least similar
+    rows get new keys, attention and MLP outputs, the others add their cached outputs to the residual
+    stream. Values are renewed for all rows. Layer 0 refreshes the response at every step.
+
+    Exact limit: prompt_every=1, response_every=1.
+    Departures: prompt rows are not carried between refreshes, except the one that predicts the first
+    response token (shifted heads), whose first layer is live as in the reference; no other prompt output
+    is ever read. Steps are counted per row, so that rows of a batch may drift apart.
+
+    Attributes:
+      prompt_every: prompt refresh interval Kp, in steps of the whole generation.
+      response_every: response refresh interval Kr.
+      ratio: share of the response updated between refreshes; 0 updates nothing, values included.
+    """
+
+    prompt_every: int = 100
+    response_every: int = 7
+    ratio: float = 0.25
+
+    def __post_init__(self):
+        for name in ("prompt_every", "response_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio} must lie in [0, 1]")
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Dense K and V, and both branch outputs of the response."""
+        return Cache(Store(*dense(spec, layout, batch, dtype), *branches(spec, layout, batch, dtype)), ())
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The response and the rows that predict it; everything when the prompt is due."""
+        return canvas.response | canvas.sources(canvas.response) | canvas.due(self.prompt_every)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """The response and the row before it; the canvas, for batches in which one prompt is due."""
+        return (min(layout.response + 1, layout.length), layout.length)
+
+    def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
+        """Whether a layer refreshes the prompt and the response; `first` tells the first layer."""
+        return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
+
+    def stale(
+        self, block: Block, value: Float[Array, "b q k d"], kv: LayerView, rows: Rows, canvas: Canvas
+    ) -> Bool[Array, "b q"]:
+        """Rows whose keys and branch outputs this layer recomputes."""
+        length = canvas.layout.length
+        similarity = cosine(value, take_tail(kv.stack.v, kv.layer, rows.index, length))
+        response = rows.take(canvas.response & canvas.valid) & (rows.index < length)
+        prompt_due, response_due = self.due(canvas, block.layer == 0)
+        changed = lowest(similarity, response, self.ratio)
+        in_prompt = rows.index < canvas.layout.prompt
+        return jnp.where(in_prompt, prompt_due, (response_due & (rows.index < length)) | changed)
+
+    def layer(
+        self,
+        block: Block,
+        x: Float[Array, "b q m"],
+        kv: LayerView,
+        shared: PyTree,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
+        """New values, new keys and branch outputs of the stale rows, cached outputs of the others."""
+        length, response, store = canvas.layout.length, canvas.layout.response, kv.stack
+        value = block.value(x)
+        stale = self.stale(block, value, kv, rows, canvas)
+        renewed = stale | (rows.index >= canvas.layout.prompt) if self.ratio else stale
+        v = put_tail(store.v, kv.layer, jnp.where(renewed, rows.index, length), length, value)
+        attended, mlp = (take_tail(a, kv.layer, rows.index, length) for a in (store.attention, store.mlp))
+
+        def refresh(index, some, carry):
+            kv, shared, attended, mlp = carry
+            o, kv, shared = self.attend(block, gather(x, index), value, kv, shared, rows, some, canvas)
+            branch = block.out(o)
+            after = block.mlp(gather(x, index) + branch)
+            return kv, shared, scatter(attended, index, branch), scatter(mlp, index, after)
+
+        few = x.shape[1] - response + int(response * self.ratio)
+        kv, shared, attended, mlp = run_narrowest(
+            stale,
+            tuple(w for w in sorted({few, x.shape[1]}) if w > 0),
+            rows,
+            length,
+            refresh,
+            (kv._replace(stack=store._replace(v=v)), shared, attended, mlp),
+        )
+        at = jnp.where(stale, rows.index, length)
+        store = kv.stack._replace(
+            attention=put_tail(store.attention, kv.layer, at, length, attended),
+            mlp=put_tail(store.mlp, kv.layer, at, length, mlp),
+        )
+        return x + attended + mlp, kv._replace(stack=store), shared
+
+    def attend(
+        self,
+        block: Block,
+        x: Float[Array, "b w m"],
+        value: Float[Array, "b q k d"],
+        kv: LayerView,
+        shared: PyTree,
+        rows: Rows,
+        some: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b w h d"], LayerView, PyTree]:
+        """Keys of some of the rows overwrite the stored ones, then these rows attend to everything.
+
+        Args:
+          block: this layer's weights.
+          x: the residual stream at `some`.
+          value: fresh values of `rows`; those of the response are stored already.
+          kv: this layer's storage.
+          shared: `Cache.shared`.
+          rows: all rows that pass through the layer.
+          some: those to refresh.
+          canvas: state before the step.
+        """
+        q, k = block.qk(x, some)
+        kv = write_keys(kv, some, k, canvas)
+        now = kv.read()
+        return attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
+
+
+def write_keys(kv: LayerView, rows: Rows, k: Float[Array, "b w k d"], canvas: Canvas) -> LayerView:
+    """Stores the rows' keys, as far as the store has their positions."""
+    keys = put_tail(kv.stack.k, kv.layer, rows.index, canvas.layout.length, k)
+    return kv._replace(stack=kv.stack._replace(k=keys))
+
+
+def branches(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> tuple[Array, Array]:
+    """Zeros for the branch outputs of the response and the row that predicts its first token."""
+    tail = min(layout.response + int(spec.shifted), layout.length)
+    shape = (spec.layers, batch, tail, spec.width)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -1,0 +1,143 @@
+"""MaskKV: eviction of prompt pairs by the votes of masked positions (arXiv:2510.09309)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from dllm_jax import eviction
+from dllm_jax.attention import attention
+from dllm_jax.block import Block
+from dllm_jax.cache import Cache, LayerView
+from dllm_jax.canvas import Canvas
+from dllm_jax.eviction.kept import Kept, empty
+from dllm_jax.layout import Layout
+from dllm_jax.policies.dllm_cache import DLLMCache, Store, branches, write_keys
+from dllm_jax.rows import Rows, scatter
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskKV(DLLMCache):
+    """dLLM-Cache that keeps, after the first step, only the prompt pairs that masked positions look at.
+
+    A prompt refresh attends to the whole prompt. Behind each layer's attention, every kv head then keeps
+    the positions with most votes; between refreshes nothing else of the prompt exists. The storage holds
+    exactly the budget: one flat run of slots over layers and heads.
+
+    Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, but for
+    the row before the response in the first layer (shifted heads).
+    Departures: layer budgets are offline only (the online variant needs the full cache first); shares are
+    rounded so that the budget is used up (`exact`), where the paper's floors lose some of it.
+
+    Attributes:
+      budget: prompt pairs kept per layer and kv head, on average.
+      layers: how the budget is spread over layers; give `BoundaryMiddle` the profile of your model.
+      heads: how a layer's share is spread over its kv heads.
+      votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
+      exact: use the whole budget; False rounds down as printed.
+      reselect: vote again at every prompt refresh instead of renewing the pairs first chosen; needs
+        prompt_every to be a multiple of response_every, so that all masked rows are there to vote.
+    """
+
+    prompt_every: int = 50
+    response_every: int = 5
+    budget: int = 256
+    layers: eviction.UniformLayers = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
+    heads: eviction.EvenHeads = eviction.PromptPreference()  # noqa: RUF009 (frozen)
+    votes: eviction.MaskVotes = eviction.MaskVotes()  # noqa: RUF009 (frozen)
+    exact: bool = True
+    reselect: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.budget < 1:
+            raise ValueError(f"budget={self.budget} must be at least 1")
+        if self.reselect and self.prompt_every % self.response_every:
+            raise ValueError(
+                f"reselect needs prompt_every={self.prompt_every} to be a multiple of "
+                f"response_every={self.response_every}: only a response refresh has all masked rows"
+            )
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
+        shape = (spec.layers, batch, layout.response, spec.kv_heads, spec.head)
+        pairs = jnp.zeros(shape, dtype)
+        kept = empty(layer_budgets(self, spec.layers, layout), batch, spec.kv_heads, spec.head, dtype)
+        return Cache(Store(pairs, pairs, *branches(spec, layout, batch, dtype)), kept)
+
+    def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
+        """As `DLLMCache`, but the prompt stands still in the first layer too: its pairs are gone."""
+        return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
+
+    def attend(
+        self,
+        block: Block,
+        x: Float[Array, "b w m"],
+        value: Float[Array, "b q k d"],
+        kv: LayerView,
+        shared: PyTree,
+        rows: Rows,
+        some: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b w h d"], LayerView, PyTree]:
+        """Attention to the kept pairs, or to the whole prompt where it is due, which is then evicted."""
+        layout, layer = canvas.layout, block.layer
+        q, k = block.qk(x, some)
+        kv = write_keys(kv, some, k, canvas)
+        now = kv.read()
+        prompt_passes = rows.index.shape[1] > min(layout.response + 1, layout.length)
+        width = layout.prompt if prompt_passes else self.widest_head(canvas)
+        prompt_k, prompt_v, seen = shared.read(layer, width)
+        due = canvas.due(self.prompt_every) & canvas.active[:, None]
+        if prompt_passes:
+            pick = lambda old, index, new: jnp.where(
+                due[..., None, None], scatter(jnp.zeros_like(old), index, new), old
+            )
+            prompt_k, prompt_v = pick(prompt_k, some.index, k), pick(prompt_v, rows.index, value)
+            seen = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :width], seen)
+        keys = jnp.concatenate([prompt_k, now.k], axis=1)
+        response_seen = jnp.broadcast_to(
+            canvas.valid[:, None, None, layout.prompt :], (*seen.shape[:3], layout.response)
+        )
+        mask = jnp.concatenate([seen, response_seen], axis=-1)
+        o, lse = attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
+        if prompt_passes:
+            votes, preference = eviction.evidence(self.votes, q, keys, lse, mask, some, canvas)
+            shared = self.evict(shared, layer, votes, preference, due, canvas)
+            shared = shared.renew(layer, prompt_k, prompt_v, self.widest_head(canvas), due)
+        return o, kv, shared
+
+    def evict(
+        self,
+        kept: Kept,
+        layer: Int[Array, ""],
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        due: Bool[Array, "b 1"],
+        canvas: Canvas,
+    ) -> Kept:
+        """Chooses a layer's pairs: at a row's first step, or whenever its prompt is due with `reselect`."""
+        table = layer_budgets(self, canvas.spec.layers, canvas.layout)
+        before = (np.cumsum(table, axis=1) - table) * canvas.spec.kv_heads
+        length = jnp.sum(canvas.prompt, axis=1)
+        kind = length if canvas.layout.padded else jnp.zeros_like(length)
+        keep = self.heads.keep(votes, preference, jnp.asarray(table)[kind, layer], length, self.exact)
+        chooses = due if self.reselect else due & (canvas.step == 0)[:, None]
+        return kept.allot(layer, jnp.asarray(before)[kind, layer], keep, chooses)
+
+    def widest_head(self, canvas: Canvas) -> int:
+        """The most pairs a head may keep, to which a layer's heads are padded for attention."""
+        table = layer_budgets(self, canvas.spec.layers, canvas.layout)
+        return self.heads.most(int(table.max()), canvas.spec.kv_heads, canvas.layout.prompt)
+
+
+@functools.cache
+def layer_budgets(policy: MaskKV, layers: int, layout: Layout) -> Int[np.ndarray, "lengths n"]:
+    """Pairs per kv head of each layer, for each prompt length that may occur: one, or with padding 0 .. p."""
+    lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)
+    spread = policy.layers.budgets
+    return np.stack([spread(layers, policy.budget, length, policy.exact) for length in lengths])

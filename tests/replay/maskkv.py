@@ -1,0 +1,218 @@
+"""MaskKV: votes, budgets and kept sets of one forward pass, and whole runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax import eviction
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.attention import attention, key_mask
+from dllm_jax.block import embed, unembed, walk
+from dllm_jax.canvas import Canvas, begin
+from dllm_jax.rows import whole_rows
+from tests.replay.case import Case
+from tests.replay.compare import closely, exactly
+from tests.replay.stepping import Logging, states
+
+VOTERS = {
+    "mask_vote": eviction.MaskVotes(),
+    "prompt_vote": eviction.PromptVotes(),
+    "all_vote": eviction.AllVotes(),
+}
+
+
+class Logged(Logging, dj.policies.MaskKV):
+    """`MaskKV` that tells what its layers did."""
+
+
+def maskkv(case: Case):
+    """Tokens, confidences, refreshed rows, kept sets, budgets, and the last step's logits."""
+    s, arrays = case.settings, case.arrays
+    prompt, model = arrays["prompt"], case.model(mask_id=s["mask_id"])
+    layout = dj.Layout(prompt.shape[1], s["gen_length"], s["block_length"], s["steps"])
+    layers = eviction.BoundaryMiddle(
+        tuple(arrays["importance"].tolist()), beta=s["beta"], first=s["first"], last=s["last"]
+    )
+    policy = Logged(
+        prompt_every=s["prompt_refresh"],
+        response_every=s["response_refresh"],
+        ratio=s["transfer_ratio"],
+        budget=s["budget"],
+        layers=layers,
+        heads=eviction.PromptPreference(s["alpha"]),
+        exact=s["rounding"] == "conserve",
+        reselect=s["reselect"],
+    )
+    run = list(states(model, prompt, None, layout, policy, dj.samplers.Confidence()))
+    tokens = np.stack([arrays["tokens"][0], *(state.canvas.tokens for state in run)])
+    exactly("tokens", tokens, arrays["tokens"])
+    logs = [state.cache.shared[1] for state in run]
+    stale = np.stack([log.stale for log in logs])
+    exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])
+    exactly("refresh_prompt", stale[:, 0, 0, 0], arrays["refresh_prompt"])
+    score = np.asarray(run[-1].record.trace.score)[..., layout.prompt :]
+    eligible = np.isfinite(arrays["confidence"]) & np.isfinite(score)
+    closely("confidence", score, arrays["confidence"], where=eligible)
+    for which, at in enumerate(arrays["selection_steps"]):
+        kept = run[at].cache.shared[0]
+        exactly("head_budget", np.swapaxes(kept.length, 0, 1), arrays["head_budget"][which])
+        exactly("keep", kept_sets(kept, layout.prompt), arrays["keep"][which])
+        for row in range(len(prompt)) if at == 0 else ():
+            canvas = at_the_start(model, arrays["tokens"][0][row : row + 1], layout.prompt)
+            votes, preference = look(model, canvas, policy.votes)
+            closely("score", votes, arrays["score"][which, row])
+            closely("prompt_preference", preference, arrays["prompt_preference"][which, row])
+    step = int(arrays["logits_steps"][-1])
+    logits = unembed(model.params, model.spec, logs[step].hidden)
+    source = slice(layout.prompt - model.spec.shifted, layout.length - model.spec.shifted)
+    closely("logits", logits[:, source], arrays["logits"][-1])
+
+
+def scores(case: Case):
+    """Votes, importance and preference of one pass, and what every setting of the grid makes of them."""
+    s, arrays, model = case.settings, case.arrays, case.model()
+    canvas = at_the_start(model, arrays["input_ids"], s["prompt_length"])
+    for name, voter in VOTERS.items():
+        votes, preference = look(model, canvas, voter)
+        closely(name, votes, arrays[name])
+        uniform = [
+            keep(eviction.UniformLayers(), eviction.EvenHeads(), votes, preference, b, True)[2]
+            for b in s["uniform_budgets"]
+        ]
+        exactly(f"uniform {name}", uniform, arrays[f"keep_uniform_{name}"])
+    quarters = [look(model, canvas, eviction.PositionVotes(quarter))[0] for quarter in range(4)]
+    closely("position_votes", quarters, arrays["position_votes"])
+    votes, preference = look(model, canvas, eviction.MaskVotes())
+    closely("prompt_preference", preference, arrays["prompt_preference"])
+    online = profile(model, canvas, canvas.valid)
+    closely("importance", online, arrays["importance"])
+    closely(
+        "importance of the prompt", profile(model, canvas, canvas.prompt), arrays["importance_prompt_tokens"]
+    )
+    offline = arrays["calibration_importance"].astype(np.float64).mean(axis=0)
+    for when, importance in (("offline", offline), ("online", arrays["importance"])):
+        for rounding in ("paper", "conserve"):
+            ours = [
+                keep(
+                    eviction.BoundaryMiddle(tuple(importance.tolist()), g["beta"], g["first"], g["last"]),
+                    eviction.PromptPreference(g["alpha"]),
+                    votes,
+                    preference,
+                    g["budget"],
+                    rounding == "conserve",
+                )
+                for g in s["grid"]
+            ]
+            for name, values in zip(
+                ("layer_budget", "head_budget", "keep"), zip(*ours, strict=True), strict=True
+            ):
+                exactly(f"{name}_{rounding}_{when}", np.stack(values), arrays[f"{name}_{rounding}_{when}"])
+
+
+def baselines(case: Case):
+    """SnapKV votes, and PyramidKV, SqueezeAttention and Ada-KV budgets over both kinds of votes."""
+    s, arrays, model = case.settings, case.arrays, case.model()
+    canvas = at_the_start(model, arrays["input_ids"], s["prompt_length"])
+    snap = eviction.SnapKV(s["window"], s["kernel"])
+    votes = {"snapkv": look(model, canvas, snap)[0], "mask": look(model, canvas, eviction.MaskVotes())[0]}
+    closely("snapkv_scores", votes["snapkv"], arrays["snapkv_scores"])
+    closely("mask_vote", votes["mask"], arrays["mask_vote"])
+    cosine = {
+        "prompt": 1 - profile(model, canvas, canvas.prompt),
+        "all": 1 - profile(model, canvas, canvas.valid),
+    }
+    closely("cosine of the prompt", cosine["prompt"], arrays["layer_cosine_prompt_tokens"])
+    closely("cosine of all", cosine["all"], arrays["layer_cosine_all_tokens"])
+    n, p, budgets = model.spec.layers, s["prompt_length"], s["budgets"]
+    for name, tokens in cosine.items():
+        squeeze = eviction.SqueezeAttention(tuple(tokens.tolist()), s["squeeze_share"])
+        exactly("squeeze groups", squeeze.groups(), arrays[f"squeeze_groups_{name}"])
+        for rounding, exact in (("floor", False), ("conserve", True)):
+            ours = [squeeze.budgets(n, b, p, exact) for b in budgets]
+            exactly(f"squeeze {rounding}", ours, arrays[f"squeeze_budget_{rounding}_{name}"])
+    for name, outside in (("pyramid_kvpress", False), ("pyramid_window_outside", True)):
+        ours = [
+            [pyramid(s, beta, outside).budgets(n, b, p, True) for beta in s["pyramid_betas"]] for b in budgets
+        ]
+        exactly(name, ours, arrays[name])
+    squeeze = eviction.SqueezeAttention(tuple(cosine["prompt"].tolist()), s["squeeze_share"])
+    even, uniform = eviction.EvenHeads(), eviction.UniformLayers()
+    for name, given in votes.items():
+        run = lambda layers, heads, b, given=given: keep(
+            layers, heads, given, np.ones(given.shape[:2]), b, True
+        )
+        exactly("uniform", [run(uniform, even, b)[2] for b in budgets], arrays[f"keep_{name}_uniform"])
+        exactly("squeeze", [run(squeeze, even, b)[2] for b in budgets], arrays[f"keep_{name}_squeeze"])
+        pyramids = [[run(pyramid(s, beta), even, b)[2] for beta in s["pyramid_betas"]] for b in budgets]
+        exactly("pyramid", pyramids, arrays[f"keep_{name}_pyramid"])
+        ada = [run(uniform, eviction.AdaKV(s["adakv_floor"]), b) for b in budgets]
+        exactly("adakv", [kept for _, _, kept in ada], arrays[f"keep_{name}_adakv"])
+        exactly("adakv budgets", [count for _, count, _ in ada], arrays[f"adakv_head_budget_{name}"])
+
+
+def pyramid(s: dict, beta: int, outside: bool = False) -> eviction.PyramidKV:
+    """The case's pyramid."""
+    return eviction.PyramidKV(beta, s["window"], outside)
+
+
+def at_the_start(model: dj.Model, tokens: np.ndarray, prompt: int) -> Canvas:
+    """A canvas over the recorded tokens."""
+    batch, length = tokens.shape
+    layout = dj.Layout(prompt, length - prompt, length - prompt, length - prompt)
+    return begin(jnp.asarray(tokens), jnp.ones((batch, length), bool), model.spec, layout)
+
+
+@functools.partial(jax.jit, static_argnames="voter")
+def _look(model: dj.Model, canvas: Canvas, voter):
+    spec, length, p = model.spec, canvas.layout.length, canvas.layout.prompt
+    batch = canvas.tokens.shape[0]
+    rows, mask = whole_rows(jnp.ones(batch, bool), length), key_mask(canvas.valid)
+
+    def layer(block, carry):
+        x, votes, preference = carry
+        q, k = block.qk(x, rows)
+        o, lse = attention(q, k, block.value(x), mask)
+        given, prefers = eviction.evidence(voter, q, k, lse, mask, rows, canvas)
+        x = x + block.out(o)
+        return x + block.mlp(x), votes.at[block.layer].set(given), preference.at[block.layer].set(prefers)
+
+    heads = (spec.layers, batch, spec.kv_heads)
+    start = embed(model.params, canvas.tokens), jnp.zeros((*heads, p)), jnp.zeros(heads)
+    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), layer, start)[1:]
+
+
+def look(model: dj.Model, canvas: Canvas, voter) -> tuple[np.ndarray, np.ndarray]:
+    """Votes [n k p] and preference [n k] of an uncached pass over one sequence."""
+    return tuple(np.asarray(a)[:, 0] for a in _look(model, canvas, voter))
+
+
+def profile(model: dj.Model, canvas: Canvas, among) -> np.ndarray:
+    """Importance of each layer in this pass."""
+    return np.asarray(eviction.importance(model, canvas.tokens, among, canvas.valid), np.float64)[:, 0]
+
+
+def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int, exact: bool):
+    """Layer budgets [n], head budgets [n k] and kept sets [n k p]; the layers stand for a batch."""
+    n, _, p = votes.shape
+    each = layers.budgets(n, budget, p, exact)
+    kept = heads.keep(
+        jnp.asarray(votes), jnp.asarray(preference, jnp.float32), jnp.asarray(each), jnp.full(n, p), exact
+    )
+    kept = np.asarray(kept)
+    return each, kept.sum(-1), kept
+
+
+def kept_sets(kept, prompt: int) -> np.ndarray:
+    """The kept positions of every row, layer and head, as sets."""
+    layers, batch, heads = kept.length.shape
+    sets = np.zeros((batch, layers, heads, prompt), bool)
+    for layer, row, head in np.ndindex(layers, batch, heads):
+        start, length = int(kept.start[layer, row, head]), int(kept.length[layer, row, head])
+        sets[row, layer, head, np.asarray(kept.position)[row, start : start + length]] = True
+    return sets
+
+
+METHODS = {"maskkv": maskkv, "maskkv-scores": scores, "evict-baselines": baselines}

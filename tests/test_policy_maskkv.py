@@ -1,0 +1,156 @@
+"""MaskKV and the arithmetic of eviction, against plain numpy and in its limits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax import eviction, policies
+from dllm_jax.eviction.rounding import conserve
+from tests.models import canvas, tiny
+from tests.test_policies import prompts
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=8),
+    st.integers(0, 40),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_conserving_shares_add_up_below_the_cap(shares, total, cap, on_device):
+    target = np.asarray(shares) / sum(shares) * total
+    ours = conserve(jnp.asarray(target, jnp.float32) if on_device else target, total, cap)
+    ours = np.asarray(ours)
+    assert ours.sum() == min(total, cap * len(shares))
+    assert (ours >= 0).all()
+    assert (ours <= cap).all()
+    if target.max() <= cap:
+        assert (np.abs(ours - target) < 1 + 1e-4).all()
+
+
+def test_water_filling_by_hand():
+    np.testing.assert_array_equal(conserve(np.array([6.0, 3.0, 3.0]), 12, 4), [4, 4, 4])
+    np.testing.assert_array_equal(conserve(np.array([9.0, 2.0, 1.0]), 12, 5), [5, 5, 2])
+    np.testing.assert_array_equal(conserve(np.array([1.5, 1.5, 1.0]), 4, 5), [2, 1, 1])
+
+
+def test_boundary_layers_by_hand():
+    layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.5)
+    # base 4 of 8; 16 to share: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two
+    np.testing.assert_array_equal(layers.budgets(4, 8, 100, exact=False), [9, 6, 6, 9])
+    np.testing.assert_array_equal(layers.budgets(4, 8, 100, exact=True), [9, 7, 7, 9])
+    np.testing.assert_array_equal(layers.budgets(4, 8, 5, exact=True), [5, 5, 5, 5])
+    np.testing.assert_array_equal(eviction.BoundaryMiddle().budgets(4, 8, 100, True), [8, 8, 8, 8])
+
+
+def test_heads_that_prefer_the_prompt_keep_more():
+    heads = eviction.PromptPreference(alpha=0.5)
+    preference, n, p = jnp.asarray([[0.9, 0.3]]), jnp.asarray([8]), jnp.asarray([20])
+    np.testing.assert_array_equal(heads.budgets(preference, n, p, exact=True), [[10, 6]])
+    assert int(heads.budgets(preference, n, jnp.asarray([9]), exact=True).sum()) == 16
+
+
+def test_ties_go_to_the_lower_position():
+    np.testing.assert_array_equal(
+        eviction.top(jnp.asarray([1.0, 2.0, 1.0, 1.0]), jnp.asarray(2)), [1, 1, 0, 0]
+    )
+
+
+def test_quarters_of_the_masked_rows_are_contiguous_longer_first():
+    masked = np.zeros((1, 14), bool)
+    masked[0, 3:14] = True
+    masked[0, 5] = False
+    state = canvas(masked, prompt=3)
+    split = np.array_split(np.flatnonzero(masked[0]), 4)
+    for quarter in range(4):
+        ours = np.flatnonzero(eviction.PositionVotes(quarter).voters(state)[0])
+        np.testing.assert_array_equal(ours, split[quarter])
+
+
+def test_three_means_of_layers():
+    squeeze = eviction.SqueezeAttention((0.5, 0.52, 0.9, 0.7, 0.91))
+    np.testing.assert_array_equal(squeeze.groups(), [0, 0, 2, 1, 2])
+    assert squeeze.budgets(5, 10, 100, exact=True).sum() == 50
+
+
+def run(policy, family="llada", lengths=(12, 12), **options):
+    model = tiny(family)
+    prompt, mask = prompts(model, lengths)
+    return dj.generate(
+        model, prompt, prompt_mask=mask, length=8, block=4, policy=policy, trace=True, **options
+    )
+
+
+def test_a_full_budget_is_dllm_cache():
+    shared = dict(prompt_every=4, response_every=2)
+    ours = run(policies.MaskKV(budget=12, **shared), lengths=(12, 7))
+    cache = run(policies.DLLMCache(**shared), lengths=(12, 7))
+    np.testing.assert_array_equal(ours.trace.tokens, cache.trace.tokens)
+    np.testing.assert_array_equal(ours.trace.computed, cache.trace.computed)
+    np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_baselines_are_values_of_the_fields(family):
+    baseline = policies.MaskKV(
+        prompt_every=4,
+        response_every=2,
+        budget=5,
+        layers=eviction.PyramidKV(window=2),
+        heads=eviction.AdaKV(),
+        votes=eviction.SnapKV(window=2, kernel=3),
+        reselect=True,
+    )
+    out = run(baseline, family, lengths=(12, 7))
+    assert (np.asarray(out.tokens) != tiny(family).spec.mask_id).all()
+
+
+def test_the_storage_holds_the_budget_and_no_more():
+    spec, layout = tiny("dream").spec, dj.Layout(prompt=100, response=8, block=4, steps=8)
+    cache = policies.MaskKV(budget=10).init(spec, layout, 2, jnp.bfloat16)
+    assert cache.shared.k.shape == (2, 10 * spec.layers * spec.kv_heads, spec.head)
+    assert cache.layers.k.shape == (spec.layers, 2, 8, spec.kv_heads, spec.head)
+    full = policies.DLLMCache().init(spec, layout, 2, jnp.bfloat16)
+    size = lambda c: sum(a.nbytes for a in jax.tree.leaves((c.layers.k, c.layers.v)))
+    kept = cache.shared.k.nbytes + cache.shared.v.nbytes
+    assert size(cache) + kept == size(full) * (8 + 10) // 108
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: policies.MaskKV(budget=0), "budget=0"),
+        (lambda: policies.MaskKV(prompt_every=7, response_every=2, reselect=True), "multiple"),
+        (lambda: policies.MaskKV(ratio=1.5), "ratio=1.5"),
+        (lambda: policies.DLLMCache(prompt_every=0), "prompt_every=0"),
+        (lambda: eviction.BoundaryMiddle(beta=2.0), "beta=2.0"),
+        (lambda: eviction.BoundaryMiddle((0.1, -0.2)), "importance"),
+        (lambda: eviction.PromptPreference(alpha=-1), "alpha=-1"),
+        (lambda: eviction.SnapKV(kernel=4), "kernel=4"),
+        (lambda: eviction.PositionVotes(4), "quarter=4"),
+        (lambda: eviction.AdaKV(floor=1.2), "floor=1.2"),
+        (lambda: eviction.BoundaryMiddle((0.1, 0.2)).budgets(4, 8, 20, True), "2 entries"),
+    ],
+)
+def test_wrong_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_profile_survives_saving(tmp_path):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5))
+    profile = eviction.calibrate(model, prompt, 8, prompt_mask=mask)
+    assert len(profile) == model.spec.layers
+    assert min(profile) > 0
+    eviction.save_profile(tmp_path / "profile.json", profile, prompts=2)
+    assert eviction.load_profile(tmp_path / "profile.json") == profile
+    alone = [eviction.calibrate(model, prompt[i : i + 1, -n:], 8) for i, n in enumerate((9, 5))]
+    np.testing.assert_allclose(profile, np.mean(alone, axis=0), atol=1e-6)
+    policies.MaskKV(layers=dataclasses.replace(eviction.BoundaryMiddle(), importance=profile))
