@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 
 def when(condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
@@ -13,4 +13,16 @@ def when(condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: 
     A loop of at most one trip. XLA copies what a `lax.cond` with a writing branch returns (jaxlib 0.10), and
     never what a loop carries.
     """
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), change(c[1])), (condition, carry))[1]
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), change(c[1])), (condition, carry))[
+        1
+    ]
+
+
+def after(first: Float[Array, "..."], then: PyTree) -> PyTree:
+    """`then`, unchanged, but not before `first` is computed; first must not hold infinity.
+
+    For reading old values of an array that is about to be overwritten in place: unless the write depends on
+    the read, XLA (jaxlib 0.10) copies the whole array first. `lax.optimization_barrier` does not help there.
+    """
+    never = jnp.any(first == jnp.inf)
+    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), then)

@@ -26,6 +26,7 @@ class PolicyCase:
 
 
 ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
+ONE_STEP = dict(length=8, block=8, steps=1)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
@@ -34,6 +35,12 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     ),
     policies.DualCache: PolicyCase(
         policies.DualCache(), policies.DualCache(), ONE_STEP_PER_BLOCK, policies.DualCache()
+    ),
+    policies.ElasticCache: PolicyCase(
+        policies.ElasticCache(window=4, gamma=0.97),
+        policies.ElasticCache(window=8),
+        ONE_STEP,
+        policies.ElasticCache(window=4),
     ),
 }
 

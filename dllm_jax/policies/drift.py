@@ -20,7 +20,9 @@ class DriftTest(abc.ABC):
     """Which tokens a layer tests, and how similar their attention is."""
 
     @abc.abstractmethod
-    def tokens(self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int) -> Int[Array, "b t"]:
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
         """The positions that a layer tests, l = none; attended: what each layer attended to most."""
 
     @abc.abstractmethod
@@ -48,7 +50,9 @@ class HeadCosine(DriftTest):
     close to 1, and not comparable with `KeyCosine`.
     """
 
-    def tokens(self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int) -> Int[Array, "b t"]:
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
         """The union over layers, ascending."""
         union = members(attended, length)
         return compact(union, min(length, attended.shape[1] * attended.shape[2]))
@@ -67,7 +71,9 @@ class KeyCosine(DriftTest):
     Weights are averaged over heads, the cosine is over keys.
     """
 
-    def tokens(self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int) -> Int[Array, "b t"]:
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
         """This layer's own."""
         return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
 

@@ -11,6 +11,7 @@ from dllm_jax.attention import received, weights
 from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
+from dllm_jax.control import after
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.drift import DriftTest, HeadCosine, members
@@ -86,7 +87,9 @@ class ElasticCache(Policy):
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
         start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
-        return Cache(Stored(x, dense(spec, layout, batch, dtype)), Drift(attended, attended, start, similarity))
+        return Cache(
+            Stored(x, dense(spec, layout, batch, dtype)), Drift(attended, attended, start, similarity)
+        )
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""
@@ -125,12 +128,14 @@ class ElasticCache(Policy):
         tested = Rows(self.test.tokens(shared.attended, block.layer, canvas.layout.length), whole=False)
         mask, old = canvas.attends(tested), kv.read()
         before = weights(block.qk(tested.take(old.x), tested)[0], old.kv.k, mask)
+        index, queried, wide = after(before, (rows.index, queried, wide))
+        rows = rows._replace(index=index)
         x, q, lse, stored = pass_layer(block, x, kv, rows, queried, wide, canvas)
         kv = kv._replace(stack=stored)
         k = kv.read().kv.k
         slot = jnp.minimum(rows.slot(tested.index, canvas.layout.length), q.shape[1] - 1)
-        after = weights(jnp.take_along_axis(q, slot[..., None, None], axis=1), k, mask)
-        similarity = self.test.similarity(before, after, tested.index < canvas.layout.length, canvas.valid)
+        now = weights(jnp.take_along_axis(q, slot[..., None, None], axis=1), k, mask)
+        similarity = self.test.similarity(before, now, tested.index < canvas.layout.length, canvas.valid)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
         voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)
         votes = received(q, k, lse, voting.astype(jnp.float32), canvas.attends(rows))

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.policies.drift import members
 from dllm_jax.policies.elastic import Drift
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly

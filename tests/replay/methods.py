@@ -7,8 +7,8 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
-from tests.replay.case import Case
 from tests.replay import elastic
+from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
 from tests.replay.steps import compare_logits, compare_steps, left_pads
