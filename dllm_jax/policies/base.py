@@ -72,7 +72,7 @@ class Policy:
         return canvas.eligible
 
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
-        """Positions recomputed inside the step besides the selected ones, averaged over layers; statistics only.
+        """Positions recomputed in the step besides the selected, averaged over layers; only for statistics.
 
         Args:
           cache: after the step, for the rows of all streams.

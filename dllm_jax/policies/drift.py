@@ -5,6 +5,7 @@ Both compare the attention of the tracked (most attended) tokens before and afte
 
 import abc
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,22 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.rows import compact
 
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
+
+
+class Drift(NamedTuple):
+    """What is known of the drift.
+
+    Attributes:
+      attended: the positions each layer attended to most in the row's last step, l = none.
+      coming: the same for the step under way.
+      start: the first layer that the row's last step computed for all positions; n = none.
+      similarity: result of each layer's test in it; NaN where the layer did not test.
+    """
+
+    attended: Int[Array, "b n track"]
+    coming: Int[Array, "b n track"]
+    start: Int[Array, "b"]
+    similarity: Float[Array, "b n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +106,15 @@ def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"
     flat = attended.reshape(attended.shape[0], -1)
     batch = jnp.arange(flat.shape[0])[:, None]
     return jnp.zeros((flat.shape[0], length), bool).at[batch, flat].set(True, mode="drop")
+
+
+def most_attended(
+    votes: Float[Array, "b l"], candidates: Bool[Array, "b l"], track: int
+) -> Int[Array, "b track"]:
+    """The candidates with most votes, ties to the lower position; l where there are too few."""
+    length = votes.shape[1]
+    value, index = jax.lax.top_k(jnp.where(candidates, votes, -jnp.inf), min(track, length))
+    return jnp.where(value > -jnp.inf, index, length)
 
 
 def _cosine(x: Float[Array, "..."], y: Float[Array, "..."], axis: int) -> Float[Array, "..."]:

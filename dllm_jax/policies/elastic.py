@@ -1,11 +1,10 @@
 """Elastic-Cache (arXiv:2510.14973): a sliding window, and a refresh by depth once attention drifts."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax.attention import received, weights
 from dllm_jax.block import Block
@@ -14,32 +13,16 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.control import after
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy, halvings
-from dllm_jax.policies.drift import DriftTest, HeadCosine, members
+from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.widening import Stored, pass_layer
 from dllm_jax.proposal import Proposal
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
 
-class Drift(NamedTuple):
-    """What is known of the drift.
-
-    Attributes:
-      attended: the positions each layer attended to most in the row's last step, l = none.
-      coming: the same for the step under way.
-      start: the first layer that the row's last step computed for all positions; n = none.
-      similarity: result of each layer's test in it; NaN where the layer did not test.
-    """
-
-    attended: Int[Array, "b n track"]
-    coming: Int[Array, "b n track"]
-    start: Int[Array, "b"]
-    similarity: Float[Array, "b n"]
-
-
 @dataclasses.dataclass(frozen=True)
 class ElasticCache(Policy):
-    """Recomputes a window of masks, what was just decoded, and the tracked tokens; from some layer on, everything.
+    """Recomputes a window of masks, fresh tokens and tracked ones; after drift, all from some layer on.
 
     The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
     the tracked tokens (the most attended ones of the last step) is still what it was; where the similarity
@@ -53,7 +36,7 @@ class ElasticCache(Policy):
     docs/departures.md.
 
     Attributes:
-      window: masks that are computed and may be decoded (beta). A fixed schedule must not ask for more per step.
+      window: masks that are computed and may be decoded (beta); no schedule can decode more in a step.
       gamma: a layer whose similarity is below it has drifted; -1 never refreshes, above 1 always does.
       track: most attended tokens that each layer tracks.
       test: what is compared, `HeadCosine` (released code) or `KeyCosine` (paper).
@@ -81,8 +64,8 @@ class ElasticCache(Policy):
         most = -(-layout.block // layout.steps_per_block)
         if most > self.window:
             raise ValueError(
-                f"steps={layout.steps} asks for {most} tokens per step, but window={self.window} offers no more "
-                "than that; samplers that decode until done do not need steps"
+                f"steps={layout.steps} asks for {most} tokens per step, more than window={self.window} holds; "
+                "samplers that decode until done do not need steps"
             )
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
@@ -106,7 +89,7 @@ class ElasticCache(Policy):
         return canvas.sources(self.eligible(canvas) if self.block_caching else self.undecided(canvas))
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at first; then what was just decoded, what is tracked, and the rows that predict masks."""
+        """Everything at first; then the fresh, the tracked, and the rows that predict the window."""
         first = (canvas.step == 0)[:, None]
         tracked = members(cache.shared.attended, canvas.layout.length)
         return first | canvas.fresh | tracked | self.voters(canvas)
@@ -120,7 +103,7 @@ class ElasticCache(Policy):
         rows: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b q m"], LayerView, Drift]:
-        """The rows, or all positions where a lower layer has drifted; then this layer's own test and votes."""
+        """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
         queried = self.select(Cache((), shared), canvas) & canvas.active[:, None]
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
         start = jnp.where(canvas.active & (block.layer == 0), begins, shared.start)
@@ -139,19 +122,14 @@ class ElasticCache(Policy):
         drifted = canvas.active & ~wide & (similarity < self.gamma)
         voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)
         votes = received(q, k, lse, voting.astype(jnp.float32), canvas.attends(rows))
+        top = most_attended(jnp.sum(votes, axis=1), canvas.valid & ~self.undecided(canvas), self.track)
         shared = Drift(
             shared.attended,
-            shared.coming.at[:, block.layer].set(self.most_attended(jnp.sum(votes, axis=1), canvas)),
+            shared.coming.at[:, block.layer].set(top),
             jnp.where(drifted, block.layer + 1, start),
             shared.similarity.at[:, block.layer].set(jnp.where(wide, jnp.nan, similarity)),
         )
         return x, kv, shared
-
-    def most_attended(self, votes: Float[Array, "b l"], canvas: Canvas) -> Int[Array, "b track"]:
-        """The positions that receive most, ties to the lower one; undecided ones are no candidates."""
-        votes = jnp.where(canvas.valid & ~self.undecided(canvas), votes, -jnp.inf)
-        value, index = jax.lax.top_k(votes, min(self.track, votes.shape[1]))
-        return jnp.where(value > -jnp.inf, index, votes.shape[1])
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """What the layers attended to is tracked from the next step on."""
@@ -166,10 +144,10 @@ class ElasticCache(Policy):
         return jnp.where(canvas.active, besides, 0.0)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """A window's worth of masks and as many other rows, twice that, and for the rare rest the canvas."""
+        """Four windows, room for the usual tracked tokens, and for the rare rest the canvas."""
         if not self.block_caching:
             return halvings(layout.length)
-        return tuple({min(w * self.window, layout.length) for w in (2, 4)} | {layout.length})
+        return tuple({min(4 * self.window, layout.length), layout.length})
 
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
