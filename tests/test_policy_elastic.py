@@ -30,7 +30,7 @@ def two_attentions(seed=0, shape=(2, 4, 3, 7)):
     keys[1, :2] = False
     old, new = (np.where(keys[:, None, None], a, 0) for a in (old, new))
     old, new = (a / a.sum(-1, keepdims=True) for a in (old, new))
-    return old, new, keys
+    return jnp.asarray(old), jnp.asarray(new), jnp.asarray(keys)
 
 
 def cosine(x, y):
@@ -39,7 +39,7 @@ def cosine(x, y):
 
 def test_head_cosine_is_the_cosine_over_heads_for_each_key():
     old, new, keys = two_attentions()
-    tested = np.array([[True, True, False], [False, True, False]])
+    tested = jnp.asarray([[True, True, False], [False, True, False]])
     ours = policies.HeadCosine().similarity(old, new, tested, keys)
     for row in range(2):
         each = [
@@ -52,7 +52,7 @@ def test_head_cosine_is_the_cosine_over_heads_for_each_key():
 
 def test_key_cosine_is_the_cosine_of_mean_attention_vectors():
     old, new, keys = two_attentions(1)
-    tested = np.array([[True, True, True], [True, False, False]])
+    tested = jnp.asarray([[True, True, True], [True, False, False]])
     ours = policies.KeyCosine().similarity(old, new, tested, keys)
     for row in range(2):
         each = [cosine(old[row, :, t].mean(0), new[row, :, t].mean(0)) for t in np.flatnonzero(tested[row])]
@@ -62,9 +62,9 @@ def test_key_cosine_is_the_cosine_of_mean_attention_vectors():
 @pytest.mark.parametrize("test", [policies.HeadCosine(), policies.KeyCosine()])
 def test_no_drift_is_one_and_nothing_tested_refreshes_nothing(test):
     old, new, keys = two_attentions()
-    ones = test.similarity(old, old, np.ones((2, 3), bool), keys)
+    ones = test.similarity(old, old, jnp.ones((2, 3), bool), keys)
     np.testing.assert_allclose(ones, 1, atol=1e-6)
-    nothing = test.similarity(old, new, np.zeros((2, 3), bool), keys)
+    nothing = test.similarity(old, new, jnp.zeros((2, 3), bool), keys)
     assert not np.any(np.asarray(nothing) < 2)
 
 
@@ -82,7 +82,8 @@ def test_most_attended_are_the_best_candidates_lowest_first(drawn, track):
     votes = np.array([v for v, _ in drawn], np.float32)
     candidates = [i for i, (_, may) in enumerate(drawn) if may]
     expected = sorted(candidates, key=lambda i: (-votes[i], i))[:track]
-    ours = most_attended(votes[None], np.array([may for _, may in drawn])[None], track)[0]
+    may = jnp.asarray([may for _, may in drawn])
+    ours = most_attended(jnp.asarray(votes)[None], may[None], track)[0]
     assert [i for i in np.asarray(ours).tolist() if i < 6] == expected
 
 
@@ -106,7 +107,7 @@ def test_the_window_is_the_leftmost_masks_of_the_block():
     assert members_of(policy.eligible(still)) == [[], [10, 11]]
 
 
-@pytest.mark.parametrize("family, source", [("llada", [4, 6, 7]), ("dream", [3, 5, 6])])
+@pytest.mark.parametrize(("family", "source"), [("llada", [4, 6, 7]), ("dream", [3, 5, 6])])
 def test_rows_are_fresh_tracked_and_those_that_predict_the_window(family, source):
     masked = np.zeros((1, 12), bool)
     masked[0, [4, 6, 7, 9, 11]] = True
@@ -134,7 +135,7 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    ("wrong", "message"),
     [(dict(window=0), "window=0"), (dict(track=-1), "track=-1"), (dict(gamma=float("nan")), "gamma=nan")],
 )
 def test_wrong_values_are_refused(wrong, message):

@@ -64,7 +64,7 @@ class ElasticCache(Policy):
         most = -(-layout.block // layout.steps_per_block)
         if most > self.window:
             raise ValueError(
-                f"steps={layout.steps} asks for {most} tokens per step, more than window={self.window} holds; "
+                f"steps={layout.steps} asks for {most} tokens per step, more than window={self.window}; "
                 "samplers that decode until done do not need steps"
             )
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
