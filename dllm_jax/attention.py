@@ -71,6 +71,18 @@ def head_mean(
     return jnp.mean(_probabilities(q, k, lse, mask), axis=(1, 2))
 
 
+def weights(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], mask: Mask | None = None
+) -> Float[Array, "b h q s"]:
+    """Attention weights of a few query rows, float32; 0 for a query that may attend to nothing."""
+    scores = _scores(q, k, mask)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    grown = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(grown, axis=-1, keepdims=True)
+    b, rows, heads = q.shape[:3]
+    return (grown / jnp.where(total > 0, total, 1.0)).reshape(b, heads, rows, k.shape[1])
+
+
 def key_mask(valid: Bool[Array, "b s"]) -> Mask:
     """Every query may attend to every valid key."""
     return valid[:, None, None, :]

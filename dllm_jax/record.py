@@ -17,6 +17,8 @@ class Stats(NamedTuple):
     Attributes:
       nfe: network forwards the row took part in.
       computed: positions fed through the network, summed over forwards.
+      widened: positions recomputed besides, by layers that widen a step; averaged over layers, summed
+        over forwards.
       cache_ratio: share of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
       decoded: response positions that are not masked at the end.
@@ -25,6 +27,7 @@ class Stats(NamedTuple):
 
     nfe: Int[Array, "b"]
     computed: Int[Array, "b"]
+    widened: Float[Array, "b"]
     cache_ratio: Float[Array, "b"]
     refreshes: Int[Array, "b"]
     decoded: Int[Array, "b"]
@@ -57,12 +60,14 @@ class Record(NamedTuple):
     Attributes:
       steps: denoising steps so far, common to the batch.
       computed: see `Stats`.
+      widened: see `Stats`.
       refreshes: see `Stats`.
       trace: None unless asked for.
     """
 
     steps: Int[Array, ""]
     computed: Int[Array, "b"]
+    widened: Float[Array, "b"]
     refreshes: Int[Array, "b"]
     trace: Trace | None
 
@@ -70,10 +75,16 @@ class Record(NamedTuple):
     def begin(canvas: Canvas, limit: int | None) -> "Record":
         """An empty record; `limit` steps of trace are allocated, None records no trace."""
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
-        return Record(jnp.int32(0), zeros, zeros, None if limit is None else _empty_trace(canvas, limit))
+        trace = None if limit is None else _empty_trace(canvas, limit)
+        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, trace)
 
     def add(
-        self, before: Canvas, after: Canvas, computed: Bool[Array, "b l"], proposal: Proposal
+        self,
+        before: Canvas,
+        after: Canvas,
+        computed: Bool[Array, "b l"],
+        widened: Float[Array, "b"],
+        proposal: Proposal,
     ) -> "Record":
         """Counts one step."""
         counted = computed & before.valid
@@ -81,6 +92,7 @@ class Record(NamedTuple):
         return Record(
             steps=self.steps + 1,
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
+            widened=self.widened + widened,
             refreshes=self.refreshes + everything.astype(jnp.int32),
             trace=None
             if self.trace is None
@@ -90,11 +102,12 @@ class Record(NamedTuple):
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics at the end of a run."""
         positions = jnp.sum(canvas.valid, axis=1) * canvas.step
-        share = self.computed / jnp.maximum(positions, 1)
+        share = (self.computed + self.widened) / jnp.maximum(positions, 1)
         before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
         return Stats(
             nfe=canvas.step,
             computed=self.computed,
+            widened=self.widened,
             cache_ratio=jnp.where(positions > 0, 1.0 - share, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
             decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),

@@ -88,7 +88,8 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
     after = advance(write(canvas, chosen, proposal.token), sampler, plan.stop_at_eos)
     computed = Rows(rows.index[: canvas.tokens.shape[0]], rows.whole).mask(length)
-    record = state.record.add(canvas, after, computed, proposal)
+    widened = policy.widened(cache, canvas, computed)
+    record = state.record.add(canvas, after, computed, widened, proposal)
     return State(after, cache, needed(plan, cache, after), record)
 
 
@@ -132,7 +133,7 @@ def _propose(
     source = canvas.predictor
     reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
     most = layout.response if sampler.allow_mask_token else layout.block
-    index = compact(canvas.eligible & reachable, min(most, rows.index.shape[1]))
+    index = compact(plan.policy.eligible(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
     slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
     slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))

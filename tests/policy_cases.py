@@ -26,6 +26,7 @@ class PolicyCase:
 
 
 ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
+ONE_STEP = dict(length=8, block=8, steps=1)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
@@ -50,6 +51,12 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         None,
         lossy="the prompt's pairs are evicted after the first step",
+    ),
+    policies.ElasticCache: PolicyCase(
+        policies.ElasticCache(window=4, gamma=0.97),
+        policies.ElasticCache(window=8),
+        ONE_STEP,
+        policies.ElasticCache(window=4),
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from tests.models import FAMILIES, cast, tiny
-from tests.policy_cases import CACHED, CASES, EVERY, ONE_STEP_PER_BLOCK
+from tests.policy_cases import CACHED, CASES, EVERY, ONE_STEP, ONE_STEP_PER_BLOCK
 
 SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
 
@@ -37,7 +37,10 @@ def short(value) -> str:
 @pytest.mark.parametrize("policy", CACHED, ids=short)
 def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
     limit, layout = CASES[type(policy)].limit, CASES[type(policy)].limit_layout
-    if isinstance(sampler, samplers.Threshold) and layout is ONE_STEP_PER_BLOCK:  # everything is sure enough
+    if isinstance(sampler, samplers.Threshold) and layout in (
+        ONE_STEP_PER_BLOCK,
+        ONE_STEP,
+    ):  # everything is sure enough
         sampler = samplers.Threshold(0.0)
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))

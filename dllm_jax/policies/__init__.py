@@ -2,6 +2,9 @@
 
 from dllm_jax.policies.base import Policy as Policy
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
+from dllm_jax.policies.drift import HeadCosine as HeadCosine
+from dllm_jax.policies.drift import KeyCosine as KeyCosine
+from dllm_jax.policies.elastic import ElasticCache as ElasticCache
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
 from dllm_jax.policies.maskkv import MaskKV as MaskKV
@@ -14,4 +17,5 @@ ALL: tuple[Policy, ...] = (
     DLLMCache(),
     SparseDLLM(),
     MaskKV(),
+    ElasticCache(),
 )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.attention import attention
@@ -62,6 +63,23 @@ class Policy:
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Statistics for later steps; called after the network and before tokens are committed."""
         return cache
+
+    def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions that may be decoded in the coming step: a subset of `canvas.eligible`.
+
+        Called with the same canvas as `select`, which has to cover the rows that predict them.
+        """
+        return canvas.eligible
+
+    def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
+        """Positions recomputed in the step besides the selected, averaged over layers; only for statistics.
+
+        Args:
+          cache: after the step, for the rows of all streams.
+          canvas: before the step.
+          computed: the positions fed through the network.
+        """
+        return jnp.zeros(computed.shape[:1])
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that fits its rows.

@@ -9,6 +9,7 @@ import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
 from tests.replay import sparse_dllm
 from tests.replay import dllm_cache, maskkv
+from tests.replay import elastic
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
@@ -186,4 +187,5 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **sparse_dllm.METHODS,
     **dllm_cache.METHODS,
     **maskkv.METHODS,
+    **elastic.METHODS,
 }

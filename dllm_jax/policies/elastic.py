@@ -1,0 +1,159 @@
+"""Elastic-Cache (arXiv:2510.14973): a sliding window, and a refresh by depth once attention drifts."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from dllm_jax.attention import received, weights
+from dllm_jax.block import Block
+from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.canvas import Canvas
+from dllm_jax.control import after
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
+from dllm_jax.policies.widening import Stored, pass_layer
+from dllm_jax.proposal import Proposal
+from dllm_jax.rows import Rows
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticCache(Policy):
+    """Recomputes a window of masks, fresh tokens and tracked ones; after drift, all from some layer on.
+
+    The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
+    the tracked tokens (the most attended ones of the last step) is still what it was; where the similarity
+    falls below `gamma`, the following layers recompute all positions from the inputs they have stored
+    (algorithm 1). Layer 0, whose K/V depend on the token alone, stays exact without.
+
+    Exact limit: a single step; unless the head is shifted, also any run with window and track that cover the
+    canvas (the shifted window is of source rows and leaves out the last mask's own).
+    Departures: old queries are recomputed from the stored inputs instead of being stored; batches work, each
+    row with its own refreshes; a block smaller than the response limits the window to the block; see
+    docs/departures.md.
+
+    Attributes:
+      window: masks that are computed and may be decoded (beta); no schedule can decode more in a step.
+      gamma: a layer whose similarity is below it has drifted; -1 never refreshes, above 1 always does.
+      track: most attended tokens that each layer tracks.
+      test: what is compared, `HeadCosine` (released code) or `KeyCosine` (paper).
+      block_caching: False computes all masks, as voters too; still only the window is decoded.
+      cut_at_eos: give up the masks behind the first end-of-text when it is decoded: they stay masked. With
+        `generate(stop_at_eos=True)`, which ends the row and fills them; else the row idles to its last step.
+    """
+
+    window: int = 16
+    gamma: float = 0.9
+    track: int = 1
+    test: DriftTest = HeadCosine()  # noqa: RUF009 (frozen)
+    block_caching: bool = True
+    cut_at_eos: bool = False
+
+    def __post_init__(self):
+        for name in ("window", "track"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.gamma != self.gamma:
+            raise ValueError(f"gamma={self.gamma} must be a number; useful values lie in [0, 1]")
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Input, K and V of every layer and position."""
+        most = -(-layout.block // layout.steps_per_block)
+        if most > self.window:
+            raise ValueError(
+                f"steps={layout.steps} asks for {most} tokens per step, more than window={self.window}; "
+                "samplers that decode until done do not need steps"
+            )
+        x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
+        attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
+        start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
+        return Cache(
+            Stored(x, dense(spec, layout, batch, dtype)), Drift(attended, attended, start, similarity)
+        )
+
+    def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The window: the leftmost masks."""
+        masks = canvas.eligible & self.undecided(canvas)
+        return masks & (jnp.cumsum(masks, axis=1) <= self.window)
+
+    def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Masks that are still to be decoded."""
+        masks = canvas.masked & canvas.valid
+        return masks & ~behind_first_eos(canvas) if self.cut_at_eos else masks
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Rows that predict masks."""
+        return canvas.sources(self.eligible(canvas) if self.block_caching else self.undecided(canvas))
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything at first; then the fresh, the tracked, and the rows that predict the window."""
+        first = (canvas.step == 0)[:, None]
+        tracked = members(cache.shared.attended, canvas.layout.length)
+        return first | canvas.fresh | tracked | self.voters(canvas)
+
+    def layer(
+        self,
+        block: Block,
+        x: Float[Array, "b q m"],
+        kv: LayerView,
+        shared: Drift,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b q m"], LayerView, Drift]:
+        """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
+        queried = self.select(Cache((), shared), canvas) & canvas.active[:, None]
+        begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
+        start = jnp.where(canvas.active & (block.layer == 0), begins, shared.start)
+        wide = canvas.active & (start <= block.layer)
+        tested = Rows(self.test.tokens(shared.attended, block.layer, canvas.layout.length), whole=False)
+        mask, old = canvas.attends(tested), kv.read()
+        before = weights(block.qk(tested.take(old.x), tested)[0], old.kv.k, mask)
+        index, queried, wide = after(before, (rows.index, queried, wide))
+        rows = rows._replace(index=index)
+        x, q, lse, stored = pass_layer(block, x, kv, rows, queried, wide, canvas)
+        kv = kv._replace(stack=stored)
+        k = kv.read().kv.k
+        slot = jnp.minimum(rows.slot(tested.index, canvas.layout.length), q.shape[1] - 1)
+        now = weights(jnp.take_along_axis(q, slot[..., None, None], axis=1), k, mask)
+        similarity = self.test.similarity(before, now, tested.index < canvas.layout.length, canvas.valid)
+        drifted = canvas.active & ~wide & (similarity < self.gamma)
+        voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)
+        votes = received(q, k, lse, voting.astype(jnp.float32), canvas.attends(rows))
+        top = most_attended(jnp.sum(votes, axis=1), canvas.valid & ~self.undecided(canvas), self.track)
+        shared = Drift(
+            shared.attended,
+            shared.coming.at[:, block.layer].set(top),
+            jnp.where(drifted, block.layer + 1, start),
+            shared.similarity.at[:, block.layer].set(jnp.where(wide, jnp.nan, similarity)),
+        )
+        return x, kv, shared
+
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        """What the layers attended to is tracked from the next step on."""
+        drift = cache.shared
+        attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
+        return cache._replace(shared=drift._replace(attended=attended))
+
+    def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
+        """What was not queried, in the layers from `start` on."""
+        start, layers = cache.shared.start[: computed.shape[0]], canvas.spec.layers
+        besides = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
+        return jnp.where(canvas.active, besides, 0.0)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """Four windows, room for the usual tracked tokens, and for the rare rest the canvas."""
+        if not self.block_caching:
+            return halvings(layout.length)
+        return tuple({min(4 * self.window, layout.length), layout.length})
+
+
+def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions behind the leftmost end-of-text of the first step that decoded one."""
+    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.born >= 0)
+    first = jnp.min(jnp.where(eos, canvas.born, canvas.layout.steps + canvas.layout.response), axis=1)
+    earliest = eos & (canvas.born == first[:, None])
+    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
+    return canvas.position > end[:, None]

@@ -1,0 +1,192 @@
+"""Elastic-Cache: the drift test, the window, the stop token, and the limits of its refreshes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.attention import attention, weights
+from dllm_jax.control import after, when
+from dllm_jax.policies.drift import members, most_attended
+from dllm_jax.policies.elastic import behind_first_eos
+from tests.models import FAMILIES, canvas, spec, tiny
+from tests.test_policies import prompts
+
+LAYOUT = dj.Layout(prompt=4, response=8, block=8, steps=8)
+
+
+def members_of(chosen) -> list[list[int]]:
+    return [np.flatnonzero(row).tolist() for row in np.asarray(chosen)]
+
+
+def two_attentions(seed=0, shape=(2, 4, 3, 7)):
+    """Attention weights [b h t s] before and after, and keys of which the second row lacks two."""
+    rng = np.random.default_rng(seed)
+    old, new = rng.random((2, *shape)).astype(np.float32)
+    keys = np.ones((shape[0], shape[-1]), bool)
+    keys[1, :2] = False
+    old, new = (np.where(keys[:, None, None], a, 0) for a in (old, new))
+    old, new = (a / a.sum(-1, keepdims=True) for a in (old, new))
+    return jnp.asarray(old), jnp.asarray(new), jnp.asarray(keys)
+
+
+def cosine(x, y):
+    return x @ y / (np.linalg.norm(x) * np.linalg.norm(y))
+
+
+def test_head_cosine_is_the_cosine_over_heads_for_each_key():
+    old, new, keys = two_attentions()
+    tested = jnp.asarray([[True, True, False], [False, True, False]])
+    ours = policies.HeadCosine().similarity(old, new, tested, keys)
+    for row in range(2):
+        each = [
+            cosine(old[row, :, t, s], new[row, :, t, s])
+            for t in np.flatnonzero(tested[row])
+            for s in np.flatnonzero(keys[row])
+        ]
+        np.testing.assert_allclose(ours[row], np.mean(each), rtol=1e-5)
+
+
+def test_key_cosine_is_the_cosine_of_mean_attention_vectors():
+    old, new, keys = two_attentions(1)
+    tested = jnp.asarray([[True, True, True], [True, False, False]])
+    ours = policies.KeyCosine().similarity(old, new, tested, keys)
+    for row in range(2):
+        each = [cosine(old[row, :, t].mean(0), new[row, :, t].mean(0)) for t in np.flatnonzero(tested[row])]
+        np.testing.assert_allclose(ours[row], np.mean(each), rtol=1e-5)
+
+
+@pytest.mark.parametrize("test", [policies.HeadCosine(), policies.KeyCosine()])
+def test_no_drift_is_one_and_nothing_tested_refreshes_nothing(test):
+    old, new, keys = two_attentions()
+    ones = test.similarity(old, old, jnp.ones((2, 3), bool), keys)
+    np.testing.assert_allclose(ones, 1, atol=1e-6)
+    nothing = test.similarity(old, new, jnp.zeros((2, 3), bool), keys)
+    assert not np.any(np.asarray(nothing) < 2)
+
+
+def test_tokens_that_a_layer_tests():
+    attended = jnp.asarray([[[5, 9], [2, 5]]])  # two layers, two tokens each, canvas of 9: 9 = none
+    both = policies.HeadCosine().tokens(attended, jnp.int32(0), 9)
+    np.testing.assert_array_equal(both, [[2, 5, 9, 9]])
+    np.testing.assert_array_equal(policies.KeyCosine().tokens(attended, jnp.int32(1), 9), [[2, 5]])
+    assert members_of(members(attended, 9)) == [[2, 5]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=6, max_size=6), st.integers(1, 9))
+def test_most_attended_are_the_best_candidates_lowest_first(drawn, track):
+    votes = np.array([v for v, _ in drawn], np.float32)
+    candidates = [i for i, (_, may) in enumerate(drawn) if may]
+    expected = sorted(candidates, key=lambda i: (-votes[i], i))[:track]
+    may = jnp.asarray([may for _, may in drawn])
+    ours = most_attended(jnp.asarray(votes)[None], may[None], track)[0]
+    assert [i for i in np.asarray(ours).tolist() if i < 6] == expected
+
+
+def test_weights_are_those_of_attention():
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 4, 8)), rng.standard_normal((2, 5, 2, 8))
+    q, k = jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
+    mask = jnp.asarray(rng.random((2, 1, 3, 5)) < 0.7).at[0, :, 1].set(False)
+    v = jnp.broadcast_to(jnp.eye(5, 8)[None, :, None], (2, 5, 2, 8))  # reads the weights off
+    out, _ = attention(q, k, v, mask)
+    np.testing.assert_allclose(weights(q, k, mask), jnp.swapaxes(out, 1, 2)[..., :5], atol=1e-6)
+
+
+def test_the_window_is_the_leftmost_masks_of_the_block():
+    masked = np.zeros((2, 12), bool)
+    masked[0, [4, 6, 7, 9, 11]] = masked[1, [10, 11]] = True
+    policy = policies.ElasticCache(window=3)
+    assert members_of(policy.eligible(canvas(masked, prompt=4))) == [[4, 6, 7], [10, 11]]
+    assert members_of(policy.eligible(canvas(masked, prompt=4, block=4))) == [[4, 6, 7], []]
+    still = canvas(masked, prompt=4, active=jnp.asarray([False, True]))
+    assert members_of(policy.eligible(still)) == [[], [10, 11]]
+
+
+@pytest.mark.parametrize(("family", "source"), [("llada", [4, 6, 7]), ("dream", [3, 5, 6])])
+def test_rows_are_fresh_tracked_and_those_that_predict_the_window(family, source):
+    masked = np.zeros((1, 12), bool)
+    masked[0, [4, 6, 7, 9, 11]] = True
+    born = jnp.full((1, 12), -1).at[0, 8].set(2).at[0, 10].set(1)
+    now = canvas(masked, prompt=4, family=family, born=born, step=jnp.asarray([3]))
+    policy = policies.ElasticCache(window=3)
+    cache = policy.init(spec(family), LAYOUT, 1, jnp.float32)
+    drift = cache.shared._replace(attended=jnp.asarray([[[0], [12]]]))
+    assert members_of(policy.select(cache._replace(shared=drift), now)) == [sorted({0, 8, *source})]
+
+
+def test_positions_behind_the_first_committed_stop_token_are_given_up():
+    eos = spec("llada").eos_id
+    masked = np.zeros((1, 10), bool)
+    masked[0, [5, 7, 9]] = True
+    now = canvas(masked, prompt=2)
+    tokens = now.tokens.at[0, jnp.asarray([0, 4, 6, 8])].set(eos)  # 0: in the prompt; 4: decoded later
+    born = jnp.full((1, 10), -1).at[0, jnp.asarray([3, 4, 6, 8])].set(jnp.asarray([0, 2, 1, 1]))
+    now = type(now)(**{**now.__dict__, "tokens": tokens, "born": born})
+    assert members_of(behind_first_eos(now)) == [[7, 8, 9]]
+    assert members_of(policies.ElasticCache(cut_at_eos=True).undecided(now)) == [[5]]
+    assert members_of(policies.ElasticCache().undecided(now)) == [[5, 7, 9]]
+    nothing = type(now)(**{**now.__dict__, "born": jnp.full((1, 10), -1)})
+    assert members_of(behind_first_eos(nothing)) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(dict(window=0), "window=0"), (dict(track=-1), "track=-1"), (dict(gamma=float("nan")), "gamma=nan")],
+)
+def test_wrong_values_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        policies.ElasticCache(**wrong)
+
+
+def test_a_schedule_that_asks_for_more_than_the_window_is_refused():
+    few = dj.Layout(prompt=4, response=8, block=8, steps=2)
+    with pytest.raises(ValueError, match="4 tokens per step, more than window=3"):
+        policies.ElasticCache(window=3).init(spec("llada"), few, 1, jnp.float32)
+
+
+def test_when_and_after():
+    add = lambda x: x + 1
+    assert int(when(jnp.bool_(True), add, jnp.int32(3))) == 4
+    assert int(when(jnp.bool_(False), add, jnp.int32(3))) == 3
+    kept = after(jnp.asarray([1.0, jnp.nan]), (jnp.arange(3), jnp.asarray([True])))
+    np.testing.assert_array_equal(kept[0], [0, 1, 2])
+    assert bool(kept[1][0])
+
+
+def test_tracking_the_whole_canvas_is_exact():
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 6))
+    run = lambda policy: dj.generate(
+        model, prompt, prompt_mask=mask, length=8, policy=policy, trace=True
+    )  # fmt: skip
+    ours, exact = run(policies.ElasticCache(window=8, track=17)), run(policies.Policy())
+    np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
+    np.testing.assert_allclose(
+        np.nan_to_num(ours.trace.score, neginf=0), np.nan_to_num(exact.trace.score, neginf=0), atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
+    """Above 1 every step after the first refreshes from layer 1 on: half of a two-layer model."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    run = lambda gamma: dj.generate(
+        model,
+        prompt,
+        prompt_mask=mask,
+        length=8,
+        policy=policies.ElasticCache(window=4, gamma=gamma),
+        sampler=samplers.Threshold(0.02),
+        trace=True,
+    )
+    always = run(1.5)
+    besides = (~np.asarray(always.trace.computed) & np.pad(mask, ((0, 0), (0, 8)), constant_values=True)) / 2
+    taken_part = np.asarray(always.trace.active)[..., None]
+    np.testing.assert_allclose(always.stats.widened, (besides * taken_part).sum((0, 2)))
+    np.testing.assert_array_equal(run(-1.0).stats.widened, 0)
