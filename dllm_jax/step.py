@@ -75,9 +75,10 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     rows = (
         whole_rows(streams.active, length) if width is None else Rows(compact(state.need, width), whole=False)
     )
-    hidden, cache = _network(model, rope, plan, streams, rows, state.cache)
+    hidden, cache = _network(model, rope, plan, streams, rows, policy.prepare(state.cache, streams, rows))
     index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
-    chosen = sampler.transfer(score, index, canvas, noise)
+    eligible = Rows(index, whole=False).take(canvas.eligible)
+    chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
@@ -125,17 +126,20 @@ def _propose(
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the eligible positions whose source row was computed: only these meet the vocabulary."""
+    """Candidates of the judged positions whose source row was computed: only these meet the vocabulary."""
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
-    batch, length = canvas.tokens.shape
-    own = Rows(rows.index[:batch], rows.whole)
-    source = canvas.predictor
-    reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    most = layout.response if sampler.allow_mask_token else layout.block
-    index = compact(canvas.eligible & reachable, min(most, rows.index.shape[1]))
+    length = layout.length
+    judged = plan.policy.judged(canvas)
+    # with guidance both streams must have the row, which need not stand in the same place in both
+    source = jnp.tile(canvas.predictor, (plan.streams, 1))
+    reachable = jnp.take_along_axis(rows.mask(length), source, axis=1)
+    reachable = jnp.all(reachable.reshape(plan.streams, *judged.shape), axis=0)
+    ahead = type(plan.policy).judged is not Policy.judged
+    most = layout.response if ahead or sampler.allow_mask_token else layout.block
+    index = compact(judged & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
-    slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
-    slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))
+    slot = rows.slot(jnp.take_along_axis(padded, jnp.tile(index, (plan.streams, 1)), axis=1), length)
+    slot = jnp.minimum(slot, rows.index.shape[1] - 1)
     logits = unembed(model.params, spec, jnp.take_along_axis(hidden, slot[..., None], axis=1))
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
