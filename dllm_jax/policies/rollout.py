@@ -41,9 +41,7 @@ def roll(
     return (product + c) / (jnp.sum(attention, axis=2, keepdims=True) + 1.0)
 
 
-def column_sums(
-    c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"]
-) -> Float[Array, "b l"]:
+def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"]) -> Float[Array, "b l"]:
     """How much every position influences all of them: the column sums of C, padding left out.
 
     A row sums to the number of valid positions. A position that was not computed adds 1 to its own, which is
