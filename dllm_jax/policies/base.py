@@ -67,7 +67,7 @@ class Policy:
         return x + block.mlp(x), kv, shared
 
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose candidate and score `observe` sees if they are computed; the eligible ones at least.
+        """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.
 
         Only eligible ones are decoded. Each one meets the vocabulary: `block` rows per step, or if
         this is overridden as many as the response or the step has.

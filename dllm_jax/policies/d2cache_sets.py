@@ -25,7 +25,7 @@ def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: float) -> Floa
 
 
 def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
-    """Everything up to the end of the block that holds the count-th mask, or the last mask if there are fewer."""
+    """Everything up to the end of the block with the count-th mask (the last one if there are fewer)."""
     masked = canvas.masked & canvas.response
     prompt, block = canvas.layout.prompt, canvas.layout.block
     among_first = masked & (jnp.cumsum(masked, axis=1) <= count[:, None])
@@ -62,8 +62,8 @@ def topped_up(
 ) -> Bool[Array, "b l"]:
     """The reference's batches: active rows get as many positions as the longest one.
 
-    Response positions come first, by their (for decoded ones, last known) score with the block's raised above all
-    others, then the rest by influence. The maxima are over all rows, as in the reference.
+    Response positions come first, by their (for decoded ones, last known) score, the block's raised above
+    all others; then the rest by influence. The maxima are over all rows, as in the reference.
     """
     size = jnp.sum(chosen, axis=1)
     missing = jnp.max(jnp.where(canvas.active, size, 0)) - size

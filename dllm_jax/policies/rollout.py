@@ -1,9 +1,9 @@
 """Attention rollout over the rows of one step, and the nucleus of positions that carry its influence.
 
-Rollout (Abnar & Zuidema 2020) multiplies the layers' head-averaged attention: C = W_n ... W_1, W = (E + I) / row
-sums, E being the identity with the computed rows replaced by their attention. A row that was not computed is
-an identity row in every W and so in C: only the q computed rows of C are kept, [b q l] for the duration of a
-step, and a layer costs q^2 l multiplications.
+Rollout (Abnar & Zuidema 2020; arXiv:2509.23094, section 4.2) multiplies the layers' head-averaged attention:
+C = W_n ... W_1, W = (E + I) / row sums, E being the identity with the computed rows replaced by their
+attention. A row that was not computed is an identity row in every W and so in C: only the q computed rows
+of C are kept, [b q l] for the duration of a step, and a layer costs q^2 l multiplications.
 
 The column sums alone could be had from the last layer down, one vector-matrix product per layer, but
 only after all n maps [b n q l] have been stored: a factor n in memory (2 GiB in the first step of a
@@ -54,8 +54,8 @@ def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"])
 def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: float) -> Bool[Array, "b l"]:
     """The heaviest positions whose mass together stays within p of the whole, and always the heaviest one.
 
-    The paper takes the smallest set whose mass exceeds p, one position more. Ties to the lower index; p = 1 is
-    all of them.
+    The paper takes the smallest set whose mass exceeds p, one position more. Ties to the lower index; p = 1
+    is all of them.
     """
     if p == 1:
         return among
