@@ -62,9 +62,12 @@ class State(NamedTuple):
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
-    """The policy's selection for the coming step, in rows that take part."""
-    streams = repeat(canvas, plan.streams)
-    return plan.policy.select(cache, streams) & streams.active[:, None]
+    """The policy's selection for the coming step, in rows that take part.
+
+    With guidance both streams compute what the conditional one selects: they predict the same positions.
+    """
+    selected = plan.policy.select(cache, repeat(canvas, plan.streams))[: canvas.tokens.shape[0]]
+    return jnp.tile(selected & canvas.active[:, None], (plan.streams, 1))
 
 
 def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
@@ -128,18 +131,16 @@ def _propose(
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
     """Candidates of the judged positions whose source row was computed: only these meet the vocabulary."""
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
-    length = layout.length
-    judged = plan.policy.judged(canvas)
-    # with guidance both streams must have the row, which need not stand in the same place in both
-    source = jnp.tile(canvas.predictor, (plan.streams, 1))
-    reachable = jnp.take_along_axis(rows.mask(length), source, axis=1)
-    reachable = jnp.all(reachable.reshape(plan.streams, *judged.shape), axis=0)
+    batch, length = canvas.tokens.shape
+    own = Rows(rows.index[:batch], rows.whole)
+    source = canvas.predictor
+    reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
     ahead = type(plan.policy).judged is not Policy.judged
     most = layout.response if ahead or sampler.allow_mask_token else layout.block
-    index = compact(judged & reachable, min(most, rows.index.shape[1]))
+    index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
-    slot = rows.slot(jnp.take_along_axis(padded, jnp.tile(index, (plan.streams, 1)), axis=1), length)
-    slot = jnp.minimum(slot, rows.index.shape[1] - 1)
+    slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
+    slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))
     logits = unembed(model.params, spec, jnp.take_along_axis(hidden, slot[..., None], axis=1))
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
