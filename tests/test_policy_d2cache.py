@@ -228,12 +228,8 @@ def test_few_steps_leave_no_mask_behind(sampler):
 def test_a_run_computes_what_it_just_decoded_and_few_others():
     model = tiny("llada")
     prompt, _ = prompts(model)
-    run = lambda **o: (
-        dj.generate(
-            model, prompt, length=16, policy=D2Cache(k=3, **o), sampler=Threshold(0.05), trace=True
-        ).trace
-    )
-    trace = run(p=0.0)
+    policy = D2Cache(k=3, p=0.0)
+    trace = dj.generate(model, prompt, length=16, policy=policy, sampler=Threshold(0.05), trace=True).trace
     tokens, computed = np.asarray(trace.tokens), np.asarray(trace.computed)
     decoded = (tokens[1:] != tokens[:-1])[:-1]
     active = np.asarray(trace.active)[1:]
@@ -241,10 +237,20 @@ def test_a_run_computes_what_it_just_decoded_and_few_others():
     assert not (decoded & ~computed[1:])[active].any()
     size = computed[1:].sum(-1)[active]
     assert (size <= (3 + decoded.sum(-1) + 1)[active]).all()
-    all_layers = run(p=0.0, rollout_layers=model.spec.layers)
-    np.testing.assert_array_equal(trace.computed, all_layers.computed)
-    np.testing.assert_allclose(finite(trace.score), finite(all_layers.score), atol=1e-6)
-    assert (run(p=0.0, rollout_layers=1).computed[:2] != trace.computed[:2]).any()
+
+
+def test_the_rollout_can_stop_after_the_first_layers():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    run = lambda layers: (
+        dj.generate(
+            model, prompt, length=8, policy=D2Cache(k=2, p=0.5, rollout_layers=layers), trace=True
+        ).trace
+    )
+    every, counted, first = run(None), run(model.spec.layers), run(1)
+    np.testing.assert_array_equal(every.computed, counted.computed)
+    np.testing.assert_allclose(finite(every.score), finite(counted.score), atol=1e-6)
+    assert (first.computed[1] != every.computed[1]).any()
 
 
 # -- settings -----------------------------------------------------------------------------------------
