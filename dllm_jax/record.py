@@ -40,7 +40,7 @@ class Trace(NamedTuple):
     Attributes:
       tokens: the sequence before step 0 and after every step.
       computed: positions fed through the network.
-      proposed: candidate token of each eligible position, mask_id elsewhere.
+      proposed: candidate token of each eligible position (see `Policy.judged`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       active: rows that took part.
       steps: number of steps that ran.

@@ -62,9 +62,12 @@ class State(NamedTuple):
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
-    """The policy's selection for the coming step, in rows that take part."""
-    streams = repeat(canvas, plan.streams)
-    return plan.policy.select(cache, streams) & streams.active[:, None]
+    """The policy's selection for the coming step, in rows that take part.
+
+    With guidance both streams compute what the conditional one selects: they predict the same positions.
+    """
+    selected = plan.policy.select(cache, repeat(canvas, plan.streams))[: canvas.tokens.shape[0]]
+    return jnp.tile(selected & canvas.active[:, None], (plan.streams, 1))
 
 
 def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
@@ -75,9 +78,10 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     rows = (
         whole_rows(streams.active, length) if width is None else Rows(compact(state.need, width), whole=False)
     )
-    hidden, cache = _network(model, rope, plan, streams, rows, state.cache)
+    hidden, cache = _network(model, rope, plan, streams, rows, policy.prepare(state.cache, streams, rows))
     index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
-    chosen = sampler.transfer(score, index, canvas, noise)
+    eligible = Rows(index, whole=False).take(policy.eligible(canvas))
+    chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
@@ -126,14 +130,15 @@ def _propose(
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the eligible positions whose source row was computed: only these meet the vocabulary."""
+    """Candidates of the judged positions whose source row was computed: only these meet the vocabulary."""
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
     batch, length = canvas.tokens.shape
     own = Rows(rows.index[:batch], rows.whole)
     source = canvas.predictor
     reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    most = layout.response if sampler.allow_mask_token else layout.block
-    index = compact(plan.policy.eligible(canvas) & reachable, min(most, rows.index.shape[1]))
+    ahead = type(plan.policy).judged is not Policy.judged
+    most = layout.response if ahead or sampler.allow_mask_token else layout.block
+    index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
     slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
     slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))

@@ -58,6 +58,12 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_STEP,
         policies.ElasticCache(window=4),
     ),
+    policies.D2Cache: PolicyCase(
+        policies.D2Cache(k=5, p=0.2, inflate=2),
+        policies.D2Cache(k=1, p=1.0),
+        ONE_TOKEN_PER_STEP,
+        policies.D2Cache(k=4),
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

@@ -1,6 +1,7 @@
 """Cache policies, one file per paper; `ALL` drives the generic tests, the README table and the bench."""
 
 from dllm_jax.policies.base import Policy as Policy
+from dllm_jax.policies.d2cache import D2Cache as D2Cache
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
 from dllm_jax.policies.drift import HeadCosine as HeadCosine
 from dllm_jax.policies.drift import KeyCosine as KeyCosine
@@ -18,4 +19,5 @@ ALL: tuple[Policy, ...] = (
     SparseDLLM(),
     MaskKV(),
     ElasticCache(),
+    D2Cache(),
 )

@@ -32,6 +32,13 @@ class Policy:
         """The positions that go through the network in the coming step; called before every step."""
         return canvas.everything
 
+    def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """Called before the layers; may add arrays of the step's width to `shared`.
+
+        The structure of a cache is the same between steps, so `observe` must take them away again.
+        """
+        return cache
+
     def layer(
         self,
         block: Block,
@@ -59,6 +66,14 @@ class Policy:
         o, _ = attention(q, now.k, now.v, canvas.attends(rows))
         x = x + block.out(o)
         return x + block.mlp(x), kv, shared
+
+    def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.
+
+        Only eligible ones are decoded. Each one meets the vocabulary: `block` rows per step, or if
+        this is overridden as many as the response or the step has.
+        """
+        return self.eligible(canvas)
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Statistics for later steps; called after the network and before tokens are committed."""

@@ -20,12 +20,15 @@ class CertaintyPrior(Sampler):
       sigma: width of the Gaussian, in positions.
       threshold: None decodes by the fixed schedule; a value in [0, 1] decodes whatever reaches it (compared
         with confidence * density) and at least one position, until the block is done.
+      tokens_per_step: None as above; a number decodes (at least) that many at every step, until the block is
+        done, however many steps the layout has.
       alg: as in `Confidence`. "entropy" is kept as released, where a negative score times a density
         prefers positions *far* from known tokens.
     """
 
     sigma: float = 10.0
     threshold: float | None = None
+    tokens_per_step: int | None = None
     alg: Alg = "prob"
 
     def __post_init__(self):
@@ -35,6 +38,8 @@ class CertaintyPrior(Sampler):
             raise ValueError(f"sigma={self.sigma} must be positive")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+        if self.tokens_per_step is not None and self.tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1, or None")
 
     def confidence(
         self,
@@ -53,20 +58,24 @@ class CertaintyPrior(Sampler):
         """The best by confidence times density."""
         density = certainty_density(canvas, index, self.sigma)
         priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
-        if self.threshold is None:
+        if self._scheduled:
             return best(priority, even_schedule(canvas))
-        one = jnp.ones(score.shape[:1], jnp.int32)
-        return best(priority, one) | (priority >= self.threshold)
+        chosen = best(priority, jnp.full(score.shape[:1], self.tokens_per_step or 1))
+        return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """When the schedule has run, or with a threshold when nothing is masked."""
-        if self.threshold is None:
+        """When the schedule has run, or without one when nothing is masked."""
+        if self._scheduled:
             return canvas.block_step >= canvas.layout.steps_per_block
         return ~jnp.any(canvas.eligible, axis=1)
 
     def max_steps(self, layout: Layout) -> int:
         """The schedule's steps, or one per position."""
-        return layout.steps if self.threshold is None else layout.response
+        return layout.steps if self._scheduled else layout.response
+
+    @property
+    def _scheduled(self) -> bool:
+        return self.threshold is None and self.tokens_per_step is None
 
 
 def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:

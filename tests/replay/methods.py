@@ -12,6 +12,7 @@ from tests.replay import dllm_cache, maskkv
 from tests.replay import elastic
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
+from tests.replay.d2cache import METHODS as D2CACHE
 from tests.replay.noise import recorded
 from tests.replay.steps import compare_logits, compare_steps, left_pads
 
@@ -188,4 +189,5 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **dllm_cache.METHODS,
     **maskkv.METHODS,
     **elastic.METHODS,
+    **D2CACHE,
 }

@@ -1,0 +1,146 @@
+"""d2Cache: dual adaptive caching (arXiv:2509.23094)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from dllm_jax.attention import attention, head_mean
+from dllm_jax.block import Block
+from dllm_jax.cache import KV, Cache, LayerView
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.policies import rollout
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.d2cache_sets import candidates, inflated, prior, topped_up
+from dllm_jax.proposal import Proposal
+from dllm_jax.rows import Rows
+from dllm_jax.spec import ModelSpec
+
+
+class Salience(NamedTuple):
+    """What is known of each position.
+
+    Attributes:
+      confidence: the sampler's, from the last step that computed it while masked; -inf where never.
+      influence: column sums of the last step's attention rollout.
+      rolled: computed rows of the rollout matrix, [b q l] during a step and () between steps.
+    """
+
+    confidence: Float[Array, "b l"]
+    influence: Float[Array, "b l"]
+    rolled: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class D2Cache(Policy):
+    """Recomputes the masks most likely to be decoded next and the positions attention flows through.
+
+    The first step computes everything; there is no refresh after it. A later step computes M* | X | U:
+    M*, the k masks best by confidence times certainty density, those of the current block first (section
+    4.1); X, what the last step decoded; U, the nucleus of the other positions by attention rollout (section
+    4.2), which may hold masks too. Only computed positions can be decoded.
+
+    Attributes:
+      k: masks per step; more where the sampler's schedule leaves fewer steps than that.
+      sigma: width of the certainty density, in positions; the sampler's own is independent of it.
+      p: rollout threshold, the nucleus's share of the influence.
+      inflate: two computed positions at most this far apart have the ones between computed as well (released
+        code; 4 is its advice for parallel decoding in blocks).
+      rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
+      top_up: fills the rows of a batch up to the longest one's number of positions as the reference has
+        to; a row then depends on its batch mates. For replays only: it makes nothing faster here.
+
+    Exact limit: p=1.
+    Departures: the released code's four slips are repaired as its comments intend (docs/departures.md).
+    From the code, against the paper: the density is normalised, the nucleus takes the mass within p rather
+    than the first to exceed it, M* looks no further than the block that holds the k-th mask. Beyond both:
+    padding is never computed nor counted, and scores below zero ("entropy") are divided by the density
+    instead of multiplied, so that isolated positions come last for them too.
+    """
+
+    k: int = 32
+    sigma: float = 10.0
+    p: float = 0.1
+    inflate: int = 0
+    rollout_layers: int | None = None
+    top_up: bool = False
+
+    def __post_init__(self):
+        if self.k < 1:
+            raise ValueError(f"k={self.k} must be at least 1")
+        if not self.sigma > 0:
+            raise ValueError(f"sigma={self.sigma} must be positive")
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"p={self.p} must lie in [0, 1]")
+        if self.inflate < 0:
+            raise ValueError(f"inflate={self.inflate} must not be negative")
+        if self.rollout_layers is not None and self.rollout_layers < 1:
+            raise ValueError(f"rollout_layers={self.rollout_layers} must be at least 1, or None for all")
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Dense K and V, and two numbers per position."""
+        if self.rollout_layers is not None and self.rollout_layers > spec.layers:
+            raise ValueError(f"rollout_layers={self.rollout_layers}, but the model has {spec.layers} layers")
+        zeros = jnp.zeros((batch, layout.length), jnp.float32)
+        return Cache(super().init(spec, layout, batch, dtype).layers, Salience(zeros - jnp.inf, zeros, ()))
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything at first, then M* | X | U."""
+        known: Salience = cache.shared
+        score = prior(known.confidence, canvas, self.sigma)
+        upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.fresh
+        # the last prompt position competes for U even where it predicts a position of M*
+        others = canvas.valid & ~(upcoming & canvas.response)
+        chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
+        if self.top_up:
+            chosen = topped_up(chosen, known.influence, score, canvas)
+        return chosen | (canvas.step == 0)[:, None]
+
+    def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Masks of later blocks too: their confidence decides when they come into M*."""
+        return canvas.masked & canvas.valid
+
+    def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """The rollout starts from the identity."""
+        identity = rollout.identity_rows(rows, canvas.layout.length)
+        return cache._replace(shared=cache.shared._replace(rolled=identity))
+
+    def layer(
+        self,
+        block: Block,
+        x: Float[Array, "b q m"],
+        kv: LayerView,
+        shared: PyTree,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
+        """The default layer, whose attention the rollout is multiplied with."""
+        q, k = block.qk(x, rows)
+        kv, now = kv.update(rows, KV(k, block.value(x)))
+        mask = canvas.attends(rows)
+        o, lse = attention(q, now.k, now.v, mask)
+
+        def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
+            return rollout.roll(rolled, head_mean(q, now.k, lse, mask), rows, canvas.valid)
+
+        if self.rollout_layers is None:
+            rolled = roll(shared.rolled)
+        else:
+            rolled = jax.lax.cond(block.layer < self.rollout_layers, roll, lambda c: c, shared.rolled)
+        x = x + block.out(o)
+        return x + block.mlp(x), kv, shared._replace(rolled=rolled)
+
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        """New confidences where there are any, and the step's influence in rows that took part."""
+        known: Salience = cache.shared
+        influence = rollout.column_sums(known.rolled, rows, canvas.valid)
+        return cache._replace(
+            shared=Salience(
+                confidence=jnp.where(proposal.score > -jnp.inf, proposal.score, known.confidence),
+                influence=jnp.where(canvas.active[:, None], influence, known.influence),
+                rolled=(),
+            )
+        )

@@ -1,0 +1,118 @@
+"""d2Cache with its slips repaired: the decoding, and every set of its selection."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.blocks import advance
+from dllm_jax.canvas import begin
+from dllm_jax.layout import Layout
+from dllm_jax.policies import d2cache_sets as sets
+from dllm_jax.policies import rollout
+from dllm_jax.record import Record
+from dllm_jax.samplers.certainty_prior import certainty_density
+from dllm_jax.step import Plan, State, needed, step
+from tests.replay.case import Case
+from tests.replay.compare import closely, exactly
+from tests.replay.steps import compare_steps
+
+
+def d2cache(case: Case):
+    """One run through the public API, and one step by step for the internals."""
+    s, d = case.settings, case.settings["decoding"]
+    model, policy, sampler = case.model(mask_id=s["mask_id"]), _policy(case), _sampler(d)
+    shape = dict(length=d["gen_length"], block=d["block_length"])
+    out = dj.generate(model, case.arrays["prompt"], **shape, policy=policy, sampler=sampler, trace=True)
+    compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
+    exactly("active rows", out.trace.active, case.arrays["active_rows"])
+    layout = Layout(case.arrays["prompt"].shape[1], d["gen_length"], d["block_length"], d["gen_length"])
+    _compare_selection(case, policy, list(_states(model, case.arrays["tokens"][0], layout, policy, sampler)))
+
+
+def _policy(case: Case) -> dj.policies.D2Cache:
+    """Several rows are topped up, as in the reference."""
+    a = case.settings["cache"]["args"]
+    return dj.policies.D2Cache(
+        k=a["current_k"],
+        sigma=a["sigma"],
+        p=a["rollout_p"],
+        inflate=a["inflate_w"],
+        top_up=len(case.arrays["prompt"]) > 1,
+    )
+
+
+def _sampler(decoding: dict) -> dj.samplers.Sampler:
+    """[MASK] may win, as in the reference: one case has a position that it wins for many steps."""
+    if decoding["decoding_sigma"]:
+        return dj.samplers.CertaintyPrior(
+            sigma=decoding["decoding_sigma"],
+            threshold=decoding["threshold"],
+            tokens_per_step=decoding["num_transfer_tokens"],
+            allow_mask_token=True,
+        )
+    if decoding["threshold"] is not None:
+        return dj.samplers.Threshold(decoding["threshold"], allow_mask_token=True)
+    return dj.samplers.Confidence(allow_mask_token=True)
+
+
+def _states(model: dj.Model, tokens: np.ndarray, layout: Layout, policy, sampler) -> Iterator[State]:
+    """The engine's state after every step."""
+    plan = Plan(policy, sampler, (layout.length,), stop_at_eos=False, trace=False)
+    canvas = begin(jnp.asarray(tokens), jnp.ones(tokens.shape, bool), model.spec, layout)
+    canvas = advance(canvas, sampler, False)
+    cache = policy.init(model.spec, layout, len(tokens), model.dtype)
+    rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
+    state = State(canvas, cache, needed(plan, cache, canvas), Record.begin(canvas, None))
+    advanced = jax.jit(
+        lambda model, state, width: step(model, rope, None, plan, width, state), static_argnums=2
+    )
+    width = None  # the whole canvas, once
+    while bool(jnp.any(state.canvas.active)):
+        state = advanced(model, state, width)
+        width = layout.length
+        yield state
+
+
+def _compare_selection(case: Case, policy: dj.policies.D2Cache, states: list[State]):
+    """Influence, scores and sets after every step, in rows that go on."""
+    selected = jax.jit(lambda state: _selection(policy, state))
+    ours = jax.tree.map(lambda *a: np.stack(a), *[selected(state) for state in states])
+    going_on = np.stack([state.canvas.active for state in states])[..., None]
+    for name in ("influence", "sel_density", "sel_scores"):
+        closely(name, ours[name], case.arrays[name], going_on)
+    for name in (
+        "sel_candidates",
+        "masked_selected",
+        "rollout_selected",
+        "next_before_inflate",
+        "next_before_topup",
+    ):
+        exactly(name, ours[name], case.arrays[name], going_on)
+
+
+def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array]:
+    """The policy's own functions on one state, under the names of the recording."""
+    canvas, known = state.canvas, state.cache.shared
+    prompt, batch = canvas.layout.prompt, canvas.tokens.shape[0]
+    score = sets.prior(known.confidence, canvas, policy.sigma)
+    best = sets.candidates(score, canvas, policy.k)
+    upcoming = canvas.sources(best) | canvas.fresh
+    nucleus = rollout.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
+    index = jnp.broadcast_to(canvas.position[prompt:], (batch, canvas.layout.response))
+    return dict(
+        influence=known.influence,
+        sel_density=certainty_density(canvas, index, policy.sigma),
+        sel_scores=score[:, prompt:],
+        sel_candidates=(canvas.masked & sets.search_range(canvas, jnp.full(batch, policy.k)))[:, prompt:],
+        masked_selected=best[:, prompt:],
+        rollout_selected=nucleus,
+        next_before_inflate=upcoming | nucleus,
+        next_before_topup=sets.inflated(upcoming | nucleus, policy.inflate),
+    )
+
+
+METHODS = {"d2cache": d2cache}

@@ -1,0 +1,289 @@
+"""d2Cache's rollout and selection against plain numpy, and what a run of it must show."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax.canvas import Canvas
+from dllm_jax.policies import D2Cache, rollout
+from dllm_jax.policies import d2cache_sets as sets
+from dllm_jax.rows import Rows, compact, whole_rows
+from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Threshold
+from tests.models import FAMILIES, canvas, spec, tiny
+from tests.test_policies import finite, prompts
+
+LENGTH = 11
+few = settings(max_examples=25, deadline=None)
+bits = lambda n: st.lists(st.booleans(), min_size=n, max_size=n).map(np.asarray)
+coarse = lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n).map(
+    lambda x: np.asarray(x, np.float32)
+)
+
+# -- rollout ------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def rolled_out(attention, rows_index, valid):
+    rows = Rows(rows_index, whole=False)
+    c = rollout.identity_rows(rows, valid.shape[1])
+    for a in attention:
+        c = rollout.roll(c, a, rows, valid)
+    return rollout.column_sums(c, rows, valid)
+
+
+def plain_rollout(attention: np.ndarray, selected: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """The explicit product of l x l matrices, float64, one sequence; attention is [n l l]."""
+    c = np.eye(len(valid))
+    for a in attention.astype(np.float64):
+        e = np.where((selected & valid)[:, None], a, np.eye(len(valid)))
+        w = e + np.eye(len(valid))
+        c = (w / w.sum(1, keepdims=True)) @ c
+    return np.where(valid, c[valid].sum(0), 0.0)
+
+
+def random_attention(rng, layers: int, valid: np.ndarray) -> np.ndarray:
+    weights = np.exp(3 * rng.standard_normal((layers, len(valid), len(valid)))) * valid
+    return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@few
+@given(st.integers(0, 1000), bits(LENGTH), st.integers(0, 3), st.sampled_from([LENGTH, 8]))
+def test_rollout_is_the_product_of_the_layers(seed, selected, pads, width):
+    selected &= np.cumsum(selected) <= width
+    valid = np.arange(LENGTH) >= pads
+    attention = random_attention(np.random.default_rng(seed), 4, valid)
+    index = compact(jnp.asarray(selected)[None], width)
+    taken = attention[:, np.minimum(np.asarray(index[0]), LENGTH - 1)]  # rows of padding hold anything
+    ours = rolled_out(jnp.asarray(taken)[:, None], index, jnp.asarray(valid)[None])[0]
+    np.testing.assert_allclose(ours, plain_rollout(attention, selected, valid), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.sum(), valid.sum(), rtol=1e-5)
+
+
+def test_rollout_of_a_whole_step_with_a_frozen_row_and_poisoned_padding():
+    valid = np.arange(LENGTH)[None] >= np.asarray([[3], [0]])
+    attention = np.stack([random_attention(np.random.default_rng(i), 3, v) for i, v in enumerate(valid)], 1)
+    poisoned = attention.copy()
+    poisoned[:, 0, :3] = np.nan
+    rows = whole_rows(jnp.asarray([True, False]), LENGTH)
+    c = rollout.identity_rows(rows, LENGTH)
+    for a in poisoned:
+        c = rollout.roll(c, jnp.asarray(a), rows, jnp.asarray(valid))
+    ours = rollout.column_sums(c, rows, jnp.asarray(valid))
+    everything = np.ones(LENGTH, bool)
+    np.testing.assert_allclose(ours[0], plain_rollout(attention[:, 0], everything, valid[0]), rtol=1e-5)
+    np.testing.assert_allclose(ours[1], 1.0)
+
+
+@few
+@given(coarse(9), bits(9), st.sampled_from([0.0, 0.1234, 0.37, 0.613, 1.0]))
+def test_nucleus(weight, among, p):
+    ours = jax.jit(rollout.nucleus, static_argnums=2)(jnp.asarray(weight)[None], jnp.asarray(among)[None], p)
+    order = sorted(np.flatnonzero(among), key=lambda i: (-weight[i], i))
+    total, expected = 0.0, []
+    for i in order:
+        total += float(weight[i]) / (float(weight[among].sum()) + 1e-9)
+        if total > p + 1e-6 and expected and p < 1:
+            break
+        expected.append(i)
+        if total > p + 1e-6 and p < 1:
+            break
+    assert np.flatnonzero(ours[0]).tolist() == sorted(expected)
+
+
+# -- selection ----------------------------------------------------------------------------------------
+
+
+def plain_candidates(score, masked, prompt: int, block: int, current: int, k: int) -> set[int]:
+    """M*, by the words of the specification; `current` is the first position of the current block."""
+    masks = np.flatnonzero(masked)
+    if not len(masks):
+        return set()
+    e = masks[min(k, len(masks)) - 1] - prompt
+    end = prompt + (e // block + 1) * block
+    reachable = [i for i in masks if i < max(end, current + block)]
+    return set(sorted(reachable, key=lambda i: (i >= current + block, -score[i], i))[:k])
+
+
+@few
+@given(coarse(12), bits(12), st.integers(1, 9), st.sampled_from([3, 4, 12]), st.integers(0, 3))
+def test_candidates_and_search_range(score, masked, k, block, current):
+    prompt, start = 2, min(current * block, 12 - block)
+    masked[:start] = False  # blocks before the current one are done
+    if not masked[start : start + block].any():
+        masked[start] = True
+    full = np.concatenate([np.zeros(prompt, bool), masked])
+    c = canvas(full[None], prompt, block, block_start=jnp.asarray(prompt + start))
+    score = np.concatenate([np.zeros(prompt, np.float32), score])
+    ours = jax.jit(sets.candidates, static_argnums=2)(jnp.asarray(score)[None], c, k)
+    assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
+
+
+def test_more_than_k_where_the_schedule_asks_for_more():
+    c = canvas(np.ones((1, 8), bool), steps=2)  # four per step
+    score = jnp.arange(8, dtype=jnp.float32)[None]
+    assert np.flatnonzero(sets.candidates(score, c, 1)[0]).tolist() == [4, 5, 6, 7]
+    last = dataclasses.replace(c, block_step=jnp.asarray([1]))
+    assert sets.candidates(score, last, 1).sum() == 8
+
+
+@few
+@given(bits(12), st.integers(0, 12))
+def test_inflation(chosen, distance):
+    expected = chosen.copy()
+    places = np.flatnonzero(chosen)
+    for a, b in itertools.pairwise(places):
+        if b - a <= distance:
+            expected[a:b] = True
+    np.testing.assert_array_equal(sets.inflated(jnp.asarray(chosen)[None], distance)[0], expected)
+
+
+def test_a_prior_below_zero_prefers_known_neighbours_too():
+    c = canvas(np.asarray([[False, True, True, True, True, True, True, True]]), prompt=1)
+    for confidence in (0.5, -0.5):
+        score = np.asarray(sets.prior(jnp.full((1, 8), confidence), c, 1.0))[0, 1:]
+        assert (np.diff(score[:4]) < 0).all()
+    assert sets.prior(jnp.full((1, 8), -jnp.inf), c, 1.0).max() == -jnp.inf
+
+
+def test_topping_up():
+    """The longer row decides; response positions come before the prompt's, the block's before others."""
+    c = canvas(np.tile(np.arange(8) >= 3, (2, 1)), prompt=2, block=3)
+    chosen = jnp.asarray([[1, 1, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0]], bool)
+    influence = jnp.asarray(np.tile([9.0, 8, 1, 1, 1, 1, 1, 1], (2, 1)))
+    score = jnp.asarray([[0.0] * 8, [0, 0, 0.1, 0.3, 0.2, 0.5, 0.9, 0.4]])
+    ours = sets.topped_up(chosen, influence, score, c)
+    np.testing.assert_array_equal(ours[0], chosen[0])
+    assert np.flatnonzero(ours[1]).tolist() == [2, 3, 4, 5, 6]
+    frozen = dataclasses.replace(c, active=jnp.asarray([False, True]))
+    np.testing.assert_array_equal(sets.topped_up(chosen, influence, score, frozen)[1], chosen[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_selection_is_the_union(family):
+    """Everything at first; then the rows that predict M*, what was decoded, and the nucleus of the rest."""
+    policy, c = D2Cache(k=2, p=0.0, sigma=1.0), selection_canvas(family)
+    cache = policy.init(spec(family), c.layout, 1, jnp.float32)
+    confidence = jnp.asarray([[0, 0, 0, 0, 0.1, 0.9, 0.1, 0.1, 0.99, 0.1]], jnp.float32)
+    influence = jnp.asarray([[1, 2, 0, 0, 0, 0, 0, 3, 0, 0]], jnp.float32)
+    cache = cache._replace(shared=cache.shared._replace(confidence=confidence, influence=influence))
+    assert policy.select(cache, dataclasses.replace(c, step=jnp.asarray([0]))).all()
+    # masks 2 4 5 of the block, 7.. of the next; M* = 4, 5 (0.1 next to known ones, 0.9); X = 3; U = 7
+    best = {4, 5} if family == "llada" else {3, 4}
+    assert set(np.flatnonzero(policy.select(cache, c)[0])) == best | {3, 7}
+
+
+def selection_canvas(family: str) -> Canvas:
+    masked = np.asarray([[0, 0, 1, 0, 1, 1, 1, 1, 1, 1]], bool)
+    born = jnp.asarray([[-1, -1, -1, 4, -1, -1, -1, -1, -1, -1]])
+    return canvas(masked, prompt=2, block=4, family=family, step=jnp.asarray([5]), born=born)
+
+
+# -- runs ---------------------------------------------------------------------------------------------
+
+
+def reachable(trace, shifted: bool) -> np.ndarray:
+    """Positions whose predicting row was computed."""
+    computed = np.asarray(trace.computed)
+    return np.roll(computed, 1, axis=-1) if shifted else computed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_without_logits_is_never_decoded(family):
+    """A sampler that wants more positions per step than were computed gets the computed ones only."""
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    out = dj.generate(
+        model,
+        prompt,
+        length=16,
+        policy=D2Cache(k=2, p=0.0),
+        sampler=CertaintyPrior(tokens_per_step=5),
+        trace=True,
+    )
+    tokens = np.asarray(out.trace.tokens)
+    decoded = tokens[1:] != tokens[:-1]
+    assert not (decoded & ~reachable(out.trace, model.spec.shifted)).any()
+    assert (decoded.sum(-1)[0] == 5).all()
+    assert 2 <= decoded.sum(-1)[1:-1].min() < 5, "the limit was never felt"
+    assert not (tokens[-1] == model.spec.mask_id).any()
+
+
+@pytest.mark.parametrize("sampler", [Confidence(), DreamSchedule()], ids=lambda s: type(s).__name__)
+def test_few_steps_leave_no_mask_behind(sampler):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5))
+    out = dj.generate(
+        model, prompt, prompt_mask=mask, length=16, block=8, steps=4, policy=D2Cache(k=1), sampler=sampler
+    )
+    assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
+
+
+def test_a_run_computes_what_it_just_decoded_and_few_others():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    policy = D2Cache(k=3, p=0.0)
+    trace = dj.generate(model, prompt, length=16, policy=policy, sampler=Threshold(0.05), trace=True).trace
+    tokens, computed = np.asarray(trace.tokens), np.asarray(trace.computed)
+    decoded = (tokens[1:] != tokens[:-1])[:-1]
+    active = np.asarray(trace.active)[1:]
+    assert computed[0].all()
+    assert not (decoded & ~computed[1:])[active].any()
+    size = computed[1:].sum(-1)[active]
+    assert (size <= (3 + decoded.sum(-1) + 1)[active]).all()
+
+
+def test_the_rollout_can_stop_after_the_first_layers():
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    run = lambda layers: (
+        dj.generate(
+            model, prompt, length=8, policy=D2Cache(k=2, p=0.5, rollout_layers=layers), trace=True
+        ).trace
+    )
+    every, counted, first = run(None), run(model.spec.layers), run(1)
+    np.testing.assert_array_equal(every.computed, counted.computed)
+    np.testing.assert_allclose(finite(every.score), finite(counted.score), atol=1e-6)
+    assert (first.computed[1] != every.computed[1]).any()
+
+
+# -- settings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (dict(k=0), "k=0 must be at least 1"),
+        (dict(sigma=0.0), "sigma=0.0 must be positive"),
+        (dict(p=1.5), r"p=1.5 must lie in \[0, 1\]"),
+        (dict(p=-0.1), r"p=-0.1 must lie in \[0, 1\]"),
+        (dict(inflate=-1), "inflate=-1 must not be negative"),
+        (dict(rollout_layers=0), "rollout_layers=0 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        D2Cache(**setting)
+
+
+def test_more_rollout_layers_than_layers_are_refused():
+    with pytest.raises(ValueError, match="rollout_layers=3, but the model has 2 layers"):
+        D2Cache(rollout_layers=3).init(spec("llada"), dj.Layout(4, 8, 4, 8), 1, jnp.float32)
+
+
+def test_tokens_per_step_of_the_certainty_prior():
+    with pytest.raises(ValueError, match="tokens_per_step=0 must be at least 1"):
+        CertaintyPrior(tokens_per_step=0)
+    c = canvas(np.ones((1, 6), bool), prompt=0)
+    score = jnp.asarray([[0.1, 0.9, 0.2, 0.8, 0.3, -jnp.inf]])
+    index = jnp.arange(6)[None]
+    assert CertaintyPrior(tokens_per_step=3).transfer(score, index, c, None).sum() == 3
+    both = CertaintyPrior(tokens_per_step=1, threshold=0.0)
+    assert both.transfer(score, index, c, None).sum() == 5
+    assert CertaintyPrior(tokens_per_step=3).max_steps(c.layout) == 6
