@@ -61,8 +61,10 @@ class State(NamedTuple):
     record: Record
 
 
-def needed(plan: Plan, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
+def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, in rows that take part."""
+    if plan.policy.foresees:
+        canvas = dataclasses.replace(canvas, turn=plan.sampler.planned(canvas, noise))
     streams = repeat(canvas, plan.streams)
     return plan.policy.select(cache, streams) & streams.active[:, None]
 
@@ -89,7 +91,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     after = advance(write(canvas, chosen, proposal.token), sampler, plan.stop_at_eos)
     computed = Rows(rows.index[: canvas.tokens.shape[0]], rows.whole).mask(length)
     record = state.record.add(canvas, after, computed, proposal)
-    return State(after, cache, needed(plan, cache, after), record)
+    return State(after, cache, needed(plan, cache, after, noise), record)
 
 
 def _network(

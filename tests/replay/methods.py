@@ -7,6 +7,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
+from tests.replay import dkv
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
@@ -181,4 +182,5 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-factor": research_dllm,
     "sampler-margin": research_dllm,
     "sampler-threshold": research_dllm,
+    **dkv.METHODS,
 }
