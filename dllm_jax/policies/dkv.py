@@ -52,8 +52,8 @@ class Delayed(Policy, abc.ABC):
         """The positions that go through the network."""
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response, and one row more for a shifted head."""
-        return (*halvings(layout.response), widest(layout))
+        """Halvings of the response down to 16 (fewer rows are no faster), and one row more for a shifted head."""
+        return (*halvings(layout.response, smallest=16), widest(layout))
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """By the interval; where the head is not shifted also in the first `delay` steps after the first.

@@ -50,11 +50,7 @@ class DKVGreedy(Policy):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""
         touched = canvas.fresh | canvas.planned
-        turn = (
-            canvas.turn
-            if self.around == "next"
-            else jnp.where(canvas.fresh, jnp.cumsum(canvas.fresh, 1) - 1, -1)
-        )
+        turn = canvas.turn if self.around == "next" else left_to_right(canvas.fresh)
         near = neighbours(turn, canvas.masked, touched, self.window)
         return interval(canvas, self.refresh_every) | touched | near | canvas.sources(canvas.planned)
 
@@ -62,6 +58,11 @@ class DKVGreedy(Policy):
         """D_t, D_{t-1}, the window, and the rows that predict D_t."""
         decoded = -(-layout.block // layout.steps_per_block)  # at most, by the even schedule
         return (min(decoded * (3 + self.window), layout.length),)
+
+
+def left_to_right(centres: Bool[Array, "b l"]) -> Int[Array, "b l"]:
+    """Turns in the order of positions, -1 elsewhere."""
+    return jnp.where(centres, jnp.cumsum(centres, axis=1, dtype=jnp.int32) - 1, -1)
 
 
 def neighbours(

@@ -26,7 +26,7 @@ def dkv(case: Case):
     out = dj.generate(
         model,
         arrays["prompt"],
-        prompt_mask=arrays["attention_mask"] if "attention_mask" in arrays else None,
+        prompt_mask=arrays.get("attention_mask"),
         length=h["gen_length"],
         block=case.settings["block_length"],
         steps=h["steps"],
