@@ -25,11 +25,13 @@ from dllm_jax.step import Plan
 def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, batch: int) -> dict:
     """Costs of compiling one generation; CPU seconds leave out what other processes take."""
     widths = policy.widths(layout) if policy.reuses else ()
-    plan = Plan(policy, dj.samplers.Threshold(0.9), widths, stop_at_eos=False, trace=False)
+    sampler = dj.samplers.RandomOrder() if policy.foresees else dj.samplers.Threshold(0.9)
+    plan = Plan(policy, sampler, widths, stop_at_eos=False, trace=False)
     tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
+    noise = jax.eval_shape(lambda: dj.samplers.KeyNoise(jax.random.split(jax.random.key(0), batch)))
     cpu, wall = _cpu(), time.perf_counter()
-    lowered = denoise.lower(model, tokens, valid, None, layout=layout, plan=plan)
+    lowered = denoise.lower(model, tokens, valid, noise if sampler.draws else None, layout=layout, plan=plan)
     middle = _cpu()
     program = lowered.compile()
     memory, text = program.memory_analysis(), program.as_text()

@@ -33,6 +33,8 @@ class Canvas:
       done: rows that are finished for good.
       spec: the model (static).
       layout: the geometry (static).
+      turn: in which turn (0 first) the coming step decodes a position, -1 if it does not; set only for the
+        `select` of a policy that `foresees`.
     """
 
     tokens: Int[Array, "b l"]
@@ -46,6 +48,7 @@ class Canvas:
     done: Bool[Array, "b"]
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
+    turn: Int[Array, "b l"] | None = None
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -99,6 +102,15 @@ class Canvas:
         """May be decoded now: masked, not beyond the current block, in an active row."""
         end = self.block_start + self.layout.block
         return self.masked & self.valid & (self.position < end) & self.active[:, None]
+
+    @property
+    def planned(self) -> Bool[Array, "b l"]:
+        """Decoded by the coming step, where the sampler's order does not depend on the model."""
+        if self.turn is None:
+            raise ValueError(
+                "the coming step's positions are known only to the `select` of a policy that foresees"
+            )
+        return self.turn >= 0
 
     @property
     def predictor(self) -> Int[Array, "b l"]:

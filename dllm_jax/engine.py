@@ -53,7 +53,7 @@ def denoise(
     limit = plan.sampler.max_steps(layout)
     record = Record.begin(canvas, limit if plan.trace else None)
     rope = rope_table(layout.length, spec.head, spec.rope_base)
-    state = State(canvas, cache, needed(plan, cache, canvas), record)
+    state = State(canvas, cache, needed(plan, cache, canvas, noise), record)
 
     def running(state: State) -> Bool[Array, ""]:
         return jnp.any(state.canvas.active) & (state.record.steps < limit)

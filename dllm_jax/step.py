@@ -61,11 +61,13 @@ class State(NamedTuple):
     record: Record
 
 
-def needed(plan: Plan, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
+def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, in rows that take part.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
+    if plan.policy.foresees:
+        canvas = dataclasses.replace(canvas, turn=plan.sampler.planned(canvas, noise))
     selected = plan.policy.select(cache, repeat(canvas, plan.streams))[: canvas.tokens.shape[0]]
     return jnp.tile(selected & canvas.active[:, None], (plan.streams, 1))
 
@@ -94,7 +96,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     computed = Rows(rows.index[: canvas.tokens.shape[0]], rows.whole).mask(length)
     widened = policy.widened(cache, canvas, computed)
     record = state.record.add(canvas, after, computed, widened, proposal)
-    return State(after, cache, needed(plan, cache, after), record)
+    return State(after, cache, needed(plan, cache, after, noise), record)
 
 
 def _network(

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from dllm_jax import policies
+import jax
+
+from dllm_jax import policies, samplers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +27,20 @@ class PolicyCase:
     lossy: str = ""
 
 
-ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
+KEY = jax.random.key(7)  # of no consequence where nothing is drawn
+
+
+def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampler:
+    """The sampler, or its like in random order for a policy that must know what is decoded next."""
+    if not policy.foresees:
+        return sampler
+    return samplers.RandomOrder(
+        **{f.name: getattr(sampler, f.name) for f in dataclasses.fields(samplers.Sampler)}
+    )
+
+
 ONE_STEP = dict(length=8, block=8, steps=1)
+ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
@@ -64,6 +78,20 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         policies.D2Cache(k=4),
     ),
+    policies.DKVDecode: PolicyCase(
+        policies.DKVDecode(), policies.DKVDecode(refresh_every=1), ONE_TOKEN_PER_STEP, policies.DKVDecode()
+    ),
+    policies.DKVGreedy: PolicyCase(
+        policies.DKVGreedy(),
+        policies.DKVGreedy(refresh_every=1),
+        ONE_TOKEN_PER_STEP,
+        None,
+        "scores of a random order are no outputs of the model; see test_policy_dkv_greedy.py",
+    ),
+    policies.DKVPrefill: PolicyCase(
+        policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()
+    ),
+    policies.DKVPD: PolicyCase(policies.DKVPD(), policies.DKVPD(), ONE_STEP, policies.DKVPD()),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

@@ -13,7 +13,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.engine import denoise
 from dllm_jax.step import Plan
 from tests.models import FAMILIES, tiny
-from tests.policy_cases import EVERY
+from tests.policy_cases import EVERY, KEY, suited
 from tests.test_policies import prompts, short
 
 
@@ -21,10 +21,12 @@ def lowered(policy, sampler, batch=2, layout=None, streams=1):
     """The whole generation, traced for abstract arguments."""
     layout = layout or dj.Layout(prompt=24, response=16, block=4, steps=16)
     model = jax.eval_shape(lambda model: model, tiny("llada"))
+    sampler = suited(policy, sampler)
+    noise = jax.eval_shape(lambda: samplers.KeyNoise(jax.random.split(KEY, batch))) if sampler.draws else None
     plan = Plan(policy, sampler, policy.widths(layout) if policy.reuses else (), False, False)
     tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
-    return denoise.trace(model, tokens, valid, None, layout=layout, plan=plan), model.spec, layout
+    return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout
 
 
 @pytest.mark.parametrize("sampler", [samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.0)], ids=short)
@@ -136,7 +138,8 @@ def test_parameters_have_gradients():
 def test_stopping_at_eos_keeps_the_answer(policy, sampler):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 6, 8), seed=4)
-    options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler)
+    sampler = suited(policy, sampler)
+    options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler, key=KEY)
     usual = dj.generate(model, prompt, **options)
     # make the token that appears early in row 0 the end-of-text
     eos = int(usual.tokens[0, 9 + 5])
@@ -185,7 +188,9 @@ def test_infill_fills_masks_anywhere_and_nothing_else():
         template, _ = prompts(model, (12, 12))
         template[0, [0, 3, 7]] = template[1, [5, 6]] = model.spec.mask_id
         for policy in policies.ALL:
-            out = dj.infill(model, template, policy=policy)
+            out = dj.infill(
+                model, template, policy=policy, sampler=suited(policy, samplers.Confidence()), key=KEY
+            )
             filled = np.asarray(out.tokens)
             hole = template == model.spec.mask_id
             np.testing.assert_array_equal(filled[~hole], template[~hole])

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from tests.models import FAMILIES, cast, tiny
-from tests.policy_cases import CACHED, CASES, EVERY, ONE_STEP, ONE_STEP_PER_BLOCK
+from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
 
 SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
 
@@ -37,15 +37,14 @@ def short(value) -> str:
 @pytest.mark.parametrize("policy", CACHED, ids=short)
 def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
     limit, layout = CASES[type(policy)].limit, CASES[type(policy)].limit_layout
-    if isinstance(sampler, samplers.Threshold) and layout in (
-        ONE_STEP_PER_BLOCK,
-        ONE_STEP,
-    ):  # everything is sure enough
+    one_step_per_block = layout["steps"] * layout["block"] == layout["length"]
+    if isinstance(sampler, samplers.Threshold) and one_step_per_block:  # everything is sure enough
         sampler = samplers.Threshold(0.0)
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))
+    sampler = suited(policy, sampler)
     run = lambda p: dj.generate(
-        model, prompt, prompt_mask=mask, policy=p, sampler=sampler, trace=True, **layout
+        model, prompt, prompt_mask=mask, policy=p, sampler=sampler, key=KEY, trace=True, **layout
     )
     ours, exact = run(limit), run(policies.Policy())
     np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
@@ -57,7 +56,8 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
     """Guards the limit test: if caching never changed anything, equality above would prove nothing."""
     model = tiny(family)
     prompt, _ = prompts(model)
-    run = lambda p: dj.generate(model, prompt, length=16, block=8, policy=p, trace=True)
+    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True)
+    run = lambda p: dj.generate(model, prompt, length=16, block=8, policy=p, **options)
     ours, exact = run(policy), run(policies.Policy())
     assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-5
 
@@ -68,10 +68,11 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
 def test_a_batch_row_equals_the_row_alone(policy, sampler, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
-    options = dict(length=8, block=4, policy=policy, sampler=sampler)
-    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler))
+    keys = jax.random.split(KEY, 2)
+    batch = dj.generate(model, prompt, prompt_mask=mask, key=keys, **options)
     for row, width in enumerate(mask.sum(1)):
-        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
+        alone = dj.generate(model, prompt[row : row + 1, -width:], key=keys[row : row + 1], **options)
         np.testing.assert_array_equal(batch.tokens[row, -8:], alone.tokens[0, -8:])
         for ours, single in zip(batch.stats, alone.stats, strict=True):
             np.testing.assert_allclose(ours[row], single[0], rtol=1e-6)
@@ -88,7 +89,8 @@ def test_widths_change_nothing(policy, family):
         length=16,
         block=4,
         policy=policy,
-        sampler=samplers.Threshold(0.02),
+        sampler=suited(policy, samplers.Threshold(0.02)),
+        key=KEY,
         trace=True,
         widths=widths,
     )
@@ -105,7 +107,8 @@ def test_padding_is_inert(policy, family):
     """Another pad id whose embedding is NaN changes nothing."""
     model = tiny(family)
     prompt, mask = prompts(model, (9, 5))
-    run = lambda m, p: dj.generate(m, p, prompt_mask=mask, length=8, block=4, policy=policy, trace=True)
+    options = dict(policy=policy, sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True)
+    run = lambda m, p: dj.generate(m, p, prompt_mask=mask, length=8, block=4, **options)
     plain = run(model, prompt)
     poison = min(set(range(model.spec.vocab)) - set(np.unique(plain.tokens).tolist()))
     embed = model.params["embed"].at[poison].set(jnp.nan)
@@ -140,7 +143,9 @@ class Frozen(samplers.Confidence):
 def test_bfloat16_runs_and_commits_everything(policy, family):
     model = cast(tiny(family), jnp.bfloat16)
     prompt, mask = prompts(model, (9, 5))
-    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, policy=policy)
+    sampler = suited(policy, samplers.Confidence())
+    options = dict(policy=policy, sampler=sampler, key=KEY)
+    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, **options)
     assert not np.any(np.asarray(out.tokens) == model.spec.mask_id)
 
 
@@ -156,7 +161,8 @@ def test_guidance_goes_with_every_policy(policy, family):
         length=8,
         block=4,
         policy=policy,
-        sampler=samplers.Confidence(cfg_scale=scale),
+        sampler=suited(policy, samplers.Confidence(cfg_scale=scale)),
+        key=KEY,
         trace=True,
     )
     plain, faint, strong = run(0.0), run(1e-12), run(3.0)

@@ -1,7 +1,7 @@
 """The exact decoder, which is also the interface every cache policy fills in."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
@@ -23,6 +23,9 @@ class Policy:
     A cache policy is a frozen dataclass that overrides what differs, its fields being the method's
     hyper-parameters. The methods are pure and traced once; what they keep between steps is in the `Cache`.
     """
+
+    foresees: ClassVar[bool] = False
+    """`select` reads `canvas.planned`: needs a sampler whose order does not depend on the model."""
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""

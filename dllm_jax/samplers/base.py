@@ -78,6 +78,17 @@ class Sampler(abc.ABC):
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """Which rows are through with the current block."""
 
+    def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
+        """The coming step's positions before the model is asked: 0, 1, .. in turn, -1 elsewhere.
+
+        Raises:
+          ValueError: the order depends on the model.
+        """
+        raise ValueError(
+            f"{self!r} decides by the model's output, but the policy must know beforehand which positions "
+            "are decoded: use RandomOrder"
+        )
+
     def max_steps(self, layout: Layout) -> int:
         """Upper bound on denoising steps."""
         return layout.steps

@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
 from dllm_jax.samplers.noise import Noise, given
-from dllm_jax.samplers.transfer import best, even_schedule
+from dllm_jax.samplers.transfer import best, even_schedule, ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,3 +75,10 @@ class RandomOrder(FixedSchedule):
     ) -> Float[Array, "b c"]:
         """Uniform [0, 1), drawn anew at every step."""
         return given(noise).order_uniform(canvas, index)
+
+    def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
+        """The schedule's share of the eligible positions, by their draws."""
+        index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
+        draw = given(noise).order_uniform(canvas, index)
+        turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))
+        return jnp.where(canvas.eligible & (turn < even_schedule(canvas)[:, None]), turn, -1)

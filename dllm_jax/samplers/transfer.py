@@ -9,9 +9,12 @@ from dllm_jax.canvas import Canvas
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
     """The `count` largest of each row, ties to the lower index, never one of -inf."""
-    order = jnp.argsort(-priority, axis=1, stable=True)
-    rank = jnp.argsort(order, axis=1)
-    return (rank < count[:, None]) & (priority > -jnp.inf)
+    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
+
+
+def ranks(priority: Float[Array, "b c"]) -> Int[Array, "b c"]:
+    """Place of each entry when sorted from the largest down, ties to the lower index."""
+    return jnp.argsort(jnp.argsort(-priority, axis=1, stable=True), axis=1)
 
 
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:

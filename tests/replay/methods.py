@@ -10,6 +10,7 @@ from dllm_jax.samplers.transfer import dream_times
 from tests.replay import sparse_dllm
 from tests.replay import dllm_cache, maskkv
 from tests.replay import elastic
+from tests.replay import dkv
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.d2cache import METHODS as D2CACHE
@@ -190,4 +191,5 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **maskkv.METHODS,
     **elastic.METHODS,
     **D2CACHE,
+    **dkv.METHODS,
 }

@@ -1,0 +1,139 @@
+"""dKV-Cache for any decoding order: Decode and PD (arXiv:2505.15781, section 3.3).
+
+K/V of a token change most in the step after it was decoded, when its input is no longer [MASK]; so they are
+cached one step late. What is said of a shifted head follows the paper's appendix B.
+"""
+
+import abc
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from dllm_jax.cache import Cache
+from dllm_jax.canvas import Canvas
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed(Policy, abc.ABC):
+    """What Decode and PD share: decoded tokens are reused, `delay` steps after they were decoded.
+
+    Attributes:
+      refresh_every: refresh at in-block steps 0, n, 2n, ...; None: at 0 only. The paper takes 8 for LLaDA and
+        4 for Dream.
+      delay: steps for which a decoded token is still recomputed; 0 is the paper's ablation (figure 3).
+      shift: for a shifted head. "un" reuses row p once token p + 1 is decoded (the paper's main results),
+        "un_right" once tokens p and p + 1 are (its most accurate).
+    """
+
+    refresh_every: int | None = 8
+    delay: int = 1
+    shift: Literal["un", "un_right"] = "un"
+
+    def __post_init__(self):
+        check_interval(self.refresh_every)
+        if self.delay < 0:
+            raise ValueError(f"delay={self.delay} must not be negative")
+        if self.shift not in ("un", "un_right"):
+            raise ValueError(f"shift={self.shift!r} must be 'un' or 'un_right'")
+
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Dense K and V."""
+        if self.shift != "un" and not spec.shifted:
+            raise ValueError(f"shift={self.shift!r} is for models whose head is shifted, not {spec.family}")
+        return super().init(spec, layout, batch, dtype)
+
+    @abc.abstractmethod
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions that go through the network."""
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """Halvings of the response down to 16 (fewer rows are no faster), and one row more for a shifted head."""
+        return (*halvings(layout.response, smallest=16), widest(layout))
+
+    def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """By the interval; where the head is not shifted also in the first `delay` steps after the first.
+
+        The reference for LLaDA caches nothing before its delay is over; its Dream counterpart does.
+        """
+        settling = (canvas.block_step <= self.delay)[:, None] & (not canvas.spec.shifted)
+        return interval(canvas, self.refresh_every) | settling
+
+    def unsettled(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Rows that may not be reused yet: their tokens are masked or were decoded in the last `delay` steps.
+
+        The last row of a shifted head predicts nothing. Reuse of it begins after the first `delay` steps of
+        a block ("un"), whether or not its own token is decoded, or along with its neighbour's ("un_right").
+        """
+        recent = (canvas.born >= 0) & (canvas.born >= canvas.step[:, None] - self.delay)
+        tokens = canvas.masked | recent
+        if not canvas.spec.shifted:
+            return tokens
+        rows, last = canvas.sources(tokens), canvas.position == canvas.layout.length - 1
+        if self.shift == "un":
+            return rows | (last & (canvas.block_step <= self.delay)[:, None])
+        rows |= tokens
+        return rows | (last & jnp.roll(rows, 1, axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class DKVDecode(Delayed):
+    """Reuses K/V of everything decoded, the prompt included; a refresh recomputes the canvas (eq. 8).
+
+    Attributes: see `Delayed`.
+
+    Exact limit: refresh_every=1.
+    Departures: the shift "right" is left out (the reference drops rows it still needs). Batches and padding
+    work throughout, blocks also with a shifted head.
+    """
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything at a refresh, else what is not settled."""
+        return self.refreshes(canvas) | self.unsettled(canvas)
+
+
+@dataclasses.dataclass(frozen=True)
+class DKVPD(Delayed):
+    """As `DKVDecode`, but a refresh leaves the prompt out (prefill and decoding disaggregated).
+
+    Attributes: see `Delayed`; refresh_every is 4 in the paper.
+
+    Exact limit: one step in all. refresh_every=1 is `DKVPrefill`; without a prompt it is `DKVDecode`.
+    Departures: as for `DKVDecode`; and the reference has Dream only.
+    """
+
+    refresh_every: int | None = 4
+
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything once; then the response at a refresh, else what is not settled."""
+        return first_step(canvas) | (self.refreshes(canvas) & answering(canvas)) | self.unsettled(canvas)
+
+
+def check_interval(refresh_every: int | None):
+    """Raises if not a positive number of steps or None."""
+    if refresh_every is not None and refresh_every < 1:
+        raise ValueError(f"refresh_every={refresh_every} must be at least 1, or None for never")
+
+
+def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:
+    """The coming step is the first of its block, or a multiple of `every` after it."""
+    return canvas.block_begins if every is None else (canvas.block_step % every == 0)[:, None]
+
+
+def first_step(canvas: Canvas) -> Bool[Array, "b 1"]:
+    """The coming step is the row's first."""
+    return (canvas.step == 0)[:, None]
+
+
+def answering(canvas: Canvas) -> Bool[Array, "b l"]:
+    """The response and the rows that predict it."""
+    return canvas.response | canvas.sources(canvas.response)
+
+
+def widest(layout: Layout) -> int:
+    """Rows of `answering`, at most."""
+    return min(layout.response + 1, layout.length)

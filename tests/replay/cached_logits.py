@@ -1,0 +1,59 @@
+"""Logits of cached steps: the policy's own layers, walked over a recorded run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dllm_jax as dj
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.block import embed, unembed, walk
+from dllm_jax.cache import Cache, LayerView
+from dllm_jax.canvas import Canvas, begin
+from dllm_jax.layout import Layout
+from dllm_jax.rows import Rows, compact, whole_rows
+from tests.replay.case import Case
+from tests.replay.compare import closely
+
+
+def compare_cached_logits(case: Case, model: dj.Model, policy: dj.policies.Policy, trace):
+    """`logits_step{t}` [b, n, v] at `logits_positions_step{t}` [b, n], the computed positions in order."""
+    stored = [int(k.removeprefix("logits_step")) for k in case.arrays if k.startswith("logits_step")]
+    prompt, last = case.arrays["prompt"], max(stored)
+    valid = np.ones(trace.tokens.shape[1:], bool)
+    if "attention_mask" in case.arrays:
+        valid[:, : prompt.shape[1]] = case.arrays["attention_mask"]
+    p, length = prompt.shape[1], valid.shape[1]
+    layout = Layout(p, length - p, length - p, length - p, padded=not valid.all())
+    canvas = begin(trace.tokens[0], jnp.asarray(valid), model.spec, layout)
+    cache = policy.init(model.spec, layout, len(prompt), model.dtype)
+    for step in range(last + 1):
+        whole = bool(trace.computed[step].all())
+        logits, cache = network(model, policy, whole, canvas, trace.tokens[step], trace.computed[step], cache)
+        if step in stored:
+            index = case.arrays[f"logits_positions_step{step}"]
+            ours = np.take_along_axis(np.asarray(logits), index[..., None], axis=1)
+            real = np.take_along_axis(valid, index, axis=1)[..., None]
+            closely(f"logits of step {step}", ours, case.arrays[f"logits_step{step}"], where=real)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "whole"))
+def network(
+    model: dj.Model, policy: dj.policies.Policy, whole: bool, canvas: Canvas, tokens, computed, cache: Cache
+):
+    """One step's logits [b l v], right at the computed positions, and the cache after it."""
+    length = canvas.layout.length
+    rows = whole_rows(canvas.active, length) if whole else Rows(compact(computed, length), whole=False)
+
+    def layer(block, carry):
+        x, layers, shared = carry
+        x, view, shared = policy.layer(block, x, LayerView(layers, block.layer), shared, rows, canvas)
+        return x, view.stack, shared
+
+    rope = rope_table(length, model.spec.head, model.spec.rope_base)
+    x = embed(model.params, rows.take(tokens))
+    x, layers, shared = walk(model.params, model.spec, rope, layer, (x, *cache))
+    slot = jnp.minimum(rows.slot(jnp.broadcast_to(canvas.position, tokens.shape), length), length - 1)
+    hidden = jnp.take_along_axis(x, slot[..., None], axis=1)
+    return unembed(model.params, model.spec, hidden), Cache(layers, shared)

@@ -1,0 +1,237 @@
+"""dKV-Cache Decode, PD and Prefill against state machines in plain numpy, their limits and refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
+from dllm_jax.samplers import Confidence, DreamSchedule
+from tests.models import FAMILIES, canvas, tiny
+from tests.policy_cases import ONE_TOKEN_PER_STEP
+from tests.test_policies import finite, prompts
+
+few = settings(max_examples=15, deadline=None)
+intervals = st.sampled_from([None, 1, 2, 3, 5])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A decoding order: block by block, `steps` steps each, some of which may decode nothing."""
+
+    prompt: int
+    block: int
+    blocks: int
+    steps: int
+    seed: int
+
+    def states(self):
+        """Per step: the masks before it, the step each token was decoded at, and the step in its block."""
+        rng = np.random.default_rng(self.seed)
+        length = self.prompt + self.block * self.blocks
+        masked, born = np.arange(length) >= self.prompt, np.full(length, -1)
+        for step in range(self.blocks * self.steps):
+            number, in_block = divmod(step, self.steps)
+            yield masked.copy(), born.copy(), in_block
+            start = self.prompt + number * self.block
+            left = start + np.flatnonzero(masked[start : start + self.block])
+            count = len(left) if in_block == self.steps - 1 else rng.integers(0, len(left) + 1)
+            chosen = rng.permutation(left)[: min(count, 3)]
+            masked[chosen], born[chosen] = False, step
+
+    def selections(self, policy, family: str) -> np.ndarray:
+        """What the policy recomputes at each step."""
+        return np.array([select(policy, self, family, t, *state) for t, state in enumerate(self.states())])
+
+
+def select(policy, run: Run, family: str, step: int, masked, born, in_block: int) -> np.ndarray:
+    start = run.prompt + step // run.steps * run.block
+    state = dict(step=[step], block_step=[in_block], block_start=start)
+    state = {name: jnp.asarray(value, jnp.int32) for name, value in state.items()}
+    steps = run.blocks * run.steps
+    c = canvas(masked[None], run.prompt, run.block, steps, family, born=jnp.asarray(born[None]), **state)
+    mask = np.asarray(jnp.broadcast_to(jitted(policy, c), masked[None].shape))[0]
+    assert mask.all() or mask.sum() <= max(policy.widths(c.layout))
+    return mask
+
+
+jitted = jax.jit(lambda policy, c: policy.select(None, c), static_argnums=0)
+runs = st.builds(
+    Run,
+    prompt=st.sampled_from([1, 4]),
+    block=st.sampled_from([4, 6]),
+    blocks=st.integers(1, 2),
+    steps=st.integers(1, 9),
+    seed=st.integers(0, 999),
+)
+one_block = st.builds(dataclasses.replace, runs, blocks=st.just(1))
+
+
+@few
+@given(runs, intervals)
+def test_decode_caches_known_tokens_from_the_second_step_of_a_block(run, every):
+    """LLaDA: the cache is dropped per block, filled at its step 1 or a refresh, and lags one step behind."""
+    expected, cached = [], None
+    for masked, _, i in run.states():
+        if i < 2 or (every and i % every == 0):
+            cached = None
+        expected.append(np.ones_like(masked) if cached is None else ~cached)
+        cached = ~masked if i > 0 else None
+    np.testing.assert_array_equal(run.selections(DKVDecode(every), "llada"), expected)
+
+
+def cacheable(masked: np.ndarray, step: int, shift: str) -> np.ndarray:
+    """Dream: rows that may be reused, given the masks of a step."""
+    known = ~masked
+    rows = np.append(known[1:], False)
+    if step > 0 and shift == "un":
+        rows[-1] = known[0]
+    if step > 0 and shift == "un_right":
+        rows &= known
+        rows[-1] = rows[-2]
+    return rows
+
+
+@few
+@given(one_block, intervals, st.sampled_from(["un", "un_right"]))
+def test_decode_with_a_shifted_head_caches_rows_whose_prediction_is_known(run, every, shift):
+    expected, cached = [], None
+    for masked, _, t in run.states():
+        full = t == 0 or (every and t % every == 0)
+        expected.append(np.ones_like(masked) if full else ~cached)
+        cached = cacheable(masked, t, shift)
+    np.testing.assert_array_equal(run.selections(DKVDecode(every, shift=shift), "dream"), expected)
+
+
+@few
+@given(one_block, intervals, st.sampled_from(["un", "un_right"]))
+def test_pd_never_recomputes_the_prompt(run, every, shift):
+    expected, cached, prefill = [], None, None
+    for masked, _, t in run.states():
+        if t == 0:
+            expected.append(np.ones_like(masked))
+            prefill = cacheable(masked, t, shift)
+        else:
+            expected.append(~prefill if every and t % every == 0 else ~cached)
+        cached = cacheable(masked, t, shift)
+    np.testing.assert_array_equal(run.selections(DKVPD(every, shift=shift), "dream"), expected)
+
+
+@few
+@given(runs, st.sampled_from(FAMILIES))
+def test_prefill_recomputes_the_response(run, family):
+    expected = []
+    for masked, _, _ in run.states():
+        first = 0 if not expected else run.prompt - (family == "dream")
+        expected.append(np.arange(len(masked)) >= first)
+    np.testing.assert_array_equal(run.selections(DKVPrefill(), family), expected)
+
+
+@few
+@given(runs, st.sampled_from(FAMILIES), st.integers(0, 3))
+def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
+    policy = DKVDecode(refresh_every=None, delay=delay)
+    for t, (masked, born, i) in enumerate(run.states()):
+        if i <= delay:
+            continue
+        tokens = masked | ((born >= 0) & (born >= t - delay))
+        expected = tokens if family == "llada" else np.append(tokens[1:], False)
+        np.testing.assert_array_equal(select(policy, run, family, t, masked, born, i), expected)
+
+
+# -- limits between neighbours -----------------------------------------------------------------------
+
+
+def decode(family: str, policy, **options):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    return dj.generate(model, prompt, prompt_mask=mask, policy=policy, trace=True, **options)
+
+
+def assert_same_run(ours, theirs):
+    np.testing.assert_array_equal(ours.trace.tokens, theirs.trace.tokens)
+    np.testing.assert_array_equal(ours.trace.computed, theirs.trace.computed)
+    np.testing.assert_allclose(finite(ours.trace.score), finite(theirs.trace.score), atol=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pd_that_always_refreshes_is_prefill(family):
+    run = lambda policy: decode(family, policy, **ONE_TOKEN_PER_STEP)
+    assert_same_run(run(DKVPD(refresh_every=1)), run(DKVPrefill()))
+
+
+def test_an_endless_delay_with_a_shifted_head_is_prefill():
+    run = lambda policy: decode("dream", policy, length=8)
+    assert_same_run(run(DKVDecode(refresh_every=None, delay=8)), run(DKVPrefill()))
+
+
+def test_an_endless_delay_is_exact_where_caching_waits_for_it():
+    run = lambda policy: decode("llada", policy, **ONE_TOKEN_PER_STEP)
+    assert_same_run(run(DKVDecode(refresh_every=None, delay=8)), run(dj.policies.Policy()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
+    model = tiny(family)
+    template, mask = prompts(model, (14, 10))
+    template[0, [2, 5, 6, 9]] = template[1, [4, 7, 12, 13]] = model.spec.mask_id
+    run = lambda policy: dj.infill(model, template, token_mask=mask, policy=policy, trace=True)
+    assert_same_run(run(DKVPD(refresh_every=3)), run(DKVDecode(refresh_every=3)))
+    assert_same_run(run(DKVPrefill()), run(dj.policies.Policy()))
+
+
+@pytest.mark.parametrize(
+    "policy", [DKVDecode(4, delay=0), DKVDecode(3, shift="un_right"), DKVPD(3, shift="un_right")]
+)
+def test_variants_treat_a_batch_as_its_rows(policy):
+    model, sampler = tiny("dream"), DreamSchedule(alg="topk_margin")
+    prompt, mask = prompts(model, (9, 4), seed=1)
+    run = lambda prompt, **o: dj.generate(model, prompt, length=8, policy=policy, sampler=sampler, **o)
+    batch, alone = run(prompt, prompt_mask=mask), run(prompt[1:, -4:])
+    np.testing.assert_array_equal(batch.tokens[1, -8:], alone.tokens[0, -8:])
+    assert batch.stats.computed[1] == alone.stats.computed[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_delay_costs_one_row_per_decoded_token(family):
+    computed = lambda delay: decode(family, DKVDecode(None, delay), length=8).trace.computed
+    late, at_once = (np.asarray(computed(delay)).sum(axis=(1, 2)) for delay in (1, 0))
+    np.testing.assert_array_equal(late[2:] - at_once[2:], np.full(6, 2))
+
+
+# -- storage and refusals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_stores_the_prompt_alone(family):
+    spec, layout = tiny(family).spec, dj.Layout(prompt=7, response=8, block=8, steps=8)
+    kept = 7 - (family == "dream")
+    cache = DKVPrefill().init(spec, layout, 2, jnp.bfloat16)
+    assert cache.layers.k.shape == cache.layers.v.shape == (2, 2, kept, spec.kv_heads, spec.head)
+
+
+@pytest.mark.parametrize("kind", [DKVDecode, DKVPD])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(refresh_every=0), "refresh_every=0 must be at least 1, or None"),
+        (dict(refresh_every=-2), "refresh_every=-2 must be at least 1, or None"),
+        (dict(delay=-1), "delay=-1 must not be negative"),
+        (dict(shift="right"), "shift='right' must be 'un' or 'un_right'"),
+    ],
+)
+def test_wrong_options_are_refused(kind, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**wrong)
+
+
+@pytest.mark.parametrize("kind", [DKVDecode, DKVPD])
+def test_a_shift_is_refused_where_the_head_is_not_shifted(kind):
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="shift='un_right' is for models whose head is shifted, not llada"):
+        dj.generate(model, [1, 2, 3], length=4, policy=kind(shift="un_right"), sampler=Confidence())

@@ -1,0 +1,147 @@
+"""dKV-Cache-Greedy: the window against a loop in plain numpy, foresight, limits and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax.policies import DKVGreedy
+from dllm_jax.policies.dkv_greedy import neighbours
+from dllm_jax.samplers import Confidence, DreamSchedule, RandomOrder, Threshold
+from tests.models import FAMILIES, canvas, tiny
+from tests.policy_cases import KEY
+from tests.test_policies import prompts
+
+L = 12
+few = settings(max_examples=40, deadline=None)
+sets = st.lists(st.booleans(), min_size=L, max_size=L).map(np.array)
+taken_in_turn = jax.jit(neighbours, static_argnums=3)
+
+
+def window(centres: list[int], masked, taken, size: int) -> set[int]:
+    """Each centre walks outward, left and right by turns, and takes masked positions until it has enough."""
+    near = set()
+    for centre in centres:
+        left, right, count, go_left = centre - 1, centre + 1, 0, True
+        while count < size and (left >= 0 or right < len(masked)):
+            at = left if go_left else right
+            if 0 <= at < len(masked) and masked[at] and not taken[at] and at not in near:
+                near.add(at)
+                count += 1
+            left, right = (left - 1, right) if go_left else (left, right + 1)
+            go_left = not go_left
+    return near
+
+
+@few
+@given(sets, sets, st.permutations(range(L)), st.integers(0, 4), st.integers(0, 6))
+def test_the_window_is_the_nearest_masks_of_each_centre_in_turn(masked, taken, order, centres, size):
+    chosen = order[:centres]
+    taken = taken | np.isin(np.arange(L), chosen)
+    turn = np.full(L, -1)
+    turn[chosen] = np.arange(centres)
+    ours = np.asarray(taken_in_turn(jnp.asarray(turn[None]), masked[None], taken[None], size))[0]
+    assert set(np.flatnonzero(ours).tolist()) == window(chosen, masked, taken, size)
+
+
+def test_an_odd_window_has_one_more_on_the_left_and_skips_what_is_known():
+    masked = np.array([1, 1, 0, 1, 1, 1, 0, 1, 1, 1], bool)
+    turn = np.where(np.arange(10) == 5, 0, -1)
+    ours = taken_in_turn(jnp.asarray(turn[None]), masked[None], turn[None] == 0, 3)
+    np.testing.assert_array_equal(np.flatnonzero(ours[0]), [3, 4, 7])
+
+
+# -- foresight ---------------------------------------------------------------------------------------
+
+
+def decode(family: str, policy, **options):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    options = dict(sampler=RandomOrder(), key=KEY, trace=True, length=8) | options
+    return dj.generate(model, prompt, prompt_mask=mask, policy=policy, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_planned_is_what_is_decoded(family):
+    """The order is that of the exact decoder, and a step computes just D_t, D_{t-1} and what predicts D_t."""
+    options = dict(block=4, steps=4)
+    ours = decode(family, DKVGreedy(refresh_every=None, window=0), **options)
+    exact = decode(family, dj.policies.Policy(), **options)
+    changes = lambda out: np.diff(np.asarray(out.trace.tokens), axis=0) != 0
+    decoded = changes(ours)
+    np.testing.assert_array_equal(decoded, changes(exact))
+    np.testing.assert_array_equal(decoded.sum(axis=2), np.full((4, 2), 2))
+    computed = np.asarray(ours.trace.computed)
+    for step in (1, 3):
+        expected = decoded[step] | decoded[step - 1]
+        if family == "dream":
+            expected |= np.roll(decoded[step], -1, axis=1)
+        np.testing.assert_array_equal(computed[step], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cost_of_a_step_does_not_grow_with_the_canvas(family):
+    for length in (8, 24):
+        out = decode(family, DKVGreedy(refresh_every=None, window=3), length=length)
+        computed = np.asarray(out.trace.computed).sum(axis=2)
+        assert computed[1:].max() <= 5 + (family == "dream")
+
+
+def test_the_window_of_the_last_tokens_stands_around_them():
+    masked = np.arange(L) >= 4
+    masked[[8]] = False
+    born = np.where(np.arange(L) == 8, 0, -1)
+    turn = np.where(np.arange(L) == 11, 0, -1)
+    state = {k: jnp.asarray([1], jnp.int32) for k in ("step", "block_step")}
+    c = canvas(masked[None], prompt=4, born=jnp.asarray(born[None]), turn=jnp.asarray(turn[None]), **state)
+    chosen = lambda around: np.flatnonzero(DKVGreedy(None, 2, around).select(None, c)[0]).tolist()
+    assert chosen("next") == [8, 9, 10, 11]
+    assert chosen("last") == [7, 8, 9, 11]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reuse_is_exact_when_nothing_changed(family):
+    """The proposals of planned positions are those of the exact decoder while nothing is decoded."""
+    frozen = dict(sampler=FrozenOrder(), block=8, steps=4)
+    ours = decode(family, DKVGreedy(refresh_every=None), **frozen).trace
+    exact = decode(family, dj.policies.Policy(), **frozen).trace
+    looked_at = np.isfinite(ours.score)
+    assert 0 < looked_at[1:].sum() < np.isfinite(exact.score)[1:].sum()
+    np.testing.assert_array_equal(ours.proposed[looked_at], exact.proposed[looked_at])
+
+
+class FrozenOrder(RandomOrder):
+    """Plans as usual, but never decodes."""
+
+    def transfer(self, score, index, canvas, noise):
+        return jnp.zeros(score.shape, bool)
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [Confidence(), Threshold(0.9), DreamSchedule()])
+def test_a_sampler_that_asks_the_model_is_refused(sampler):
+    with pytest.raises(ValueError, match=r"the policy must know beforehand .*: use RandomOrder"):
+        decode("llada", DKVGreedy(), sampler=sampler)
+
+
+def test_plans_are_for_policies_that_foresee():
+    with pytest.raises(ValueError, match="known only to the `select` of a policy that foresees"):
+        canvas(np.ones((1, 4), bool)).planned  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(refresh_every=0), "refresh_every=0 must be at least 1, or None"),
+        (dict(window=-1), "window=-1 must not be negative"),
+        (dict(around="both"), "around='both' must be 'next' or 'last'"),
+    ],
+)
+def test_wrong_options_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        DKVGreedy(**wrong)
