@@ -9,6 +9,7 @@ import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
+from tests.replay.longbench import METHODS as LONGBENCH
 from tests.replay.noise import recorded
 from tests.replay.steps import compare_logits, compare_steps, left_pads
 
@@ -181,4 +182,5 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-factor": research_dllm,
     "sampler-margin": research_dllm,
     "sampler-threshold": research_dllm,
+    **LONGBENCH,
 }
