@@ -50,8 +50,8 @@ def edit_similarity(prediction: str, reference: str, alignment: Alignment = "dif
     Args:
       prediction: its first line without a backtick, "#" or "//" counts, or nothing.
       reference: the next line of code.
-      alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" what the same call
-        gives where python-Levenshtein is installed as well. They differ by some percents.
+      alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" what the same
+        call gives where python-Levenshtein is installed as well. They differ by some percents.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((text for text in lines if not re.search("`|#|//", text)), "")
