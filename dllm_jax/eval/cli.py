@@ -140,7 +140,7 @@ def run_needle(
     common: Flat = Common(),
     haystack: Path | None = None,
     lengths: tuple[int, ...] = (1000, 2000, 4000),
-    depths: tuple[float, ...] = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100),
+    depths: tuple[float, ...] = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0),
     scoring: needle.Scoring = "rouge",
     buffer: int | None = None,
     needle_file: Path | None = None,

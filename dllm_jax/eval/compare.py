@@ -97,7 +97,7 @@ def _differences(pairs, confidence: float, draws: int, seed: int) -> list[Differ
     rng, found, resampled = np.random.default_rng(seed), [], []
     ends = (50 * (1 - confidence), 50 * (1 + confidence))
     for name, scores in groups.items():
-        values = np.asarray(scores)
+        values = np.asarray(scores, np.float64)
         resampled.append(bootstrap(values[:, 1] - values[:, 0], draws, rng))
         found.append(_difference(name, len(scores), *values.mean(axis=0), np.percentile(resampled[-1], ends)))
     if len(groups) > 1:

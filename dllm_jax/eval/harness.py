@@ -136,9 +136,10 @@ class DllmJax(TemplateLM):
           NotImplementedError: always.
         """
         raise NotImplementedError(
-            "loglikelihood_rolling has no meaning here: it chains next-token conditionals over windows, which "
-            "a masked diffusion model does not define; its Monte-Carlo bound of a text is no perplexity to be "
-            "compared with theirs. Use tasks of type loglikelihood, multiple_choice or generate_until"
+            "loglikelihood_rolling has no meaning here: it chains next-token conditionals over windows, "
+            "which a masked diffusion model does not define, and its Monte-Carlo bound of a text is no "
+            "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
+            "generate_until"
         )
 
 

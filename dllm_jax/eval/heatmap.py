@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 def cells(
     rows: Sequence[Mapping[str, Any]],
-) -> tuple[list[float], list[float], Float[np.ndarray, "depths lengths"]]:
+) -> tuple[list[float | int], list[float | int], Float[np.ndarray, "depths lengths"]]:
     """Lengths, depths and mean scores (NaN where there is no row) of a needle record's requests."""
     lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
     found = np.full((len(depths), len(lengths)), np.nan)

@@ -48,7 +48,7 @@ class Needle:
         if "{context}" not in self.template:
             raise ValueError(f"template={self.template!r} has no {{context}}")
 
-    def prompt(self, haystack: Sequence[int], length: int, depth: float, tokenizer: Any) -> str:
+    def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
         """The text to answer.
 
         Args:
@@ -157,7 +157,7 @@ def evaluate(
     needle: Needle,
     text: str,
     lengths: Sequence[int],
-    depths: Sequence[float],
+    depths: Sequence[float | int],
     encode: Callable[[str], Sequence[int]],
     journal: Journal | None = None,
 ) -> list[dict[str, Any]]:

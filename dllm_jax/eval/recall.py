@@ -19,8 +19,8 @@ def asked_pair(example: Example) -> int:
 
 
 def grid(
-    task: Recall, sizes: Sequence[int], depths: Sequence[float], repeats: int, seed: int
-) -> list[tuple[int, float, Example]]:
+    task: Recall, sizes: Sequence[int], depths: Sequence[float | int], repeats: int, seed: int
+) -> list[tuple[int, float | int, Example]]:
     """Held-out examples, `repeats` for each number of pairs and depth in percent (0 is the first pair).
 
     Raises:
@@ -44,7 +44,7 @@ def evaluate(
     runner: Runner,
     task: Recall,
     sizes: Sequence[int],
-    depths: Sequence[float],
+    depths: Sequence[float | int],
     repeats: int = 10,
     seed: int = 0,
     journal: Journal | None = None,

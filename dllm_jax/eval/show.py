@@ -27,7 +27,7 @@ def table(records: Mapping[str, Mapping[str, Any]], title: str) -> rich.table.Ta
         ("positions per answer token", lambda t: _ratio(t["computed"], t["tokens"])),
         ("tokens/s", lambda t: _speed(t["tokens_per_second"])),
         ("tokens/s after end-of-text too", lambda t: _speed(t["tokens_with_eos_per_second"])),
-        ("seconds", lambda t: f"{t['seconds']:.1f}"),
+        ("seconds, compilation included", lambda t: f"{t['seconds']:.1f}"),
     ):
         shown.add_row(label, *map(line, every))
     return shown
@@ -47,7 +47,7 @@ def _score(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
 
 
-def _ratio(value: float, by: float) -> str:
+def _ratio(value: float | int, by: float | int) -> str:
     return f"{value / by:.1f}" if by else "-"
 
 
