@@ -64,7 +64,7 @@ def test_missing_and_empty_files_are_named(tmp_path):
         read(write(tmp_path / "lcc.jsonl", ""))
     with pytest.raises(FileNotFoundError, match=r"dataset2prompt\.json does not exist"):
         Prompts.read(tmp_path / "dataset2prompt.json")
-    with pytest.raises(ValueError, match=r"dataset2prompt\.json:1: not JSON"):
+    with pytest.raises(ValueError, match=r"dataset2prompt\.json:2: not JSON"):
         Prompts.read(write(tmp_path / "dataset2prompt.json", "{"))
     with pytest.raises(ValueError, match=r"'trec' has no \{context\}"):
         Prompts.read(write(tmp_path / "dataset2prompt.json", {"trec": "{input}"}))

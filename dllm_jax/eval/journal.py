@@ -4,9 +4,24 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 Entry = dict[str, Any]
+
+
+@runtime_checkable
+class Ledger(Protocol):
+    """Where a runner looks for answers and leaves them.
+
+    Attributes:
+      entries: what is known, by request hash.
+    """
+
+    entries: dict[str, Entry]
+
+    def add(self, entries: Iterable[Entry]):
+        """Takes the answers of a finished batch."""
+        ...
 
 
 class Journal:

@@ -18,7 +18,7 @@ import numpy as np
 import rich.progress
 
 from dllm_jax.chat import decode_answers
-from dllm_jax.eval.journal import Entry, Journal
+from dllm_jax.eval.journal import Entry, Ledger
 from dllm_jax.eval.settings import Decoding
 from dllm_jax.generate import generate
 from dllm_jax.model import Model
@@ -78,7 +78,7 @@ class Runner:
         parts = [self.identity, self._decoding(request), request.prompt, request.stop, self.max_length]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def run(self, requests: Sequence[Request], journal: Journal | None = None) -> list[Entry]:
+    def run(self, requests: Sequence[Request], journal: Ledger | None = None) -> list[Entry]:
         """Answers in the order of the requests; those that the journal holds are not decoded again.
 
         Failures are entries too (`error`, no answer); a resumed run tries them again.
