@@ -1,5 +1,6 @@
 """`python -m dllm_jax.eval {tasks,longbench,needle,compare,lm_eval}`."""
 
+import importlib.util
 import sys
 
 import tyro
@@ -17,6 +18,9 @@ COMMANDS = {
 def main() -> int:
     """Entry point; errors of the user are one line, not a traceback."""
     if sys.argv[1:2] == ["lm_eval"]:
+        if importlib.util.find_spec("lm_eval") is None:
+            print("error: lm_eval is not installed: pip install 'dllm-jax[harness]'", file=sys.stderr)
+            return 2
         from dllm_jax.eval import harness
 
         return harness.main(sys.argv[2:])

@@ -121,7 +121,7 @@ def run_longbench(
       limit: only the first samples of each task.
       answer_length: response positions for every task instead of the published ones.
     """
-    read = longbench.Prompts.read(prompts or data / longbench.prompts.FILE)
+    read = longbench.Prompts.read(prompts or data / longbench.FILE)
     chosen = longbench_run.tasks(tasks)
     asked = {
         "tasks": [task.name for task in chosen],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import rich.table
 from jaxtyping import Float
+from rich.markup import escape
 
 COSTS = ("forwards", "computed", "tokens", "seconds")
 
@@ -99,16 +100,19 @@ def _differences(pairs, confidence: float, draws: int, seed: int) -> list[Differ
     for name, scores in groups.items():
         values = np.asarray(scores, np.float64)
         resampled.append(bootstrap(values[:, 1] - values[:, 0], draws, rng))
-        found.append(_difference(name, len(scores), *values.mean(axis=0), np.percentile(resampled[-1], ends)))
+        found.append(_difference(name, len(scores), values.mean(axis=0), np.percentile(resampled[-1], ends)))
     if len(groups) > 1:
         means = np.mean([[d.a, d.b] for d in found], axis=0)
         ends = np.percentile(np.mean(resampled, axis=0), ends)
-        found.append(_difference("average", len(pairs), *means, ends))
+        found.append(_difference("average", len(pairs), means, ends))
     return found
 
 
-def _difference(name: str, count: int, a: float, b: float, ends: np.ndarray) -> Difference:
-    return Difference(name, count, float(a), float(b), float(b - a), float(ends[0]), float(ends[1]))
+def _difference(
+    name: str, count: int, means: Float[np.ndarray, "2"], ends: Float[np.ndarray, "2"]
+) -> Difference:
+    (a, b), (low, high) = means.tolist(), ends.tolist()
+    return Difference(name, count, a, b, b - a, low, high)
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:
@@ -137,13 +141,13 @@ def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> l
     for d in comparison.scores:
         interval = f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
         values = (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}", interval)
-        scores.add_row(d.group, str(d.count), *map(rich.markup.escape, values))
+        scores.add_row(d.group, str(d.count), *map(escape, values))
     other = rich.table.Table(title="per request, and what was set differently", title_justify="left")
     other.add_column("")
     for letter, name in zip("AB", names, strict=True):
-        other.add_column(f"{letter} = {rich.markup.escape(name)}", overflow="fold")
+        other.add_column(f"{letter} = {escape(name)}", overflow="fold")
     for name, (x, y) in comparison.costs.items():
         other.add_row(name, f"{x:.4g}", f"{y:.4g}")
     for name, (x, y) in comparison.settings.items():
-        other.add_row(name, rich.markup.escape(str(x)), rich.markup.escape(str(y)))
+        other.add_row(name, escape(str(x)), escape(str(y)))
     return [scores, other]

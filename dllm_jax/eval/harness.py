@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
 from dllm_jax.eval import harness_args, record
 from dllm_jax.eval.journal import Entry, Journal
@@ -125,8 +125,8 @@ class DllmJax(TemplateLM):
         )
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
         found = scorer.run(pairs, self.arguments.greedy_check, progress=not disable_tqdm)
-        for (text, _, _), value in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", text, value)
+        for pair, value in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", pair[0], value)
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -161,7 +161,7 @@ class _Both:
 
 def main(arguments: list[str]) -> int:
     """lm_eval's command line with the model registered."""
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     sys.argv = ["lm_eval", *arguments]  # where lm_eval reads them
     cli_evaluate()

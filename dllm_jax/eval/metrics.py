@@ -9,7 +9,7 @@ import difflib
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Alignment = Literal["difflib", "indel"]
 Metric = Callable[[str, str], float]
@@ -39,7 +39,8 @@ def rouge_l(prediction: str, reference: str) -> float:
     from rouge import Rouge  # in the `eval` extra
 
     try:
-        return Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference], avg=True)["rouge-l"]["f"]
+        found: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference], avg=True)
+        return found["rouge-l"]["f"]
     except (ValueError, ZeroDivisionError, RecursionError):
         return 0.0
 

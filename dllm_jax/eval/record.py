@@ -69,7 +69,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def totals(entries: Sequence[Entry]) -> dict[str, Any]:
+def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the requests that did not fail.
 
     Speeds are of warm batches only, those whose program was compiled before; None if there was none.
