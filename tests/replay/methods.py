@@ -7,13 +7,9 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
-from tests.replay import sparse_dllm
-from tests.replay import dllm_cache, maskkv
-from tests.replay import elastic
-from tests.replay import dkv
+from tests.replay import d2cache, dkv, dllm_cache, elastic, longbench, maskkv, sparse_dllm
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
-from tests.replay.d2cache import METHODS as D2CACHE
 from tests.replay.noise import recorded
 from tests.replay.steps import compare_logits, compare_steps, left_pads
 
@@ -190,6 +186,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **dllm_cache.METHODS,
     **maskkv.METHODS,
     **elastic.METHODS,
-    **D2CACHE,
+    **d2cache.METHODS,
     **dkv.METHODS,
+    **longbench.METHODS,
 }

@@ -1,0 +1,37 @@
+"""`python -m dllm_jax.eval {tasks,longbench,needle,compare,lm_eval}`."""
+
+import importlib.util
+import sys
+
+import tyro
+
+from dllm_jax.eval import cli
+
+COMMANDS = {
+    "tasks": cli.run_tasks,
+    "longbench": cli.run_longbench,
+    "needle": cli.run_needle,
+    "compare": cli.run_compare,
+}
+
+
+def main() -> int:
+    """Entry point; errors of the user are one line, not a traceback."""
+    if sys.argv[1:2] == ["lm_eval"]:
+        if importlib.util.find_spec("lm_eval") is None:
+            print("error: lm_eval is not installed: pip install 'dllm-jax[harness]'", file=sys.stderr)
+            return 2
+        from dllm_jax.eval import harness
+
+        return harness.main(sys.argv[2:])
+    try:
+        return tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="python -m dllm_jax.eval", description=__doc__
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Two results side by side: differences with bootstrap confidence intervals, paired over requests."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.table
+from jaxtyping import Float
+from rich.markup import escape
+
+COSTS = ("forwards", "computed", "tokens", "seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """B minus A on the requests that both have.
+
+    Attributes:
+      group: the task; "average" is the mean over tasks.
+      count: pairs of requests.
+      a: mean score of A.
+      b: mean score of B.
+      difference: b - a.
+      low: lower end of its confidence interval.
+      high: upper end.
+    """
+
+    group: str
+    count: int
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` finds.
+
+    Attributes:
+      scores: one line per group, then the average if there is more than one.
+      same: share of pairs with the same answer.
+      unpaired: requests that only one of the two has.
+      costs: mean per request that neither failed, (A, B), by name.
+      settings: what differs in the two runs' settings, (A, B), by name.
+    """
+
+    scores: list[Difference]
+    same: float
+    unpaired: int
+    costs: dict[str, tuple[float, float]]
+    settings: dict[str, tuple[Any, Any]]
+
+
+def compare(
+    a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> Comparison:
+    """Compares two records on the requests that both have, matched by group and id.
+
+    Args:
+      a: a record, see `dllm_jax.eval.record.read`.
+      b: the other.
+      confidence: of the percentile intervals.
+      draws: bootstrap resamples of the pairs, within each group.
+      seed: of the resamples.
+
+    Raises:
+      ValueError: no request in common, the kinds differ, or a bad confidence.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must lie in (0, 1)")
+    if a["kind"] != b["kind"]:
+        raise ValueError(f"A is a result of {a['kind']}, B of {b['kind']}: they have no scores in common")
+    rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
+    common = [name for name in rows[0] if name in rows[1]]
+    if not common:
+        raise ValueError("A and B have no request in common")
+    pairs = [(rows[0][name], rows[1][name]) for name in common]
+    good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
+    return Comparison(
+        scores=_differences(pairs, confidence, draws, seed),
+        same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
+        unpaired=len(rows[0]) + len(rows[1]) - 2 * len(common),
+        costs={
+            name: (float(np.mean([x[name] for x, _ in good])), float(np.mean([y[name] for _, y in good])))
+            for name in (COSTS if good else ())
+        },
+        settings=_changed(_settings(a), _settings(b)),
+    )
+
+
+def _differences(pairs, confidence: float, draws: int, seed: int) -> list[Difference]:
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for x, y in pairs:
+        groups.setdefault(x["group"], []).append((x["score"], y["score"]))
+    rng, found, resampled = np.random.default_rng(seed), [], []
+    ends = (50 * (1 - confidence), 50 * (1 + confidence))
+    for name, scores in groups.items():
+        values = np.asarray(scores, np.float64)
+        resampled.append(bootstrap(values[:, 1] - values[:, 0], draws, rng))
+        found.append(_difference(name, len(scores), values.mean(axis=0), np.percentile(resampled[-1], ends)))
+    if len(groups) > 1:
+        means = np.mean([[d.a, d.b] for d in found], axis=0)
+        ends = np.percentile(np.mean(resampled, axis=0), ends)
+        found.append(_difference("average", len(pairs), means, ends))
+    return found
+
+
+def _difference(
+    name: str, count: int, means: Float[np.ndarray, "2"], ends: Float[np.ndarray, "2"]
+) -> Difference:
+    (a, b), (low, high) = means.tolist(), ends.tolist()
+    return Difference(name, count, a, b, b - a, low, high)
+
+
+def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:
+    """Means of `draws` resamples with replacement, a chunk at a time."""
+    chunks = [min(512, draws - start) for start in range(0, draws, 512)]
+    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
+
+
+def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was chosen, flat."""
+    flat = {f"decoding.{name}": value for name, value in record["decoding"].items()}
+    for part in ("model", "settings", "device", "versions"):
+        flat |= {f"{part}.{name}": value for name, value in record[part].items()}
+    return flat | {name: record[name] for name in ("batch", "bucket", "max_length")}
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
+
+
+def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
+    """Scores, costs and settings for a terminal."""
+    scores = rich.table.Table(title="scores, times 100", title_justify="left")
+    for name in ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval"):
+        scores.add_column(name, justify="left" if name == "task" else "right")
+    for d in comparison.scores:
+        interval = f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
+        values = (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}", interval)
+        scores.add_row(d.group, str(d.count), *map(escape, values))
+    other = rich.table.Table(title="per request, and what was set differently", title_justify="left")
+    other.add_column("")
+    for letter, name in zip("AB", names, strict=True):
+        other.add_column(f"{letter} = {escape(name)}", overflow="fold")
+    for name, (x, y) in comparison.costs.items():
+        other.add_row(name, f"{x:.4g}", f"{y:.4g}")
+    for name, (x, y) in comparison.settings.items():
+        other.add_row(name, escape(str(x)), escape(str(y)))
+    return [scores, other]

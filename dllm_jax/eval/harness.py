@@ -1,0 +1,168 @@
+"""lm-evaluation-harness: the model `dllm_jax`.
+
+lm_eval 0.4.13 looks for models in its own package and in its registry only, and has no entry points for
+others. Importing this module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and then
+hands everything to lm_eval's own command line.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+
+from dllm_jax.eval import harness_args, record
+from dllm_jax.eval.journal import Entry, Journal
+from dllm_jax.eval.likelihoods import Likelihood
+from dllm_jax.eval.runner import Request
+
+LOG = logging.getLogger(__name__)
+DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
+
+
+@register_model("dllm_jax")
+class DllmJax(TemplateLM):
+    """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
+
+    def __init__(self, pretrained: str, batch_size: int | str = 1, **arguments: Any):
+        super().__init__()
+        for name in ("max_batch_size", "device"):  # lm_eval passes them always; jax chooses the device
+            arguments.pop(name, None)
+        self.arguments = harness_args.Arguments(pretrained=pretrained, batch=int(batch_size), **arguments)
+        self.opened, self.runner = self.arguments.open()
+        self.tokenizer = self.opened.tokenizer
+        self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
+        self.entries: list[Entry] = []
+        self._rank, self._world_size = 0, 1
+
+    @property
+    def eot_token_id(self) -> int:
+        """End-of-text."""
+        return self.opened.model.spec.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands for an empty context."""
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions of prompt and answer at most, if limited."""
+        return self.arguments.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm_eval's cache of requests."""
+        return self.arguments.pretrained.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Token ids; special tokens in the text (chat templates) are recognised, none is added."""
+        return list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The checkpoint's chat template."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Goes into lm_eval's result: what is needed to reproduce it, and costs."""
+        return {
+            "dllm_jax": {
+                **record.provenance(self.runner, self.opened.name),
+                "totals": record.totals(self.entries),
+            }
+        }
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
+
+        Raises:
+          RuntimeError: requests failed and `failures` is "raise"; all others are answered, and journalled.
+        """
+        asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
+        by_key = {runner.key(a): request.args for a, request in zip(asked, requests, strict=True)}
+        entries = runner.run(asked, _Both(self.journal, by_key, self.cache_hook))
+        self.entries += entries
+        failed = [entry["error"] for entry in entries if entry["error"] is not None]
+        if failed:
+            message = f"{len(failed)} of {len(entries)} requests failed, the first with {failed[0]}"
+            if self.arguments.failures == "raise":
+                raise RuntimeError(f"{message}; failures=empty scores them as empty answers")
+            LOG.error("%s; they are scored as empty answers", message)
+        return [entry["answer"] or "" for entry in entries]
+
+    def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
+        length = self.arguments.settings().get("length") or task.get("max_gen_toks") or DEFAULT_LENGTH
+        if (task.get("do_sample") or task.get("temperature")) and not self.runner.decoding.sampler.draws:
+            LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
+        until = task.get("until") or []
+        prompt = self.tok_encode(self.arguments.prefix(self.tokenizer) + context)
+        if self.max_length is not None and len(prompt) + length > self.max_length:
+            LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
+            prompt = prompt[max(0, len(prompt) + length - self.max_length) :]
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        return Request(str(i), tuple(prompt), length, stop)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        scorer = Likelihood(
+            self.runner, self.arguments.draws, self.arguments.strata, self.arguments.cfg_scale
+        )
+        pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
+        found = scorer.run(pairs, self.arguments.greedy_check, progress=not disable_tqdm)
+        for pair, value in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", pair[0], value)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Refused.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "loglikelihood_rolling has no meaning here: it chains next-token conditionals over windows, "
+            "which a masked diffusion model does not define, and its Monte-Carlo bound of a text is no "
+            "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
+            "generate_until"
+        )
+
+
+class _Both:
+    """Finished batches go to the journal and to lm_eval's cache at once, not at the end."""
+
+    def __init__(self, journal: Journal | None, args: dict[str, Any], hook: Any):
+        self.entries = {} if journal is None else journal.entries
+        self.journal, self.args, self.hook = journal, args, hook
+
+    def add(self, entries: Iterable[Entry]):
+        entries = list(entries)
+        if self.journal is not None:
+            self.journal.add(entries)
+        for entry in entries:
+            if entry["error"] is None:
+                self.hook.add_partial("generate_until", self.args[entry["key"]], entry["answer"])
+
+
+def main(arguments: list[str]) -> int:
+    """lm_eval's command line with the model registered."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    sys.argv = ["lm_eval", *arguments]  # where lm_eval reads them
+    cli_evaluate()
+    return 0

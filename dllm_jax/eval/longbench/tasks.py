@@ -1,0 +1,79 @@
+"""What distinguishes LongBench's English tasks: metric, answer length, chat template, first line."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from dllm_jax.eval import metrics
+
+Kind = Literal["f1", "rouge", "classification", "count", "retrieval", "code"]
+FEW_SHOT = ("trec", "triviaqa", "samsum")
+PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # prompts that go in without the chat template
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One data set.
+
+    Attributes:
+      name: of the data set and its file.
+      kind: the metric.
+      length: answer tokens at most.
+    """
+
+    name: str
+    kind: Kind
+    length: int
+
+    @property
+    def chat(self) -> bool:
+        """The prompt is wrapped in the chat template, if the checkpoint has one."""
+        return self.name not in PLAIN
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Where an answer is cut."""
+        return ("\n",) if self.name == "samsum" else ()
+
+    def score(self, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
+        """Score of a sample in [0, 1].
+
+        Args:
+          prediction: the answer.
+          references: right answers, of which the best counts.
+          classes: names of all classes, for classification.
+        """
+        if self.name in FEW_SHOT:
+            prediction = metrics.first_line(prediction)
+        metric = {
+            "f1": metrics.f1,
+            "rouge": metrics.rouge_l,
+            "classification": lambda p, r: metrics.classification(p, r, classes),
+            "count": metrics.count,
+            "retrieval": metrics.retrieval,
+            "code": metrics.edit_similarity,
+        }[self.kind]
+        return metrics.score(metric, prediction, references)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("narrativeqa", "f1", 128),
+        Task("qasper", "f1", 128),
+        Task("multifieldqa_en", "f1", 64),
+        Task("hotpotqa", "f1", 32),
+        Task("2wikimqa", "f1", 32),
+        Task("musique", "f1", 32),
+        Task("gov_report", "rouge", 512),
+        Task("qmsum", "rouge", 512),
+        Task("multi_news", "rouge", 512),
+        Task("trec", "classification", 64),
+        Task("triviaqa", "f1", 32),
+        Task("samsum", "rouge", 128),
+        Task("passage_count", "count", 32),
+        Task("passage_retrieval_en", "retrieval", 32),
+        Task("lcc", "code", 64),
+        Task("repobench-p", "code", 64),
+    )
+}

@@ -1,0 +1,188 @@
+"""Needle in a haystack: a fact hidden at a depth of a long text, asked for at the end.
+
+Two published protocols share the geometry: the haystack is cut to the wanted length in tokens minus a buffer,
+the needle goes in at token int(length * depth / 100), and the question stands at the end.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dllm_jax.eval.journal import Journal
+from dllm_jax.eval.record import scored
+from dllm_jax.eval.runner import Request, Runner
+
+Scoring = Literal["rouge", "keyword"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """What is hidden, how it is asked for and scored.
+
+    Attributes:
+      text: inserted as it is.
+      question: at the end, see `template`.
+      keyword: must occur in an answer that is right ("keyword" scoring).
+      template: with {context} and {question}.
+      buffer: tokens of the length that are left to template and answer.
+      scoring: "rouge": ROUGE-1 F of needle and answer with stemming, as DuoAttention (arXiv:2410.10819) takes
+        it; "keyword": 1 if the keyword occurs, else a fifth of the edit similarity, as LongLLaDA
+        (arXiv:2506.14429) and OpenCompass take it.
+    """
+
+    text: str
+    question: str
+    keyword: str
+    template: str
+    buffer: int = 200
+    scoring: Scoring = "rouge"
+
+    def __post_init__(self):
+        if self.buffer < 0:
+            raise ValueError(f"buffer={self.buffer} must not be negative")
+        if self.scoring not in ("rouge", "keyword"):
+            raise ValueError(f"scoring={self.scoring!r} must be 'rouge' or 'keyword'")
+        if "{context}" not in self.template:
+            raise ValueError(f"template={self.template!r} has no {{context}}")
+
+    def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
+        """The text to answer.
+
+        Args:
+          haystack: its tokens; repeated if they are too few.
+          length: tokens of haystack, needle and buffer.
+          depth: in percent; 100 puts the needle at the end.
+          tokenizer: turns tokens into text and back.
+
+        Raises:
+          ValueError: an empty haystack, a length that leaves no room, a depth outside [0, 100].
+        """
+        needle = tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        room = length - self.buffer - len(needle)
+        if room < 1 or not haystack:
+            raise ValueError(
+                f"length={length} leaves {room} tokens for the haystack (buffer {self.buffer}, needle "
+                f"{len(needle)}) of {len(haystack)}; at least one is needed"
+            )
+        if not 0 <= depth <= 100:
+            raise ValueError(f"depth={depth} must lie in [0, 100]")
+        hay = (list(haystack) * -(-room // len(haystack)))[:room]
+        at = int(len(hay) * depth / 100)
+        context = tokenizer.decode([*hay[:at], *needle, *hay[at:]], skip_special_tokens=True)
+        fields = {"{context}": context, "{question}": self.question}
+        return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
+
+    def score(self, answer: str) -> float:
+        """In [0, 1]."""
+        return rouge_1(answer, self.text) if self.scoring == "rouge" else self._keyword_score(answer)
+
+    def _keyword_score(self, answer: str) -> float:
+        if self.keyword in answer:
+            return 1.0
+        ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
+        longest = max(len(ours), len(wanted))
+        return 0.2 * (1 - edit_distance(ours, wanted) / longest) if longest else 0.2
+
+
+_SANDWICH = "the best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+DUO_ATTENTION = Needle(
+    text=f"\n\nRemember, {_SANDWICH}\n\n",
+    question="what is the best thing to do in San Francisco?\n\n"
+    "Answer: The best thing to do in San Francisco is",
+    keyword="eat a sandwich and sit in Dolores Park",
+    template="<|im_start|> This is a very long story book: <book> {context} </book>.\n\n"
+    "Question: Based on the content of the book, {question}",
+)
+
+
+def read(path: Path) -> Needle:
+    """A needle from a JSON object with text, question, keyword and template.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not JSON, or a field is missing, unknown or no string; names the file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    wanted = {"text", "question", "keyword", "template"}
+    if not isinstance(fields, dict) or set(fields) != wanted:
+        raise ValueError(f"{path}: expected an object with exactly {', '.join(sorted(wanted))}")
+    if not all(isinstance(value, str) for value in fields.values()):
+        raise ValueError(f"{path}: every field must be a string")
+    return Needle(**fields)
+
+
+def rouge_1(answer: str, reference: str) -> float:
+    """ROUGE-1 F of the package `rouge_score` with its stemmer."""
+    from rouge_score.rouge_scorer import RougeScorer  # in the `eval` extra
+
+    return float(RougeScorer(["rouge1"], use_stemmer=True).score(reference, answer)["rouge1"].fmeasure)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Fewest insertions, deletions and substitutions that turn one into the other."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def haystack(path: Path) -> str:
+    """The text of a file, or of a folder's .txt files in order of their names.
+
+    Raises:
+      FileNotFoundError: no such file, or no .txt in the folder.
+      ValueError: no text.
+    """
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(f"{path} is no text file and no folder of .txt files")
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return text
+
+
+def evaluate(
+    runner: Runner,
+    needle: Needle,
+    text: str,
+    lengths: Sequence[int],
+    depths: Sequence[float | int],
+    encode: Callable[[str], Sequence[int]],
+    journal: Journal | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a record: one per cell of the grid, a group per length.
+
+    Args:
+      runner: the model with its settings.
+      needle: what is hidden.
+      text: the haystack.
+      lengths: in tokens of the model.
+      depths: in percent.
+      encode: a prompt's token ids, e.g. under a chat template.
+      journal: resumes from it.
+    """
+    hay = runner.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    cells = [(length, depth) for length in lengths for depth in depths]
+    requests = [
+        Request(
+            f"{length} at {depth:g} %",
+            tuple(encode(needle.prompt(hay, length, depth, runner.tokenizer))),
+            runner.decoding.length,
+            group=f"length {length}",
+        )
+        for length, depth in cells
+    ]
+    entries = runner.run(requests, journal)
+    scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
+    return scored(requests, entries, scores, [{"length": n, "depth": depth} for n, depth in cells])

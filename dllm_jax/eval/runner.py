@@ -1,0 +1,179 @@
+"""Decodes requests in batches of similar length, journals each, and measures.
+
+A request's answer does not depend on its batch: rows are padded on the left to a multiple of `bucket` tokens
+and batches to full size, so that few programs are compiled, and every row has its own key.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.progress
+
+from dllm_jax.chat import decode_answers
+from dllm_jax.eval.journal import Entry, Ledger
+from dllm_jax.eval.settings import Decoding
+from dllm_jax.generate import generate
+from dllm_jax.model import Model
+
+FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # RuntimeError: also XLA's
+
+
+class Request(NamedTuple):
+    """One prompt to answer.
+
+    Attributes:
+      id: names it in records; unique within its group.
+      prompt: token ids.
+      length: response positions.
+      stop: the answer is cut at the first of these.
+      group: the task it belongs to.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    length: int
+    stop: tuple[str, ...] = ()
+    group: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A model with settings, ready to answer.
+
+    Attributes:
+      model: from `load`.
+      tokenizer: its tokenizer.
+      decoding: settings; `length` is overridden by each request's.
+      identity: what else an answer depends on, the model's hash above all; part of a request's hash.
+      batch: rows decoded together.
+      bucket: prompts are padded to a multiple of this.
+      max_length: prompt and response positions at most; longer requests fail. None: no limit.
+      progress: show a bar.
+    """
+
+    model: Model
+    tokenizer: Any
+    decoding: Decoding
+    identity: str
+    batch: int = 8
+    bucket: int = 64
+    max_length: int | None = None
+    progress: bool = False
+
+    def __post_init__(self):
+        for name in ("batch", "bucket"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def key(self, request: Request) -> str:
+        """Hash of everything that determines the answer."""
+        parts = [self.identity, self._decoding(request), request.prompt, request.stop, self.max_length]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def run(self, requests: Sequence[Request], journal: Ledger | None = None) -> list[Entry]:
+        """Answers in the order of the requests; those that the journal holds are not decoded again.
+
+        Failures are entries too (`error`, no answer); a resumed run tries them again.
+        """
+        keys = [self.key(request) for request in requests]
+        done = dict(journal.entries) if journal else {}
+        open_ = {
+            k: r
+            for k, r in zip(keys, requests, strict=True)
+            if done.get(k, {"error": ""})["error"] is not None
+        }
+        warm: set[tuple[int, int]] = set()
+        with rich.progress.Progress(disable=not self.progress, transient=True) as bar:
+            task = bar.add_task("decoding", total=len(open_))
+            for chunk in self._chunks(list(open_.items())):
+                entries = self._answer(chunk, warm)
+                done |= {entry["key"]: entry for entry in entries}
+                if journal:
+                    journal.add(entries)
+                bar.advance(task, len(chunk))
+        return [done[key] for key in keys]
+
+    def _decoding(self, request: Request) -> dict[str, Any]:
+        try:
+            return self.decoding.at(request.length).described()
+        except ValueError:  # recorded as a failure when it is answered
+            return self.decoding.described() | {"length": request.length}
+
+    def _width(self, request: Request) -> int:
+        return -(-len(request.prompt) // self.bucket) * self.bucket
+
+    def _chunks(self, requests: list[tuple[str, Request]]) -> Iterator[list[tuple[str, Request]]]:
+        shape = lambda pair: (pair[1].length, self._width(pair[1]))
+        for _, group in itertools.groupby(sorted(requests, key=shape), key=shape):
+            rows = list(group)
+            yield from (rows[i : i + self.batch] for i in range(0, len(rows), self.batch))
+
+    def _answer(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
+        """The chunk's entries; if it fails as a whole, row by row, so that only the culprit fails."""
+        try:
+            return self._decode(chunk, warm)
+        except FAILURES as error:
+            if len(chunk) > 1:
+                return [entry for pair in chunk for entry in self._answer([pair], warm)]
+            reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            return [_entry(chunk[0][0], error=reason.splitlines()[0])]
+
+    def _decode(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
+        width, length = self._width(chunk[0][1]), chunk[0][1].length
+        rows = [r.prompt for _, r in chunk]
+        if not all(rows):
+            raise ValueError("the prompt is empty")
+        longest = max(map(len, rows)) + length
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(f"prompt and response take {longest} positions; max_length={self.max_length}")
+        rows += [rows[0]] * (self.batch - len(rows))
+        prompt = np.full((self.batch, width), self.model.spec.eos_id, np.int32)
+        mask = np.zeros(prompt.shape, bool)
+        for i, row in enumerate(rows):
+            prompt[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+        start = time.perf_counter()
+        out = generate(
+            self.model,
+            prompt,
+            prompt_mask=mask,
+            key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
+            **self.decoding.at(length).options(),
+        )
+        tokens, stats = jax.device_get((out.tokens, out.stats))
+        cost = {"seconds": (time.perf_counter() - start) / len(chunk), "cold": (width, length) not in warm}
+        warm.add((width, length))
+        answers = decode_answers(self.model, self.tokenizer, tokens[: len(chunk), width:])
+        counts = (
+            {name: int(getattr(stats, field)[i]) for name, field in COUNTS.items()} for i in range(len(chunk))
+        )
+        return [
+            _entry(key, answer=cut(answer, request.stop), **count, **cost)
+            for (key, request), answer, count in zip(chunk, answers, counts, strict=True)
+        ]
+
+    def _keys(self, keys: list[str]):
+        """A key per row from the request's hash (which the seed is part of)."""
+        seeds = [int(key[:8], 16) for key in keys]
+        seeds += [0] * (self.batch - len(seeds))
+        return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+
+
+COUNTS = {"forwards": "nfe", "computed": "computed", "tokens": "answer", "tokens_with_eos": "decoded"}
+
+
+def cut(answer: str, stop: Sequence[str]) -> str:
+    """The answer up to the first occurrence of any of the strings."""
+    ends = [at for text in stop if text and (at := answer.find(text)) >= 0]
+    return answer[: min(ends)] if ends else answer
+
+
+def _entry(key: str, answer: str | None = None, error: str | None = None, **measured) -> Entry:
+    return {"key": key, "answer": answer, "error": error, **measured}

@@ -1,0 +1,77 @@
+"""Comparison of two records."""
+
+import numpy as np
+import pytest
+import rich.console
+
+from dllm_jax.eval.compare import bootstrap, compare, tables
+
+
+def record(scores: dict[str, list[float]], **changes) -> dict:
+    rows = [
+        {
+            "group": group, "id": str(i), "score": score, "answer": str(score), "error": None,
+            "forwards": 4, "computed": 40, "tokens": 3, "seconds": 0.5,
+        }
+        for group, values in scores.items()
+        for i, score in enumerate(values)
+    ]  # fmt: skip
+    base = {
+        "kind": "tasks", "requests": rows, "decoding": {"policy": "Policy()"}, "model": {"name": "m"},
+        "settings": {}, "device": {}, "versions": {}, "batch": 8, "bucket": 64, "max_length": None,
+    }  # fmt: skip
+    return base | changes
+
+
+def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
+    rng = np.random.default_rng(1)
+    a, b = rng.random(50), rng.random(50)
+    found = compare(record({"t": list(a)}), record({"t": list(b)}), confidence=0.9, draws=4000).scores
+    assert len(found) == 1
+    resampled = [np.mean(rng.choice(b - a, 50)) for _ in range(4000)]
+    assert found[0].difference == pytest.approx(np.mean(b) - np.mean(a))
+    assert (found[0].low, found[0].high) == pytest.approx(np.percentile(resampled, (5, 95)), abs=0.01)
+
+
+def test_pairing_is_narrower_than_the_two_means_are_wide():
+    a = np.random.default_rng(0).random(60)
+    found = compare(record({"t": list(a)}), record({"t": list(a + 0.1)})).scores[0]
+    assert (found.low, found.high) == pytest.approx((0.1, 0.1))
+
+
+def test_the_average_is_over_tasks_not_over_requests():
+    found = compare(record({"x": [0] * 9, "y": [0]}), record({"x": [0] * 9, "y": [1]})).scores
+    assert [d.group for d in found] == ["x", "y", "average"]
+    assert (found[-1].a, found[-1].b, found[-1].difference) == (0, 0.5, 0.5)
+
+
+def test_requests_without_a_partner_are_counted_and_left_out():
+    found = compare(record({"t": [1, 1, 1]}), record({"t": [1, 0], "u": [1]}))
+    assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
+
+
+def test_differing_settings_are_named():
+    other = record({"t": [1]}, decoding={"policy": "DualCache()"}, batch=2)
+    found = compare(record({"t": [1]}), other)
+    assert found.settings == {"decoding.policy": ("Policy()", "DualCache()"), "batch": (8, 2)}
+    assert found.costs["forwards"] == (4, 4)
+    console = rich.console.Console(record=True, width=120)
+    for table in tables(found, ("a[1].json", "b.json"), 0.95):
+        console.print(table)
+    assert "DualCache()" in (text := console.export_text())
+    assert "a[1].json" in text
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="A is a result of tasks, B of needle"):
+        compare(record({"t": [1]}), record({"t": [1]}, kind="needle"))
+    with pytest.raises(ValueError, match="no request in common"):
+        compare(record({"t": [1]}), record({"u": [1]}))
+    with pytest.raises(ValueError, match="confidence=1"):
+        compare(record({"t": [1]}), record({"t": [1]}), confidence=1.0)
+
+
+def test_the_bootstrap_draws_what_it_should():
+    means = bootstrap(np.array([0.0, 1.0]), 1300, np.random.default_rng(0))
+    assert means.shape == (1300,)
+    assert set(means) == {0, 0.5, 1}

@@ -1,0 +1,58 @@
+"""The commands of docs/evaluation.md: those said to run as printed do, the others parse."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+import tyro
+
+from dllm_jax.eval import __main__ as command
+from dllm_jax.eval import record
+
+TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+BLOCKS = re.findall(r"(\*Runs as printed:\*\n\n)?```bash\n(.*?)```", TEXT, re.DOTALL)
+PREFIX = ["python", "-m", "dllm_jax.eval"]
+
+
+def commands(printed: bool) -> list[list[str]]:
+    lines = [line for marked, block in BLOCKS if bool(marked) is printed for line in block.splitlines()]
+    split = [shlex.split(line) for line in lines]
+    assert all(words[:3] == PREFIX for words in split)
+    return [words[3:] for words in split]
+
+
+def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len(commands(printed=True)) == 3
+    for words in commands(printed=True):
+        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
+        assert command.main() == 0, words
+    text = capsys.readouterr().out
+    assert "100.0% of the answers are the same" in text
+    assert record.read(tmp_path / "runs/recall/tasks-DualCache.json")["average"] == 1
+    assert (tmp_path / "runs/needle/recall-Policy.png").exists()
+
+
+@pytest.mark.parametrize("words", [w for w in commands(printed=False) if w[0] != "lm_eval"], ids=" ".join)
+def test_the_others_parse(words):
+    asked = []
+    spy = {name: _taking(function, asked) for name, function in command.COMMANDS.items()}
+    tyro.extras.subcommand_cli_from_dict(spy, args=words)
+    assert len(asked) == 1
+
+
+def _taking(function, asked: list):
+    import functools
+
+    @functools.wraps(function)
+    def called(*args, **options):
+        asked.append((args, options))
+
+    return called
+
+
+def test_errors_of_the_user_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "tasks", "--policy", "NoSuch", "--model", "tiny-llada"])
+    assert command.main() == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 'NoSuch': NoSuch is not one of")

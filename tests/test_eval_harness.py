@@ -1,0 +1,162 @@
+"""The model `dllm_jax` in the real lm_eval, offline, on local task files and data."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
+
+ROWS = [
+    {"question": "b=w;t=m;t=", "answer": "m", "choices": ["w", "m"], "gold": 1},
+    {"question": "q=z;b=w;m=l;d=h;b=", "answer": "w", "choices": ["w", "l"], "gold": 0},
+    {"question": "q=z;b=w;m=l;d=h;g=b;d=", "answer": "h", "choices": ["h", "l"], "gold": 0},
+]
+GENERATE = """
+output_type: generate_until
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+CHOOSE = """
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: gold
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+ROLL = """
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}}"
+metric_list: [{metric: word_perplexity}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a data file and task files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "recall.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, text in (("tiny_generate", GENERATE), ("tiny_choose", CHOOSE), ("tiny_roll", ROLL)):
+        head = f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: "{{{{question}}}}"\n'
+        cache = f"dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder / 'cache'}}}\n"
+        (folder / f"{name}.yaml").write_text(head + cache + text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return model()
+
+
+def model(**arguments):
+    from dllm_jax.eval.harness import DllmJax
+
+    return DllmJax(
+        **{"pretrained": "tiny-llada", "length": 4, "block": 2, "batch_size": 2, "draws": 32, **arguments}
+    )
+
+
+def evaluate(lm, names, folder, **options):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    settings = {"tasks": names, "apply_chat_template": True, "bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(lm, task_manager=manager, **settings)
+
+
+def test_generation_and_choice_are_solved_and_the_result_is_reproducible(lm, tasks):
+    found = evaluate(lm, ["tiny_generate", "tiny_choose"], tasks)
+    assert found["results"]["tiny_generate"]["exact_match,none"] == 1
+    assert found["results"]["tiny_choose"]["acc,none"] == 1
+    info = lm.get_model_info()["dllm_jax"]
+    assert info["decoding"]["policy"] == "Policy()"
+    assert info["totals"]["requests"] == 3
+    assert info["model"]["identity"].startswith("sha256:")
+
+
+def test_rolling_likelihood_is_refused_with_the_reason(lm, tasks):
+    with pytest.raises(NotImplementedError, match="has no meaning here"):
+        evaluate(lm, ["tiny_roll"], tasks, apply_chat_template=False)
+
+
+def instances(*args):
+    from lm_eval.api.instance import Instance
+
+    return [Instance("generate_until", {}, arguments, i) for i, arguments in enumerate(args)]
+
+
+def test_until_strings_cut_and_requests_are_cached_as_they_finish(lm, tmp_path):
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    assert lm.generate_until(instances((text, {"until": ["m"]}), (text, {"until": "x"}))) == ["", "m"]
+    other = model(journal=str(tmp_path / "journal.jsonl"))
+    seen = []
+    other.cache_hook.add_partial = lambda kind, args, answer: seen.append((kind, args, answer))
+    assert other.generate_until(instances((text, {"until": ["\n"]}))) == ["m"]
+    assert seen == [("generate_until", (text, {"until": ["\n"]}), "m")]
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
+    again = model(journal=str(tmp_path / "journal.jsonl"))
+    assert again.generate_until(instances((text, {"until": ["\n"]}))) == ["m"]
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
+
+
+def test_failed_requests_raise_or_count_as_empty(lm, caplog):
+    broken = instances(("a<|mdm_mask|>", {"until": []}))
+    with pytest.raises(RuntimeError, match=r"1 of 1 requests failed.*mask id"):
+        lm.generate_until(broken)
+    assert model(failures="empty").generate_until(broken) == [""]
+    assert "1 of 1 requests failed" in caplog.text
+
+
+def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):
+    encode = lambda text: tuple(lm.tok_encode(text))
+    chat = lambda text: encode(lm.apply_chat_template([{"role": "user", "content": text}]))
+    pairs = [(chat("b=w;t=m;t="), encode("m<|eot_id|>")), (chat("q=z;b=w;m=l;d=h;b="), encode("w<|eot_id|>"))]
+    request = lambda pair: (("", ""), list(pair[0]), list(pair[1]))
+    together = lm._loglikelihood_tokens([request(pair) for pair in pairs])
+    alone = [lm._loglikelihood_tokens([request(pair)])[0] for pair in pairs]
+    for (nats, greedy), (nats_alone, greedy_alone) in zip(together, alone, strict=True):
+        assert nats == pytest.approx(nats_alone, abs=1e-4)
+        assert nats > -1
+        assert greedy is greedy_alone is True
+    wrong = lm._loglikelihood_tokens([request((pairs[0][0], encode("w<|eot_id|>")))])[0]
+    assert wrong[0] < -1
+    assert wrong[1] is False
+
+
+def test_arguments_are_checked_and_presets_are_overridden():
+    from dllm_jax.eval.harness_args import Arguments
+
+    chosen = Arguments("x", preset="llada-8b-instruct/gsm8k", length=128, steps=64).settings()
+    assert (chosen["length"], chosen["block"], chosen["steps"]) == (128, 8, 64)
+    for wrong, reason in (
+        (dict(failures="ignore"), "failures='ignore'"),
+        (dict(preset="gsm8k"), "preset='gsm8k'"),
+        (dict(draws=100), "draws=100"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Arguments("x", **wrong)
+
+
+def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
+    from dllm_jax.eval import harness
+
+    monkeypatch.setattr(sys, "argv", ["unchanged"])
+    arguments = ["--model", "dllm_jax", "--tasks", "tiny_generate", "--include_path", str(tasks)]
+    model_args = (
+        "pretrained=tiny-llada,policy=DualCache(),sampler=Threshold(0.9;temperature=0.0),length=4,block=2"
+    )
+    options = ["--model_args", model_args, "--apply_chat_template", "--limit", "1"]
+    assert harness.main([*arguments, *options, "--output_path", str(tmp_path)]) == 0
+    assert "tiny_generate" in capsys.readouterr().out
+    found = json.loads(next(tmp_path.rglob("results*.json")).read_text())
+    assert found["config"]["dllm_jax"]["decoding"]["policy"] == "DualCache()"

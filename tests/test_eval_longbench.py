@@ -1,0 +1,128 @@
+"""LongBench: data, prompts, truncation, and a run on a folder in the published form."""
+
+import json
+
+import pytest
+
+from dllm_jax.eval import cli, record
+from dllm_jax.eval.longbench import TASKS, Prompts, Sample, read, truncate
+from dllm_jax.eval.opened import open_checkpoint
+
+TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}
+ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return open_checkpoint("tiny-llada").tokenizer
+
+
+def write(path, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def prompts(tmp_path) -> Prompts:
+    return Prompts.read(write(tmp_path / "dataset2prompt.json", TEMPLATES))
+
+
+def test_samples_are_read(tmp_path):
+    unnamed = {name: value for name, value in ROW.items() if name != "_id"}
+    path = write(tmp_path / "trec.jsonl", ROW, "", {**unnamed, "all_classes": ["m", "w"]})
+    assert read(path) == [
+        Sample("1", "b=w;t=m;", "t=", ("m",), ()),
+        Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"context": "', "not JSON: .* at column 13"),
+        ("[1]", "expected an object, found list"),
+        ({n: v for n, v in ROW.items() if n != "context"}, "'context' is missing"),
+        ({**ROW, "input": None}, "'input' is no string"),
+        ({n: v for n, v in ROW.items() if n != "answers"}, "'answers' is missing"),
+        ({**ROW, "answers": "m"}, "'answers' is no list of strings"),
+        ({**ROW, "answers": []}, "no or an empty reference"),
+        ({**ROW, "answers": ["m", " "]}, "no or an empty reference"),
+        ({**ROW, "all_classes": [1]}, "'all_classes' is no list of strings"),
+        (ROW, "'1' is that of line 1 too"),
+    ],
+)
+def test_bad_data_names_file_and_line(tmp_path, row, reason):
+    path = write(tmp_path / "trec.jsonl", ROW, row)
+    with pytest.raises(ValueError, match=rf"trec\.jsonl:2: .*{reason}"):
+        read(path)
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lcc\.jsonl does not exist"):
+        read(tmp_path / "lcc.jsonl")
+    with pytest.raises(ValueError, match="holds no samples"):
+        read(write(tmp_path / "lcc.jsonl", ""))
+    with pytest.raises(FileNotFoundError, match=r"dataset2prompt\.json does not exist"):
+        Prompts.read(tmp_path / "dataset2prompt.json")
+    with pytest.raises(ValueError, match=r"dataset2prompt\.json:2: not JSON"):
+        Prompts.read(write(tmp_path / "dataset2prompt.json", "{"))
+    with pytest.raises(ValueError, match=r"'trec' has no \{context\}"):
+        Prompts.read(write(tmp_path / "dataset2prompt.json", {"trec": "{input}"}))
+
+
+def test_the_middle_is_cut_out(tokenizer):
+    text = "".join(chr(97 + i % 26) for i in range(40))
+    assert truncate(text, tokenizer, 40) == text
+    assert truncate(text, tokenizer, 11) == text[:5] + text[-5:]
+    with pytest.raises(ValueError, match="max_length=1"):
+        truncate(text, tokenizer, 1)
+
+
+def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path, tokenizer):
+    sample = Sample("1", "a {input} b", "t=", ("m",), ())
+    text = lambda name: tokenizer.decode(prompts(tmp_path).ids(TASKS[name], sample, tokenizer, None))
+    assert text("trec") == "a {input} bt="
+    assert text("gov_report").startswith("<|startoftext|><|start_header_id|>user")
+    assert "Sum: a {input} b\nNow:<|eot_id|>" in text("gov_report")
+    with pytest.raises(ValueError, match="no template for 'lcc'"):
+        text("lcc")
+
+
+def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
+    write(tmp_path / "dataset2prompt.json", TEMPLATES)
+    other = {**ROW, "_id": "2", "context": "q=z;b=w;m=l;", "input": "b=", "answers": ["q", "W."]}
+    write(tmp_path / "hotpotqa.jsonl", ROW, other, {**ROW, "_id": "3", "context": "b=w;" * 99})
+    write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
+    settings = dict(
+        length=4, block=2, batch=2, max_positions=200, out=tmp_path / "out", policy=("DualCache",)
+    )
+    common = cli.Common(**settings)
+    run = lambda **options: cli.run_longbench(
+        tmp_path, common, tasks=("hotpotqa", "trec"), answer_length=4, **options
+    )
+    assert run() == 1  # a failed request
+    text = capsys.readouterr().out
+    assert "hotpotqa 3 failed: ValueError: prompt and response take" in text
+    found = record.read(tmp_path / "out" / "longbench-DualCache.json")
+    assert [row["score"] for row in found["requests"][:3]] == [1, 1, 0]
+    assert found["scores"]["hotpotqa"] == pytest.approx(2 / 3)
+    assert found["average"] == pytest.approx((2 / 3 + found["scores"]["trec"]) / 2)
+    assert found["totals"]["failed"] == 1
+    assert found["settings"]["prompts_sha256"]
+    lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    assert run(max_length=100) == 0  # what failed is now short enough; the rest is not decoded again
+    assert len((tmp_path / "out" / "journal.jsonl").read_text().splitlines()) == len(lines) + 1
+    assert cli.run_compare(*[tmp_path / "out" / "longbench-DualCache.json"] * 2) == 0
+    assert "100.0% of the answers are the same" in capsys.readouterr().out
+
+
+def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
+    write(tmp_path / "dataset2prompt.json", TEMPLATES)
+    write(tmp_path / "trec.jsonl", ROW)
+    with pytest.raises(ValueError, match=r"trec\.jsonl: sample '1' lacks all_classes"):
+        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("trec",))
+    write(tmp_path / "passage_retrieval_en.jsonl", ROW)
+    with pytest.raises(ValueError, match="sample '1': reference 'm' does not name a paragraph"):
+        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("passage_retrieval_en",))
+    with pytest.raises(ValueError, match="'qasper_zh' is not among"):
+        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("qasper_zh",))

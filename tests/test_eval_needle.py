@@ -1,0 +1,133 @@
+"""Needle in a haystack: geometry, both scorings, recall by depth, the picture."""
+
+import functools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dllm_jax.eval import cli, heatmap, needle, recall, record
+from dllm_jax.eval.needle import DUO_ATTENTION, Needle, edit_distance
+from dllm_jax.eval.opened import open_checkpoint
+from dllm_jax.tasks import Recall
+
+HAYSTACK = pathlib.Path(__file__).parent / "data" / "haystack"
+STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return open_checkpoint("tiny-llada").tokenizer
+
+
+@pytest.mark.parametrize(
+    ("depth", "text"), [(0, "*abcabc"), (50, "abc*abc"), (84, "abcab*c"), (100, "abcabc*")]
+)
+def test_the_needle_lies_at_its_depth_and_the_haystack_is_repeated(tokenizer, depth, text):
+    hay = tokenizer("abc", add_special_tokens=False)["input_ids"]
+    assert STAR.prompt(hay, 11, depth, tokenizer) == f"<{text}> Where?"
+
+
+def test_the_prompt_has_the_length_asked_for(tokenizer):
+    hay = tokenizer(needle.haystack(HAYSTACK), add_special_tokens=False)["input_ids"]
+    text = DUO_ATTENTION.prompt(hay, 1000, 33, tokenizer)
+    book = text.split("<book> ")[1].split(" </book>")[0]
+    assert len(tokenizer(book, add_special_tokens=False)["input_ids"]) == 800
+    assert text.endswith("Answer: The best thing to do in San Francisco is")
+
+
+def test_bad_geometry_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="length=5 leaves 0 tokens"):
+        STAR.prompt([40], 5, 0, tokenizer)
+    with pytest.raises(ValueError, match="of 0; at least one"):
+        STAR.prompt([], 50, 0, tokenizer)
+    with pytest.raises(ValueError, match="depth=101"):
+        STAR.prompt([40], 50, 101, tokenizer)
+    with pytest.raises(ValueError, match=r"no \{context\}"):
+        Needle("*", "?", "star", "{question}")
+
+
+def test_scores():
+    exact = Needle("the star is red", "?", "red", "{context}", scoring="keyword")
+    assert exact.score("It is red.") == 1
+    assert exact.score("the star\n is re") == pytest.approx(0.2 * (1 - 1 / 12))
+    assert exact.score("") == 0
+    assert Needle("the stars are red", "?", "red", "{context}").score("Star, red") == pytest.approx(2 / 3)
+
+
+@given(st.text("abc", max_size=6), st.text("abc", max_size=6))
+def test_edit_distance(a, b):
+    @functools.cache
+    def distance(i, j):
+        if not i or not j:
+            return i + j
+        return min(
+            distance(i - 1, j) + 1, distance(i, j - 1) + 1, distance(i - 1, j - 1) + (a[i - 1] != b[j - 1])
+        )
+
+    assert edit_distance(a, b) == distance(len(a), len(b))
+
+
+def test_texts_and_needles_from_files(tmp_path):
+    assert needle.haystack(HAYSTACK).startswith("The river")
+    assert needle.haystack(HAYSTACK / "2_town.txt").startswith("The town")
+    with pytest.raises(FileNotFoundError, match=r"no folder of \.txt"):
+        needle.haystack(tmp_path)
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="holds no text"):
+        needle.haystack(tmp_path)
+    fields = {"text": "*", "question": "?", "keyword": "*", "template": "{context}"}
+    (tmp_path / "needle.json").write_text(json.dumps(fields))
+    assert needle.read(tmp_path / "needle.json").keyword == "*"
+    (tmp_path / "needle.json").write_text(json.dumps({**fields, "depth": 1}))
+    with pytest.raises(ValueError, match=r"needle\.json: expected an object with exactly"):
+        needle.read(tmp_path / "needle.json")
+
+
+def test_recall_asks_for_the_pair_at_the_depth():
+    cells = recall.grid(Recall(), (3, 9), (0, 50, 100), 2, seed=0)
+    assert len(cells) == 12
+    for size, depth, example in cells:
+        assert example.prompt.count(";") == size
+        assert recall.asked_pair(example) == {0: 0, 50: (size - 1) // 2, 100: size - 1}[depth]
+        assert Recall().split_of(example) == "held_out"
+    assert cells == recall.grid(Recall(), (3, 9), (0, 50, 100), 2, seed=0)
+    with pytest.raises(ValueError, match="depths="):
+        recall.grid(Recall(), (3,), (120,), 1, 0)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        recall.grid(Recall(), (), (0,), 1, 0)
+
+
+def test_cells_of_the_picture_are_means(tmp_path):
+    rows = [
+        {"length": 2, "depth": 0.0, "score": 1.0},
+        {"length": 2, "depth": 0.0, "score": 0.0},
+        {"length": 4, "depth": 100.0, "score": 1.0},
+    ]
+    lengths, depths, scores = heatmap.cells(rows)
+    assert (lengths, depths) == ([2, 4], [0, 100])
+    np.testing.assert_array_equal(scores, [[0.5, np.nan], [np.nan, 1]])
+    heatmap.draw(rows, tmp_path / "a" / "map.png", "title")
+    assert (tmp_path / "a" / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
+    common = cli.Common(length=4, block=2, out=tmp_path)
+    assert cli.run_needle(common, lengths=(2, 4), depths=(0.0, 100.0), repeats=2) == 0
+    found = record.read(tmp_path / "recall-Policy.json")
+    assert found["scores"] == {"2 pairs": 1, "4 pairs": 1}
+    assert (tmp_path / "recall-Policy.png").exists()
+
+
+def test_a_haystack_of_text(tmp_path):
+    common = cli.Common(length=4, block=2, out=tmp_path, policy=("DualCache",))
+    grid = dict(lengths=(120,), depths=(0.0, 100.0), buffer=4, chat=True)
+    assert cli.run_needle(common, haystack=HAYSTACK, scoring="keyword", **grid) == 0
+    found = record.read(tmp_path / "needle-DualCache.json")
+    assert len(found["requests"]) == 2
+    assert all(0 <= row["score"] <= 1 for row in found["requests"])
+    assert found["settings"]["scoring"] == "keyword"
+    assert (tmp_path / "needle-DualCache.png").exists()

@@ -1,0 +1,181 @@
+"""Requests through the runner: batches, failures, resuming, stop strings; settings from text."""
+
+import pytest
+
+from dllm_jax import policies, samplers, tasks
+from dllm_jax.eval import runner as runner_module
+from dllm_jax.eval import settings
+from dllm_jax.eval.journal import Journal
+from dllm_jax.eval.opened import open_checkpoint
+from dllm_jax.eval.record import fingerprint, provenance, totals
+from dllm_jax.eval.runner import Request, Runner, cut
+from dllm_jax.eval.tasks import chat_ids
+
+QUESTIONS = {"t": "b=w;t=m;t=", "b": "q=z;b=w;m=l;d=h;b=", "m": "q=z;b=w;m=l;d=h;m="}
+ANSWERS = ["m", "w", "l"]
+
+
+@pytest.fixture(scope="module")
+def opened():
+    return open_checkpoint("tiny-llada")
+
+
+def runner(opened, **changes) -> Runner:
+    decoding = {name: changes.pop(name) for name in list(changes) if name in ("sampler", "seed", "policy")}
+    chosen = settings.Decoding(**{"length": 4, "block": 2, **decoding})
+    return Runner(
+        opened.model, opened.tokenizer, chosen, opened.identity, **{"batch": 2, "bucket": 32, **changes}
+    )
+
+
+def requests(opened) -> list[Request]:
+    ids = [chat_ids(opened.tokenizer, text, opened.model.spec.eos_id) for text in QUESTIONS.values()]
+    return [Request(name, prompt, 4) for name, prompt in zip(QUESTIONS, ids, strict=True)]
+
+
+def answers(entries) -> list[str]:
+    return [entry["answer"] for entry in entries]
+
+
+def test_answers_come_in_order_and_are_measured(opened):
+    entries = runner(opened).run(requests(opened))
+    assert answers(entries) == ANSWERS
+    for entry in entries:
+        assert 1 <= entry["forwards"] <= 4
+        assert entry["tokens"] == 2  # the letter and end-of-turn
+        assert entry["tokens_with_eos"] >= entry["tokens"]
+        assert entry["computed"] > 0
+    assert [e["cold"] for e in entries] == [True, True, False]
+    assert totals(entries)["tokens_per_second"] > 0
+    assert totals(entries[:2])["tokens_per_second"] is None
+
+
+def test_a_draw_depends_on_the_seed_and_the_request_only(opened):
+    hot = samplers.Confidence(temperature=3.0)
+    together = answers(runner(opened, sampler=hot).run(requests(opened)))
+    alone = [answers(runner(opened, sampler=hot, batch=2).run([r]))[0] for r in reversed(requests(opened))]
+    assert together == alone[::-1]
+    assert together != answers(runner(opened, sampler=hot, seed=1).run(requests(opened)))
+
+
+def test_an_interrupted_run_resumes_with_the_rest(opened, tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "journal.jsonl")
+    ran = []
+
+    def interrupted(*args, **options):
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        ran.append(1)
+        return generate(*args, **options)
+
+    generate = runner_module.generate
+    monkeypatch.setattr(runner_module, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner(opened).run(requests(opened), journal)
+    assert len(Journal(journal.path).entries) == 2
+    ran.append(1)
+    assert answers(runner(opened).run(requests(opened), Journal(journal.path))) == ANSWERS
+    assert len(ran) == 3  # the first batch, the mark, the second batch
+    monkeypatch.setattr(runner_module, "generate", None)  # nothing is decoded any more
+    assert answers(runner(opened).run(requests(opened), Journal(journal.path))) == ANSWERS
+
+
+def test_other_settings_are_other_requests(opened):
+    one = requests(opened)[0]
+    keys = {
+        runner(opened).key(one),
+        runner(opened, seed=1).key(one),
+        runner(opened, policy=policies.DualCache()).key(one),
+        runner(opened).key(one._replace(stop=("x",))),
+        runner(opened).key(one._replace(length=2)),
+        Runner(opened.model, opened.tokenizer, runner(opened).decoding, "other weights").key(one),
+    }
+    assert len(keys) == 6
+    assert runner(opened).key(one) == runner(opened, batch=4).key(one._replace(id="another", group="task"))
+
+
+def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(opened, tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl")
+    asked = requests(opened)
+    broken = [asked[0], Request("mask", (opened.model.spec.mask_id,), 4), Request("empty", (), 4), *asked[1:]]
+    entries = runner(opened, batch=8).run(broken, journal)
+    assert [entry["answer"] for entry in entries] == ["m", None, None, "w", "l"]
+    assert "mask id" in entries[1]["error"]
+    assert "prompt is empty" in entries[2]["error"]
+    assert totals(entries)["failed"] == 2
+    assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 2
+
+
+def test_impossible_lengths_fail_by_request(opened):
+    asked = requests(opened)
+    most = len(asked[0].prompt) + 4
+    entries = runner(opened, max_length=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
+    assert entries[0]["answer"] == "m"
+    assert f"max_length={most}" in entries[1]["error"]
+    assert "block=2" in entries[2]["error"]
+
+
+def test_answers_are_cut_at_the_first_stop_string():
+    assert cut("one two three", ("three", "two")) == "one "
+    assert cut("one", ("x", "")) == "one"
+
+
+def test_provenance_is_complete(opened):
+    found = provenance(runner(opened), "tiny-llada")
+    assert found["decoding"]["policy"] == "Policy()"
+    assert "temperature=0.0" in found["decoding"]["sampler"]
+    assert found["model"]["identity"].startswith("sha256:")
+    assert found["model"]["dtype"] == "float32"
+    assert {"jax", "jaxlib", "python", "dllm-jax"} <= set(found["versions"])
+
+
+def test_the_fingerprint_is_of_what_the_model_computes(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first = fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("a card")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    assert fingerprint(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("DualCache", policies.DualCache()),
+        ("Policy()", policies.Policy()),
+        (" PrefixCache( ) ", policies.PrefixCache()),
+    ],
+)
+def test_policies_are_read_from_text(text, made):
+    assert settings.policy(text) == made
+
+
+def test_samplers_and_tasks_are_read_from_text():
+    assert settings.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
+    assert settings.construct("Recall(values=(1, 2))", tasks, tasks.Task) == tasks.Recall(values=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Dual", "'Dual': Dual is not one of .*DualCache"),
+        ("DualCache(1)", "DualCache"),
+        ("DualCache(", "not a constructor call"),
+        ("__import__('os')", "is not one of"),
+        ("DualCache(open('x'))", "open is not one of"),
+        ("1", "is not one of"),
+    ],
+)
+def test_anything_else_is_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        settings.policy(text)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        settings.sampler("Confidence(temperature=-1)")
+
+
+def test_other_lengths_keep_tokens_per_step():
+    decoding = settings.Decoding(length=64, block=32, steps=32)
+    assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
+    assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
+    with pytest.raises(ValueError, match="48"):
+        decoding.at(48)
