@@ -2,8 +2,8 @@
 
 from dllm_jax.policies.base import Policy as Policy
 from dllm_jax.policies.d2cache import D2Cache as D2Cache
-from dllm_jax.policies.dkv import DKVDecode as DKVDecode
 from dllm_jax.policies.dkv import DKVPD as DKVPD
+from dllm_jax.policies.dkv import DKVDecode as DKVDecode
 from dllm_jax.policies.dkv_greedy import DKVGreedy as DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill as DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
