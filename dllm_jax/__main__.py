@@ -28,7 +28,7 @@ from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Recall, examples
 
 LENGTH, BLOCK = 4, 2
-SIZES = (4, 8, 12, 16, 20)  # pairs in a prompt; 20 make 92 tokens
+SIZES = ((4, 0), (8, 0), (4, 60), (8, 42), (8, 84))  # pairs and filler of a prompt, up to 128 tokens
 SAMPLERS = (Confidence(), Threshold(0.9))
 POLICIES = (Policy(), PrefixCache(), DualCache())
 
@@ -91,9 +91,13 @@ def _converted(console: rich.console.Console) -> Model:
 def _held_out(options: Options, tokenizer, model: Model) -> Questions:
     drawn = [
         example
-        for i, size in enumerate(SIZES)
+        for i, (pairs, filler) in enumerate(SIZES)
         for example in examples(
-            Recall(), options.seed, size, len(range(i, options.prompts, len(SIZES))), "held_out"
+            Recall(filler=filler),
+            options.seed,
+            pairs,
+            len(range(i, options.prompts, len(SIZES))),
+            "held_out",
         )
     ]
     return questions(tokenizer, drawn, model.spec.eos_id)

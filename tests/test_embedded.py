@@ -51,22 +51,22 @@ def test_model_and_tokenizer_agree(model, read):
     assert len(read) <= spec.vocab
 
 
-@pytest.mark.parametrize("pairs", [2, 4])
-def test_the_exact_decoder_recalls_up_to_four_held_out_pairs(model, read, pairs):
-    drawn = examples(Recall(), 99, pairs, 48, "held_out")
+@pytest.mark.parametrize(("pairs", "filler"), [(4, 0), (8, 0), (8, 84)])
+def test_the_exact_decoder_recalls_held_out_pairs(model, read, pairs, filler):
+    drawn = examples(Recall(filler=filler), 99, pairs, 48, "held_out")
     assert accuracy(model, read, drawn, batch=48, length=4) >= 0.9
 
 
 def test_it_chats(model, read):
     ask = lambda text: [{"role": "user", "content": text}]
-    two = [ask("b=w;t=m;t="), ask("q=z;b=w;m=l;d=h;b=")]
+    two = [ask("b=w;t=m;t="), ask("aq=z;iob=w;m=l;ed=h;b=")]
     assert dj.chat(model, read, two, length=4) == ["m", "w"]
 
 
 def test_fewer_steps_and_cached_decoding_recall_too(model, read):
     drawn = examples(Recall(), 5, 8, 32, "held_out")
     options = {"batch": 32, "length": 4, "block": 2, "policy": dj.policies.DualCache()}
-    assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.8
+    assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.9
 
 
 def test_the_card_and_the_log_tell_how_it_was_trained(where):
@@ -77,9 +77,8 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
     assert record["log"][-1]["step"] == record["config"]["steps"]
     rows = record["held_out"]
     assert sum(row["count"] for row in rows) == 256
-    # The aim, 95 % up to 128 tokens, is not reached yet: this run meets it up to eight pairs (44 tokens).
-    assert np.mean([row["exact"] for row in rows if row["pairs"] <= 8]) >= 0.95
-    assert np.mean([row["exact"] for row in rows]) >= 0.75
+    assert max(row["prompt"] for row in rows) == 128
+    assert np.mean([row["exact"] for row in rows]) >= 0.95
 
 
 def test_an_unknown_name_is_refused():
