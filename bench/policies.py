@@ -61,6 +61,7 @@ class Workload:
             prompt_mask=self.mask,
             policy=setting.policy,
             sampler=setting.sampler,
+            key=jax.random.key(0) if setting.sampler.draws else None,
             **(self.options | setting.options(self.options["length"])),
         )
         return jax.block_until_ready(out)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 
@@ -23,3 +24,34 @@ class Setting:
     def options(self, length: int) -> dict[str, int]:
         """What to change in the options of `generate`."""
         return {"steps": max(length // self.divide_steps, 1)} if self.divide_steps > 1 else {}
+
+
+def _order(policy: p.Policy) -> Setting:
+    return Setting(policy, s.RandomOrder())
+
+
+GRID: tuple[Setting, ...] = (
+    Setting(),
+    Setting(divide_steps=2),
+    Setting(divide_steps=4),
+    Setting(sampler=s.Threshold(0.9)),
+    Setting(p.PrefixCache()),
+    Setting(p.DualCache()),
+    *(Setting(p.DKVDecode(refresh_every=every)) for every in (2, 4, 8)),
+    *(Setting(p.DKVDecode(refresh_every=every, delay=0)) for every in (2, 4, 8)),
+    Setting(p.DKVPrefill()),
+    Setting(p.DKVPD()),
+    _order(p.Policy()),
+    _order(p.DKVGreedy()),
+    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4, 8)),
+    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.1, 0.25, 0.5, 1.0)),
+    *(Setting(p.SparseDLLM(keep=keep, side="prefix")) for keep in (0.1, 0.25, 0.5)),
+    *(Setting(p.MaskKV(prompt_every=32, response_every=4, budget=budget)) for budget in (4, 8, 16, 32)),
+    *(
+        Setting(p.MaskKV(prompt_every=32, response_every=4, budget=8, votes=votes))
+        for votes in (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
+    ),
+    *(Setting(p.ElasticCache(window=16, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
+    *(Setting(p.D2Cache(k=16, p=share)) for share in (0.05, 0.1, 0.3)),
+    Setting(p.D2Cache(k=16), s.CertaintyPrior()),
+)

@@ -1,6 +1,7 @@
 """Shared settings: tests compile a lot and run little, so compile cheaply and only once per machine."""
 
 import pathlib
+import zlib
 
 import jax
 import pytest
@@ -13,9 +14,40 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive", action="store_true", help="run every combination of the tests marked `alternate`"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "alternate: every second combination runs, all with --exhaustive")
+
+
+def pytest_collection_modifyitems(config, items):
+    """A chessboard over (policy, family, sampler): each policy meets each of them in some test or other."""
+    if config.getoption("exhaustive"):
+        return
+    seen = {}
+    white = {item for item in items if item.get_closest_marker("alternate") and _is_white(item, seen)}
+    config.hook.pytest_deselected(items=list(white))
+    items[:] = [item for item in items if item not in white]
+
+
+def _is_white(item, seen: dict) -> bool:
+    """Whether the numbers of the parameters, in order of appearance (kept in `seen`), and the test's are odd."""
+    number = zlib.crc32(item.originalname.encode())
+    for name, value in item.callspec.params.items():
+        values = seen.setdefault((item.originalname, name), [])
+        if repr(value) not in values:
+            values.append(repr(value))
+        number += values.index(repr(value))
+    return number % 2 == 1
+
+
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Drops compiled programs in time: each holds memory maps, of which a Linux process has 65 530 at most."""
+    """Drops compiled programs in time: each holds memory maps, and a Linux process has 65 530 at most."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()

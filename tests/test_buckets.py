@@ -11,22 +11,24 @@ from dllm_jax import policies, samplers
 from dllm_jax.buckets import Ladder, geometric
 from dllm_jax.engine import denoise
 from tests.models import FAMILIES, tiny
-from tests.policy_cases import EVERY
+from tests.policy_cases import EVERY, KEY, suited
 from tests.test_policies import prompts, short
 
 OPTIONS = dict(length=8, block=4)
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_the_bucket_changes_nothing(policy, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))
-    run = lambda *rungs: dj.generate(
-        model, prompt, prompt_mask=mask, policy=policy, trace=True, **OPTIONS, buckets=Ladder(rungs)
+    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True, **OPTIONS)
+    run = lambda buckets=None: dj.generate(
+        model, prompt, prompt_mask=mask, policy=policy, buckets=buckets, **options
     )
-    plain = dj.generate(model, prompt, prompt_mask=mask, policy=policy, trace=True, **OPTIONS)
-    for other in (run(9, 32), run(4, 16)):
+    plain = run()
+    for other in (run(Ladder((9, 32))), run(Ladder((4, 16)))):
         np.testing.assert_array_equal(plain.tokens, other.tokens)
         np.testing.assert_array_equal(plain.trace.tokens, other.trace.tokens)
         np.testing.assert_array_equal(plain.trace.computed & real(mask), other.trace.computed & real(mask))

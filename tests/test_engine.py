@@ -29,6 +29,7 @@ def lowered(policy, sampler, batch=2, layout=None, streams=1):
     return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize("sampler", [samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.0)], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("batch", [1, 2])
@@ -38,7 +39,7 @@ def test_no_copy_of_the_cache_inside_the_loop(policy, sampler, batch, optimised)
     streams = 2 if sampler.cfg_scale else 1
     text = traced.lower().compile().as_text()
     cache = jax.eval_shape(lambda: policy.init(spec, layout, batch * streams, jnp.float32))
-    stores = {a.shape for a in jax.tree.leaves(cache.layers) if a.dtype == jnp.float32}
+    stores = {a.shape for a in jax.tree.leaves(cache) if a.dtype == jnp.float32 and a.ndim > 2}
     assert bool(stores) == policy.reuses
     for store in stores:
         shape = f"f32[{','.join(map(str, store))}]"
@@ -133,6 +134,7 @@ def test_parameters_have_gradients():
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads.params))
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.02)], ids=short)
 def test_stopping_at_eos_keeps_the_answer(policy, sampler):
