@@ -52,7 +52,7 @@ class Delayed(Policy, abc.ABC):
         """The positions that go through the network."""
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to 16 (fewer rows are no faster), and one row more for a shifted head."""
+        """Halvings of the response, and one row more for a shifted head; fewer than 16 rows are no faster."""
         return (*halvings(layout.response, smallest=16), widest(layout))
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
