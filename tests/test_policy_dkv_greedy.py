@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
+from dllm_jax.cache import Cache
 from dllm_jax.policies import DKVGreedy
 from dllm_jax.policies.dkv_greedy import neighbours
 from dllm_jax.samplers import Confidence, DreamSchedule, RandomOrder, Threshold
@@ -97,7 +98,7 @@ def test_the_window_of_the_last_tokens_stands_around_them():
     turn = np.where(np.arange(L) == 11, 0, -1)
     state = {k: jnp.asarray([1], jnp.int32) for k in ("step", "block_step")}
     c = canvas(masked[None], prompt=4, born=jnp.asarray(born[None]), turn=jnp.asarray(turn[None]), **state)
-    chosen = lambda around: np.flatnonzero(DKVGreedy(None, 2, around).select(None, c)[0]).tolist()
+    chosen = lambda around: np.flatnonzero(DKVGreedy(None, 2, around).select(Cache((), ()), c)[0]).tolist()
     assert chosen("next") == [8, 9, 10, 11]
     assert chosen("last") == [7, 8, 9, 11]
 
@@ -105,8 +106,8 @@ def test_the_window_of_the_last_tokens_stands_around_them():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reuse_is_exact_when_nothing_changed(family):
     """The proposals of planned positions are those of the exact decoder while nothing is decoded."""
-    frozen = dict(sampler=FrozenOrder(), block=8, steps=4)
-    ours = decode(family, DKVGreedy(refresh_every=None), **frozen).trace
+    frozen = dict(sampler=FrozenOrder(), steps=8)
+    ours = decode(family, DKVGreedy(refresh_every=None, window=2), **frozen).trace
     exact = decode(family, dj.policies.Policy(), **frozen).trace
     looked_at = np.isfinite(ours.score)
     assert 0 < looked_at[1:].sum() < np.isfinite(exact.score)[1:].sum()
@@ -139,9 +140,15 @@ def test_plans_are_for_policies_that_foresee():
     [
         (dict(refresh_every=0), "refresh_every=0 must be at least 1, or None"),
         (dict(window=-1), "window=-1 must not be negative"),
-        (dict(around="both"), "around='both' must be 'next' or 'last'"),
     ],
 )
 def test_wrong_options_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         DKVGreedy(**wrong)
+
+
+def test_an_unknown_centre_is_refused():
+    policy = DKVGreedy()
+    object.__setattr__(policy, "around", "both")  # past the type checker of the test run
+    with pytest.raises(ValueError, match="around='both' must be 'next' or 'last'"):
+        policy.__post_init__()
