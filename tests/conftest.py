@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_white(item, seen: dict) -> bool:
-    """Whether the numbers of the parameters, in order of appearance (kept in `seen`), and the test's are odd."""
+    """Whether the numbers of its parameters, by order of appearance (kept in `seen`), make it odd."""
     number = zlib.crc32(item.originalname.encode())
     for name, value in item.callspec.params.items():
         values = seen.setdefault((item.originalname, name), [])

@@ -131,7 +131,7 @@ def test_the_storage_holds_the_budget_and_no_more():
         (lambda: policies.DLLMCache(prompt_every=0), "prompt_every=0"),
         (lambda: eviction.BoundaryMiddle(beta=2.0), "beta=2.0"),
         (lambda: eviction.BoundaryMiddle((0.1, -0.2)), "importance"),
-        (lambda: eviction.PromptPreference(alpha=-1), "alpha=-1"),
+        (lambda: eviction.PromptPreference(alpha=-1.0), "alpha=-1.0"),
         (lambda: eviction.SnapKV(kernel=4), "kernel=4"),
         (lambda: eviction.PositionVotes(4), "quarter=4"),
         (lambda: eviction.AdaKV(floor=1.2), "floor=1.2"),
