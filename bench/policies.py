@@ -40,7 +40,8 @@ class Workload:
       model: the model.
       prompt: int32 [b p], left-padded.
       mask: bool [b p].
-      options: length, block and steps of `generate`.
+      length: response positions; fixed schedules take as many steps.
+      block: positions per block.
       wanted: the questions, where there are right answers.
       tokenizer: of the questions.
     """
@@ -49,7 +50,8 @@ class Workload:
     model: dj.Model
     prompt: np.ndarray
     mask: np.ndarray
-    options: dict[str, int]
+    length: int
+    block: int
     wanted: tuple[Example, ...] = ()
     tokenizer: Any = None
 
@@ -62,7 +64,9 @@ class Workload:
             policy=setting.policy,
             sampler=setting.sampler,
             key=jax.random.key(0) if setting.sampler.draws else None,
-            **(self.options | setting.options(self.options["length"])),
+            length=self.length,
+            block=self.block,
+            steps=self.length // setting.divide_steps,
         )
         return jax.block_until_ready(out)
 
@@ -83,7 +87,7 @@ def embedded(name: str, prompts: int) -> Workload:
     per = prompts // len(SIZES)
     wanted = [e for n, filler in SIZES for e in examples(Recall(filler=filler), 31, n, per, "held_out")]
     prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
-    return Workload(name, model, prompt, mask, dict(length=4, block=4, steps=4), tuple(wanted), tokenizer)
+    return Workload(name, model, prompt, mask, 4, 4, tuple(wanted), tokenizer)
 
 
 def random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
@@ -94,8 +98,7 @@ def random(width: int, layers: int, prompt: int, length: int, batch: int) -> Wor
     )  # fmt: skip
     params = jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, initialise(spec, jax.random.key(0)))
     tokens = np.random.default_rng(0).integers(0, 2000, (batch, prompt))
-    options = dict(length=length, block=32, steps=length)
-    return Workload(f"random-{layers}x{width}", dj.Model(params, spec), tokens, tokens >= 0, options)
+    return Workload(f"random-{layers}x{width}", dj.Model(params, spec), tokens, tokens >= 0, length, 32)
 
 
 def measure(workload: Workload, settings: list[Setting], repeats: int) -> list[dict[str, Any]]:
@@ -120,8 +123,9 @@ def _seconds(workload: Workload, setting: Setting) -> float:
 
 def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, speed: float) -> dict:
     response = slice(workload.prompt.shape[1], None)
-    layout = dj.Layout(workload.prompt.shape[1], workload.options["length"], workload.options["block"],
-                       workload.options["steps"], padded=True)  # fmt: skip
+    layout = dj.Layout(
+        workload.prompt.shape[1], workload.length, workload.block, workload.length, padded=True
+    )
     make = lambda: setting.policy.init(workload.model.spec, layout, len(workload.prompt), jnp.float32)
     cache = jax.tree.leaves(jax.eval_shape(make))
     return {
@@ -156,7 +160,12 @@ def main(
     report = {}
     for workload in loads:
         rows = measure(workload, list(GRID), repeats)
-        report[workload.name] = {"prompt": list(workload.prompt.shape), **workload.options, "rows": rows}
+        report[workload.name] = {
+            "prompt": list(workload.prompt.shape),
+            "length": workload.length,
+            "block": workload.block,
+            "rows": rows,
+        }
         table = rich.table.Table(*rows[0], title=f"{workload.name}, {where}")
         for row in rows:
             table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))

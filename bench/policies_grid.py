@@ -21,10 +21,6 @@ class Setting:
     sampler: s.Sampler = s.Confidence()  # noqa: RUF009 (frozen)
     divide_steps: int = 1
 
-    def options(self, length: int) -> dict[str, int]:
-        """What to change in the options of `generate`."""
-        return {"steps": max(length // self.divide_steps, 1)} if self.divide_steps > 1 else {}
-
 
 def _order(policy: p.Policy) -> Setting:
     return Setting(policy, s.RandomOrder())

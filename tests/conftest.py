@@ -16,33 +16,31 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--exhaustive", action="store_true", help="run every combination of the tests marked `alternate`"
+        "--exhaustive", action="store_true", help="run every combination of the tests marked `rotate`"
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "alternate: every second combination runs, all with --exhaustive")
+    config.addinivalue_line("markers", "rotate: one combination per policy runs, all with --exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):
-    """A chessboard over (policy, family, sampler): each policy meets each of them in some test or other."""
+    """Of a test's (family, sampler, batch) combinations each policy runs one, in turn with the other tests."""
     if config.getoption("exhaustive"):
         return
-    seen = {}
-    white = {item for item in items if item.get_closest_marker("alternate") and _is_white(item, seen)}
-    config.hook.pytest_deselected(items=list(white))
-    items[:] = [item for item in items if item not in white]
-
-
-def _is_white(item, seen: dict) -> bool:
-    """Whether the numbers of its parameters, by order of appearance (kept in `seen`), make it odd."""
-    number = zlib.crc32(item.originalname.encode())
-    for name, value in item.callspec.params.items():
-        values = seen.setdefault((item.originalname, name), [])
-        if repr(value) not in values:
-            values.append(repr(value))
-        number += values.index(repr(value))
-    return number % 2 == 1
+    groups = {}
+    for item in items:
+        if item.get_closest_marker("rotate"):
+            key = item.originalname, repr(item.callspec.params["policy"])
+            groups.setdefault(key, []).append(item)
+    left_out = {
+        item
+        for key, group in groups.items()
+        for i, item in enumerate(group)
+        if i != zlib.crc32(" ".join(key).encode()) % len(group)
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

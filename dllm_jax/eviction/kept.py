@@ -33,8 +33,8 @@ class Kept(NamedTuple):
     def read(self, layer: Int[Array, ""], width: int) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
         """Keys and values [b w k d] of one layer, padded to `width` per head, and which are real."""
         slots, real = self.slots(layer, width)
-        pairs = (jnp.swapaxes(a[_row(slots), self._clipped(slots)], 1, 2) for a in (self.k, self.v))
-        return *pairs, real[:, :, None]
+        take = lambda a: jnp.swapaxes(a[_row(slots), self._clipped(slots)], 1, 2)
+        return take(self.k), take(self.v), real[:, :, None]
 
     def positions(self, layer: Int[Array, ""], width: int) -> Int[Array, "b k w"]:
         """Prompt positions of one layer's pairs, padded as in `read`; meaningless where padding."""

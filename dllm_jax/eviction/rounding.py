@@ -1,12 +1,12 @@
 """Real-valued shares made whole numbers that add up: water-filling under a cap, largest remainders."""
 
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Vector = TypeVar("Vector", np.ndarray, jax.Array)
+Vector = Any  # np.ndarray or jax.Array; what comes out is what went in
 
 
 def conserve(target: Vector, total, cap) -> Vector:

@@ -50,6 +50,7 @@ class DKVGreedy(Policy):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""
         touched = canvas.fresh | canvas.planned
+        assert canvas.turn is not None, "canvas.planned is known"
         turn = canvas.turn if self.around == "next" else left_to_right(canvas.fresh)
         near = neighbours(turn, canvas.masked, touched, self.window)
         return interval(canvas, self.refresh_every) | touched | near | canvas.sources(canvas.planned)
