@@ -7,6 +7,7 @@ import jax
 import pytest
 
 MAPS = pathlib.Path("/proc/self/maps")
+ROTATED = ("family", "sampler", "batch")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
@@ -21,17 +22,20 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "rotate: one combination per policy runs, all with --exhaustive")
+    config.addinivalue_line(
+        "markers", "rotate: one family, sampler and batch runs per policy; all with --exhaustive"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test's (family, sampler, batch) combinations each policy runs one, in turn with the other tests."""
+    """Of the combinations that differ in what rotates, one runs: each in some test or other."""
     if config.getoption("exhaustive"):
         return
     groups = {}
     for item in items:
         if item.get_closest_marker("rotate"):
-            key = item.originalname, repr(item.callspec.params["policy"])
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            key = item.originalname, *(repr(v) for k, v in params.items() if k not in ROTATED)
             groups.setdefault(key, []).append(item)
     left_out = {
         item

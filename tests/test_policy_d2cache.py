@@ -19,6 +19,8 @@ from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Thresho
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
 
+pytestmark = pytest.mark.rotate
+
 LENGTH = 11
 few = settings(max_examples=25, deadline=None)
 bits = lambda n: st.lists(st.booleans(), min_size=n, max_size=n).map(np.asarray)

@@ -17,6 +17,8 @@ from tests.models import FAMILIES, canvas, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
 from tests.test_policies import finite, prompts
 
+pytestmark = pytest.mark.rotate
+
 few = settings(max_examples=15, deadline=None)
 intervals = st.sampled_from([None, 1, 2, 3, 5])
 

@@ -16,6 +16,8 @@ from tests.models import FAMILIES, canvas, tiny
 from tests.policy_cases import KEY
 from tests.test_policies import prompts
 
+pytestmark = pytest.mark.rotate
+
 L = 12
 few = settings(max_examples=40, deadline=None)
 sets = st.lists(st.booleans(), min_size=L, max_size=L).map(np.array)

@@ -15,6 +15,8 @@ from dllm_jax.policies.elastic import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import prompts
 
+pytestmark = pytest.mark.rotate
+
 LAYOUT = dj.Layout(prompt=4, response=8, block=8, steps=8)
 
 

@@ -15,6 +15,8 @@ from dllm_jax.eviction.rounding import conserve
 from tests.models import canvas, tiny
 from tests.test_policies import prompts
 
+pytestmark = pytest.mark.rotate
+
 
 @settings(max_examples=50, deadline=None)
 @given(

@@ -18,6 +18,8 @@ from dllm_jax.rows import whole_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
 
+pytestmark = pytest.mark.rotate
+
 SIDES = ("both", "prefix")
 PROMPT, RESPONSE, BLOCK = 7, 12, 4
 LENGTH = PROMPT + RESPONSE
