@@ -23,7 +23,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "rotate: one family, sampler and batch runs per policy; all with --exhaustive"
+        "markers", "rotate: one family, sampler and batch per policy; all with --exhaustive"
     )
 
 
