@@ -23,26 +23,31 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "rotate: one family, sampler and batch per policy; all with --exhaustive"
+        "markers", "rotate(every=1): runs in part, see conftest.py; all with --exhaustive"
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of the combinations that differ in what rotates, one runs: each in some test or other."""
+    """Of the families, samplers and batches of a test marked `rotate` one runs, another in the next test.
+
+    With `every=n` this is so for every n-th policy only, other ones in the next test.
+    """
     if config.getoption("exhaustive"):
         return
     groups = {}
     for item in items:
-        if item.get_closest_marker("rotate"):
+        if mark := item.get_closest_marker("rotate"):
             params = item.callspec.params if hasattr(item, "callspec") else {}
             key = item.originalname, *(repr(v) for k, v in params.items() if k not in ROTATED)
-            groups.setdefault(key, []).append(item)
-    left_out = {
-        item
-        for key, group in groups.items()
-        for i, item in enumerate(group)
-        if i != zlib.crc32(" ".join(key).encode()) % len(group)
-    }
+            groups.setdefault((item.originalname, mark.kwargs.get("every", 1)), {}).setdefault(
+                key, []
+            ).append(item)
+    left_out = set()
+    for (name, every), policies in groups.items():
+        for i, (key, group) in enumerate(policies.items()):
+            turn = (i + zlib.crc32(name.encode())) % every == 0
+            chosen = zlib.crc32(" ".join(key).encode()) % len(group) if turn else None
+            left_out |= {item for j, item in enumerate(group) if j != chosen}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
