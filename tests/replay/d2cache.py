@@ -66,7 +66,7 @@ def _states(model: dj.Model, tokens: np.ndarray, layout: Layout, policy, sampler
     canvas = advance(canvas, sampler, False)
     cache = policy.init(model.spec, layout, len(tokens), model.dtype)
     rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
-    state = State(canvas, cache, needed(plan, cache, canvas), Record.begin(canvas, None))
+    state = State(canvas, cache, needed(plan, cache, canvas, None), Record.begin(canvas, None))
     advanced = jax.jit(
         lambda model, state, width: step(model, rope, None, plan, width, state), static_argnums=2
     )

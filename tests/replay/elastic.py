@@ -76,7 +76,7 @@ def _states(model: dj.Model, plan: Plan, layout: dj.Layout, tokens: np.ndarray) 
     canvas = begin(jnp.asarray(tokens), valid, spec, layout)
     canvas = advance(canvas, plan.sampler, plan.stop_at_eos)
     cache = plan.policy.init(spec, layout, tokens.shape[0], model.dtype)
-    state = State(canvas, cache, needed(plan, cache, canvas), Record.begin(canvas, None))
+    state = State(canvas, cache, needed(plan, cache, canvas, None), Record.begin(canvas, None))
     run = jax.jit(lambda model, state: step(model, rope, None, plan, layout.length, state))
     yield state
     while bool(state.canvas.active.any()):

@@ -85,7 +85,7 @@ def states(model: dj.Model, prompt, valid, layout: dj.Layout, policy, sampler) -
     canvas = advance(begin(tokens, jnp.asarray(real), model.spec, layout), sampler, False)
     cache = policy.init(model.spec, layout, batch, model.dtype)
     record = Record.begin(canvas, sampler.max_steps(layout))
-    state = State(canvas, cache, needed(plan, cache, canvas), record)
+    state = State(canvas, cache, needed(plan, cache, canvas, None), record)
     while bool(state.canvas.active.any()):
         rows = int(state.need.sum(1).max())
         whole = bool((state.need | ~state.canvas.active[:, None]).all())
