@@ -29,7 +29,7 @@ def lowered(policy, sampler, batch=2, layout=None, streams=1):
     return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout
 
 
-@pytest.mark.rotate(every=2)
+@pytest.mark.rotate(every=4)
 @pytest.mark.parametrize("sampler", [samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.0)], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("batch", [1, 2])
@@ -134,7 +134,7 @@ def test_parameters_have_gradients():
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads.params))
 
 
-@pytest.mark.rotate(every=4)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.02)], ids=short)
 def test_stopping_at_eos_keeps_the_answer(policy, sampler):
