@@ -18,11 +18,11 @@ from train_tiny_card import BEYOND, card, measure, overall
 from transformers import AutoTokenizer
 
 from dllm_jax import embedded, load
-from dllm_jax.checkpoint import llada, save_hf
+from dllm_jax.checkpoint import dream, llada, save_hf
 from dllm_jax.model import Model
 from dllm_jax.parameters import INIT_STD, Params, count, initialise
 from dllm_jax.spec import ModelSpec
-from dllm_jax.tasks import Curriculum, Recall, Stage, tokenizer
+from dllm_jax.tasks import Chain, Curriculum, FewShot, Recall, Stage, tokenizer
 from dllm_jax.training import Run, TrainConfig, train
 
 INIT_GAIN = 4.0  # std 0.08, about 1/sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
@@ -51,37 +51,52 @@ class Recipe:
     config: TrainConfig
 
 
-def llada_spec() -> ModelSpec:
-    ids = tokenizer.VOCAB
+def spec_of(family: str) -> ModelSpec:
+    """Four layers of four heads; Dream's share keys and values in pairs, have biases, and look one ahead."""
+    ids, dream = tokenizer.VOCAB, family == "dream"
     return ModelSpec(
-        family="llada", layers=4, width=96, heads=4, kv_heads=4, head=24, hidden=288, vocab=112,
-        rope_base=10000.0, norm_eps=1e-5, mask_id=ids[tokenizer.MASK], eos_id=ids[tokenizer.EOS],
-        eot_id=ids[tokenizer.EOT], qkv_bias=False, tied=False, shifted=False, rope_in_f32=True,
-        pad_rows_attend=True,
+        family=family, layers=4, width=96, heads=4, kv_heads=2 if dream else 4, head=24, hidden=288,
+        vocab=112, rope_base=10000.0, norm_eps=1e-6 if dream else 1e-5, mask_id=ids[tokenizer.MASK],
+        eos_id=ids[tokenizer.EOS], eot_id=ids[tokenizer.EOT], qkv_bias=dream, tied=False, shifted=dream,
+        rope_in_f32=not dream, pad_rows_attend=not dream,
     )  # fmt: skip
 
 
-def recall_stages() -> tuple[Stage, ...]:
-    """From two pairs with keys of four letters, which teaches looking up, to eight pairs among filler.
+def stages() -> tuple[Stage, ...]:
+    """From two pairs with keys of four letters, which teaches looking up, to a needle among 1024 tokens.
 
-    Twenty letters at once take several times as long to leave the guessing floor as four and then twenty:
-    each letter has to be seen often enough to be matched with itself. Up to there everything is masked, which
-    has the least variance; a model trained on nothing else cannot finish a half-decoded answer.
+    Forty letters at once take several times as long to leave the guessing floor as four and then more: each
+    letter has to be seen often enough to be matched with itself. Up to there everything is masked, which has
+    the least variance; a model trained on nothing else cannot finish a half-decoded answer. What comes after
+    uses the same look-up: values of three digits, voting over examples, chains, longer prompts.
     """
-    first = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
-    then = ((4, 0, 128), (6, 0, 128), (8, 0, 128), (4, 60, 96), (8, 30, 96), (8, 84, 64))
+    alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
+    needles = ((8, 4, 64), (16, 20, 32), (32, 52, 16), (40, 260, 8), (40, 772, 4))  # 64 .. 1024 tokens
     return (
-        *(Stage(Recall(alphabet=letters), pairs, 128, 2, t_min=1.0) for letters, pairs in first),
-        *(Stage(Recall(filler=filler), pairs, batch, 4, t_min=0.2) for pairs, filler, batch in then),
+        *(Stage(Recall(n, 1), pairs, 128, 2, 1.0, weight=0.1) for n, pairs in alphabets),
+        Stage(Recall(digits=1), 4, 128, 2, 0.5, weight=0.1),
+        Stage(Recall(digits=1, filler=8), 6, 96, 2, 0.2, weight=0.1),
+        Stage(Recall(digits=2), 8, 64, 4, 0.2, weight=0.1),
+        Stage(Recall(digits=3), 8, 64, 4, 0.2),
+        Stage(FewShot(wrong=0), 3, 64, 4, 0.2, weight=0.3),
+        Stage(FewShot(), 5, 64, 4, 0.2, weight=3.0),
+        Stage(Recall(filler=30), 8, 64, 4, 0.2),
+        Stage(Chain(8), 7, 96, 8, 0.05, bar=0.7),
+        Stage(Chain(16), 15, 64, 16, 0.05, bar=0.5, weight=0.5),
+        Stage(Chain(), 24, 32, 32, 0.05, bar=0.5, weight=5.0),
+        *(Stage(Recall(filler=f), pairs, batch, 4, 0.2, bar=0.8, weight=2.0) for pairs, f, batch in needles),
     )
 
 
 RECIPES = {
-    "tiny-llada": Recipe(
-        llada_spec(),
-        recall_stages(),
-        TrainConfig(steps=2400, learning_rate=1e-3, warmup=50, decay=1400, review_every=25, save_every=100),
+    f"tiny-{family}": Recipe(
+        spec_of(family),
+        stages(),
+        TrainConfig(
+            steps=4500, learning_rate=1e-3, muon=0.01, warmup=50, decay=2000, review_every=50, save_every=100
+        ),
     )
+    for family in ("llada", "dream")
 }
 
 
@@ -96,7 +111,9 @@ def start(spec: ModelSpec) -> Params:
 def write_assets(directory: Path, spec: ModelSpec):
     """Tokenizer and a config.json with every key of the published one."""
     tokenizer.save(directory)
-    config = UNUSED | llada.template(spec) | llada.write(spec)
+    family = {"llada": llada, "dream": dream}[spec.family]
+    unused = UNUSED if spec.family == "llada" else {"transformers_version": UNUSED["transformers_version"]}
+    config = unused | family.template(spec) | family.write(spec)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -132,7 +149,7 @@ def main(
     read = AutoTokenizer.from_pretrained(directory / "assets")
     params = start(recipe.spec)
     print(f"{name}: {count(params):,} parameters")
-    source = Curriculum(recipe.stages, read, recipe.spec, bar=0.85)
+    source = Curriculum(recipe.stages, read, recipe.spec, review_examples=32)
     run = train(Model(params, recipe.spec), source, recipe.config, directory=directory)
     ship(name, run, recipe, directory / "assets", out / name)
 

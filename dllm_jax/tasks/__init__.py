@@ -5,10 +5,12 @@ from dllm_jax.tasks.base import Split as Split
 from dllm_jax.tasks.base import Task as Task
 from dllm_jax.tasks.base import exact as exact
 from dllm_jax.tasks.base import examples as examples
+from dllm_jax.tasks.chain import Chain as Chain
 from dllm_jax.tasks.curriculum import Curriculum as Curriculum
 from dllm_jax.tasks.curriculum import Stage as Stage
 from dllm_jax.tasks.encoding import encode_batch as encode_batch
 from dllm_jax.tasks.encoding import prompt_arrays as prompt_arrays
+from dllm_jax.tasks.few_shot import FewShot as FewShot
 from dllm_jax.tasks.recall import Recall as Recall
 from dllm_jax.tasks.scoring import accuracy as accuracy
 from dllm_jax.tasks.scoring import answers as answers

@@ -32,9 +32,8 @@ class Task(Protocol):
         """Short, for tables."""
         ...
 
-    @property
-    def answer_length(self) -> int:
-        """Most characters of an answer."""
+    def answer_length(self, size: int) -> int:
+        """Most characters of an answer to an example of the given size."""
         ...
 
     def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:

@@ -26,6 +26,8 @@ class Stage:
       batch: examples per step.
       length: response positions; at least the task's `answer_length` + 1.
       t_min: smallest noise level, see `Batch`.
+      bar: accuracy that ends the stage.
+      weight: its share of rehearsal, among the stages so far.
     """
 
     task: Task
@@ -33,14 +35,20 @@ class Stage:
     batch: int
     length: int
     t_min: float = T_MIN
+    bar: float = 0.9
+    weight: float = 1.0
 
     def __post_init__(self):
         if self.batch < 1:
             raise ValueError(f"batch={self.batch} must be at least 1")
         if not 0 < self.t_min <= 1:
             raise ValueError(f"t_min={self.t_min} must lie in (0, 1]")
-        if self.length <= self.task.answer_length:
-            most = self.task.answer_length
+        if not 0 <= self.bar <= 1:
+            raise ValueError(f"bar={self.bar} must lie in [0, 1]")
+        if self.weight <= 0:
+            raise ValueError(f"weight={self.weight} must be positive")
+        most = self.task.answer_length(self.size)
+        if self.length <= most:
             raise ValueError(f"length={self.length} must exceed {self.task.name}'s longest answer, {most}")
 
 
@@ -50,15 +58,15 @@ class Curriculum:
 
     A model that starts at the hardest stage never leaves the guessing floor of key-value recall; one that
     starts at two pairs needs few steps for each stage after the first. When accuracy on fresh examples of
-    the current stage passes the bar, the next begins; earlier stages are rehearsed.
+    the current stage passes its bar, the next begins; earlier stages are rehearsed. When all are mastered,
+    every batch is rehearsal.
 
     Attributes:
       stages: easiest first.
       tokenizer: from transformers, with a chat template.
       spec: of the model that is trained; its token ids end and pad the answers.
       seed: of the examples.
-      bar: accuracy that opens the next stage.
-      rehearsal: share of batches drawn from any of the stages so far, the current one included.
+      rehearsal: share of batches drawn from any of the stages so far, the current one included, by weight.
       review_examples: examples per review.
     """
 
@@ -66,16 +74,14 @@ class Curriculum:
     tokenizer: Any
     spec: ModelSpec
     seed: int = 0
-    bar: float = 0.9
     rehearsal: float = 0.3
     review_examples: int = 64
 
     def __post_init__(self):
         if not self.stages:
             raise ValueError("stages=(): a curriculum needs at least one")
-        for name in ("bar", "rehearsal"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+        if not 0 <= self.rehearsal <= 1:
+            raise ValueError(f"rehearsal={self.rehearsal} must lie in [0, 1]")
         if self.review_examples < 1:
             raise ValueError(f"review_examples={self.review_examples} must be at least 1")
         if self.spec.eot_id is None:
@@ -89,8 +95,10 @@ class Curriculum:
         """Training examples of one stage."""
         rng = np.random.default_rng((self.seed, step))
         current = memory["stage"]
-        drawn = int(rng.integers(current + 1)) if rng.random() < self.rehearsal else current
-        stage = self.stages[drawn]
+        if current == len(self.stages) or rng.random() < self.rehearsal:
+            weights = np.array([stage.weight for stage in self.stages[: current + 1]])
+            current = int(rng.choice(len(weights), p=weights / weights.sum()))
+        stage = self.stages[current]
         drawn_examples = examples(stage.task, (self.seed, step), stage.size, stage.batch, "train")
         batch = encode_batch(
             self.tokenizer, drawn_examples, stage.length, self.spec.eos_id, self.spec.eot_id or 0
@@ -103,8 +111,9 @@ class Curriculum:
         Decoding everything in one step would be cheaper but judges another ability: at six pairs a model
         that answers 93 % token by token gets 64 % in one step, and would be held back for nothing.
         """
+        if memory["stage"] == len(self.stages):
+            return memory
         stage = self.stages[memory["stage"]]
         fresh = examples(stage.task, (self.seed, REVIEW + step), stage.size, self.review_examples, "train")
         score = accuracy(model, self.tokenizer, fresh, self.review_examples, length=stage.length)
-        mastered = score >= self.bar and memory["stage"] + 1 < len(self.stages)
-        return {"stage": memory["stage"] + int(mastered), "accuracy": score}
+        return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import optax
+import optax.contrib
 
 from dllm_jax.parameters import Params
 
@@ -16,6 +17,9 @@ class TrainConfig:
     Attributes:
       steps: optimiser steps in all.
       learning_rate: the peak.
+      muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
+        AdamW keeping the rest; None is AdamW for everything. Tiny models from nothing learn to look things
+        up in far fewer steps with it.
       warmup: steps of linear growth from 0 to the peak.
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         made longer without changing what came before.
@@ -31,6 +35,7 @@ class TrainConfig:
 
     steps: int
     learning_rate: float = 1e-3
+    muon: float | None = None
     warmup: int = 100
     decay: int = 0
     weight_decay: float = 0.01
@@ -57,35 +62,48 @@ class TrainConfig:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of review_every={self.review_every}"
             )
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "muon", "clip"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be positive and finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
 
 
-def schedule(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: warm-up, constant, decay."""
-    up = optax.linear_schedule(0.0, config.learning_rate, max(config.warmup, 1))
-    flat = optax.constant_schedule(config.learning_rate)
-    down = optax.linear_schedule(config.learning_rate, 0.0, max(config.decay, 1))
-    return optax.join_schedules([up, flat, down], [config.warmup, config.steps - config.decay])
+def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
+    """Learning rate by step: warm-up, constant, decay; `peak` replaces the config's learning rate."""
+    peak = config.learning_rate if peak is None else peak
+    up = optax.linear_schedule(0.0, peak, max(config.warmup, 1))
+    down = optax.linear_schedule(peak, 0.0, max(config.decay, 1))
+    return optax.join_schedules(
+        [up, optax.constant_schedule(peak), down], [config.warmup, config.steps - config.decay]
+    )
 
 
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipping and the schedule."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(
+    """AdamW, or Muon with AdamW, with clipping and the schedule."""
+    clip = optax.clip_by_global_norm(config.clip)
+    if config.muon is None:
+        adamw = optax.adamw(
             schedule(config),
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
             mask=is_matrix,
-        ),
+        )
+        return optax.chain(clip, adamw)
+    muon = optax.contrib.muon(
+        schedule(config, config.muon),
+        weight_decay=config.weight_decay,
+        weight_decay_mask=is_matrix,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        adam_weight_decay=config.weight_decay,
+        adam_learning_rate=schedule(config),
+        muon_weight_dimension_numbers=_matrices,
     )
+    return optax.chain(clip, muon)
 
 
 def is_matrix(params: Params) -> dict[str, Any]:
@@ -94,3 +112,14 @@ def is_matrix(params: Params) -> dict[str, Any]:
         name: is_matrix(value) if isinstance(value, dict) else not name.endswith(("norm", "_bias"))
         for name, value in params.items()
     }
+
+
+def _matrices(params: Params) -> dict[str, Any]:
+    """For Muon: the axes that each stacked matrix of the layers reduces and produces; None elsewhere."""
+    axes = {"q": ((1,), (2, 3)), "k": ((1,), (2, 3)), "v": ((1,), (2, 3)), "o": ((1, 2), (3,))}
+    axes |= {name: ((1,), (2,)) for name in ("gate", "up", "down")}
+    layers = {
+        name: optax.contrib.MuonDimensionNumbers(*axes[name]) if name in axes else None
+        for name in params["layers"]
+    }
+    return dict.fromkeys(params, None) | {"layers": layers}

@@ -1,0 +1,55 @@
+"""A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `cTb...`, each letter the one before leads to."""
+
+import dataclasses
+
+import numpy as np
+
+from dllm_jax.tasks.alphabet import LETTERS
+from dllm_jax.tasks.base import Example, Split
+from dllm_jax.tasks.splits import check_hold_out, draw, split_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A derivation step by step; the size is the number of steps, the length of the answer.
+
+    The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor and the
+    answer must be found one look-up after another. A prompt has 4 letters + 2 characters.
+
+    Attributes:
+      letters: of the ring.
+      hold_out: one prompt in `hold_out` is held out.
+    """
+
+    letters: int = 32
+    hold_out: int = 8
+
+    def __post_init__(self):
+        if not 2 <= self.letters <= len(LETTERS):
+            raise ValueError(f"letters={self.letters} must lie in [2, {len(LETTERS)}]")
+        check_hold_out(self.hold_out)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "chain"
+
+    def answer_length(self, size: int) -> int:
+        """Characters of an answer."""
+        return size
+
+    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
+        """Draws a ring and asks for the `size` letters after one of them."""
+        if not 1 <= size <= self.letters:
+            raise ValueError(f"size={size} must lie in [1, {self.letters}], the letters of the ring")
+        return draw(lambda: self._draw(rng, size), split, self.hold_out)
+
+    def split_of(self, example: Example) -> Split:
+        """By the checksum of the prompt."""
+        return split_of(example, self.hold_out)
+
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        ring = [LETTERS[i] for i in rng.choice(len(LETTERS), self.letters, replace=False)]
+        pairs = [f"{ring[i - 1]}>{ring[i]};" for i in rng.permutation(self.letters)]
+        walk = [ring[i % self.letters] for i in range(size + 1)]
+        return Example(f"{''.join(pairs)}{walk[0]}>", "".join(walk[1:]))

@@ -1,0 +1,68 @@
+"""Classification by examples: `bz:3;Tk:8;bX:3;...;bq:` is answered with `3`."""
+
+import dataclasses
+
+import numpy as np
+
+from dllm_jax.tasks.alphabet import DIGITS, LETTERS
+from dllm_jax.tasks.base import Example, Split
+from dllm_jax.tasks.splits import check_hold_out, draw, split_of
+
+
+@dataclasses.dataclass(frozen=True)
+class FewShot:
+    """Which class does a new item belong to? The size is the number of examples of each kind.
+
+    An item is two letters: the first decides its class, the second means nothing. Each prompt has its own
+    kinds and classes. Some examples of a kind carry a wrong class, so the answer is what most examples of
+    the kind say. A prompt has 5 kinds size + 3 characters.
+
+    Attributes:
+      kinds: different first letters in a prompt; their classes are distinct.
+      wrong: examples of each kind with a wrong class; fewer than half.
+      hold_out: one prompt in `hold_out` is held out.
+    """
+
+    kinds: int = 4
+    wrong: int = 1
+    hold_out: int = 8
+
+    def __post_init__(self):
+        if not 2 <= self.kinds < len(DIGITS):
+            raise ValueError(f"kinds={self.kinds} must lie in [2, {len(DIGITS) - 1}]")
+        if self.wrong < 0:
+            raise ValueError(f"wrong={self.wrong} must not be negative")
+        check_hold_out(self.hold_out)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "few-shot"
+
+    def answer_length(self, size: int) -> int:
+        """Characters of an answer."""
+        return 1
+
+    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
+        """Draws `size` examples of each kind, in random order, and a new item of one of them."""
+        if size <= 2 * self.wrong:
+            raise ValueError(f"size={size} must exceed {2 * self.wrong}, twice wrong={self.wrong}")
+        return draw(lambda: self._draw(rng, size), split, self.hold_out)
+
+    def split_of(self, example: Example) -> Split:
+        """By the checksum of the prompt."""
+        return split_of(example, self.hold_out)
+
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        kinds = [LETTERS[i] for i in rng.choice(len(LETTERS), self.kinds, replace=False)]
+        classes = rng.choice(len(DIGITS), self.kinds, replace=False)
+        items = []
+        for kind, right in zip(kinds, classes, strict=True):
+            wrong = (right + rng.integers(1, len(DIGITS), size=self.wrong)) % len(DIGITS)
+            shown = [*wrong, *[right] * (size - self.wrong)]
+            items += [f"{kind}{LETTERS[rng.integers(len(LETTERS))]}:{DIGITS[i]};" for i in shown]
+        asked = int(rng.integers(self.kinds))
+        question = f"{kinds[asked]}{LETTERS[rng.integers(len(LETTERS))]}:"
+        return Example(
+            "".join(items[i] for i in rng.permutation(len(items))) + question, DIGITS[classes[asked]]
+        )
