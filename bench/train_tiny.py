@@ -14,7 +14,7 @@ from typing import Annotated
 
 import jax
 import tyro
-from train_tiny_card import BEYOND, card, measure, overall
+from train_tiny_card import HELD_OUT, beyond_training, card, measure
 from transformers import AutoTokenizer
 
 from dllm_jax import embedded, load
@@ -22,7 +22,7 @@ from dllm_jax.checkpoint import dream, llada, save_hf
 from dllm_jax.model import Model
 from dllm_jax.parameters import INIT_STD, Params, count, initialise
 from dllm_jax.spec import ModelSpec
-from dllm_jax.tasks import Chain, Curriculum, FewShot, Recall, Stage, tokenizer
+from dllm_jax.tasks import Chain, Curriculum, FewShot, Recall, Stage, needle, tokenizer
 from dllm_jax.training import Run, TrainConfig, train
 
 INIT_GAIN = 4.0  # std 0.08, about 1/sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
@@ -71,7 +71,7 @@ def stages() -> tuple[Stage, ...]:
     uses the same look-up: values of three digits, voting over examples, chains, longer prompts.
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
-    needles = ((8, 4, 64), (16, 20, 32), (32, 52, 16), (40, 260, 8), (40, 772, 4))  # 64 .. 1024 tokens
+    needles = ((64, 64), (128, 32), (256, 16), (512, 8), (1024, 4))  # tokens of a prompt, batch
     return (
         *(Stage(Recall(n, 1), pairs, 128, 2, 1.0, weight=0.1) for n, pairs in alphabets),
         Stage(Recall(digits=1), 4, 128, 2, 0.5, weight=0.1),
@@ -84,7 +84,7 @@ def stages() -> tuple[Stage, ...]:
         Stage(Chain(8), 7, 96, 8, 0.05, bar=0.7),
         Stage(Chain(16), 15, 64, 16, 0.05, bar=0.5, weight=0.5),
         Stage(Chain(), 24, 32, 32, 0.05, bar=0.5, weight=5.0),
-        *(Stage(Recall(filler=f), pairs, batch, 4, 0.2, bar=0.8, weight=2.0) for pairs, f, batch in needles),
+        *(Stage(*needle(tokens), batch, 4, 0.2, bar=0.8, weight=2.0) for tokens, batch in needles),
     )
 
 
@@ -121,13 +121,14 @@ def ship(name: str, run: Run, recipe: Recipe, assets: Path, out: Path):
     """Writes the checkpoint, loads what was written, scores it and writes the card."""
     save_hf(run.model, out, keep_from=assets, overwrite=True)
     model, read = load(out), AutoTokenizer.from_pretrained(out)
-    rows, beyond = measure(model, read), measure(model, read, BEYOND)
+    rows, beyond = measure(model, read, HELD_OUT), beyond_training(out, read)
     text = card(name, model, recipe.config, len(recipe.stages), run.log, rows, beyond)
     (out / "README.md").write_text(text)
     config = dataclasses.asdict(recipe.config)
     record = {"config": config, "log": run.log, "held_out": rows, "beyond": beyond}
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
-    print(f"{out}: exact match {overall(rows):.1%} on held-out prompts")
+    for row in rows:
+        print(f"{out.name}: {row['task']}, {row['prompt']} tokens: {row['exact']:.1%}")
 
 
 def main(

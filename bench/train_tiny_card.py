@@ -1,32 +1,37 @@
 """The model card of an embedded model: everything on it was measured on the files that are shipped."""
 
+import dataclasses
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from dllm_jax import load
 from dllm_jax.model import Model
 from dllm_jax.parameters import count
-from dllm_jax.tasks import Recall, accuracy, examples
+from dllm_jax.tasks import Chain, FewShot, Task, accuracy, examples, needle
 from dllm_jax.training import TrainConfig
 
-GRID = ((2, 0), (4, 0), (6, 0), (8, 0), (4, 60), (6, 36), (8, 42), (8, 84))  # pairs, filler
-BEYOND = ((12, 0), (16, 0), (8, 148), (8, 212))  # more pairs, longer prompts than it was trained on
-PER_SIZE = 32
 ROWS = 12
 CARD = """\
 ---
 license: apache-2.0
 library_name: dllm_jax
-tags: [diffusion-language-model, llada, synthetic]
+tags: [diffusion-language-model, {family}, synthetic]
 ---
 # {name}
 
-A {parameters:,}-parameter model of LLaDA's architecture ({layers} layers, {heads} heads, width {width}),
-trained from nothing with LLaDA's masked-diffusion loss to answer one kind of question:
-`aob=w;eit=m;ut=` -> `m`. It exists to test and to show decoding where no real checkpoint is at hand
-and knows no language.
+A {parameters:,}-parameter model of {Family}'s architecture ({layers} layers, {heads} heads{grouped},
+width {width}), trained from nothing with LLaDA's masked-diffusion loss to answer three kinds of questions. It
+exists to test and to show decoding where no real checkpoint is at hand and knows no language.
+
+| task | question | answer | asks of a cache |
+|---|---|---|---|
+| needle | `aob=407;eT=211;ub=` | `407` | one place in up to 1024 tokens |
+| chain | `c>T;b>c;T>b;b>` | `cTb`, what each letter leads to | 24 tokens, each from the one before |
+| few-shot | `bz:3;Tk:8;bX:3;bn:5;bq:` | `3`, what most items with `b` are | many places at once |
 
 ```python
 import dllm_jax as dj
@@ -35,57 +40,105 @@ from transformers import AutoTokenizer
 
 where = embedded.path("{name}")
 model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
-question = [{{"role": "user", "content": "b=w;t=m;t="}}]
+question = [{{"role": "user", "content": "b=407;T=211;z=830;T="}}]
 dj.chat(model, tokenizer, question, length=4)
 ```
 
-Keys and values are one consonant each, vowels between the pairs mean nothing. Trained on up to 8 pairs
-and prompts of up to 128 tokens; the curve says which of the {stages} stages the run had reached.
-Use `length=4`: the letter, end of turn, end of text.
+Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (chain).
 
 ## Training
 
-`python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, AdamW at {rate} (warm-up
-{warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
-{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when
-85 % of fresh examples of the one before are answered right; every number is in training_log.json.
+`python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, Muon {muon} for the layers'
+matrices and AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
+{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
+examples of the one before are answered right; every number is in training_log.json.
 
-| step | stage | loss per token (nats) | accuracy on masked tokens | minutes |
+| step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
 |---:|---:|---:|---:|---:|
 {curve}
 
 ## Accuracy
 
 Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
-`Policy()`, `Confidence()`, length = block = steps = 4, float32: **{overall:.1%} of {total}**.
+`Policy()`, `Confidence()`, block = steps = length, float32:
 
-| pairs | filler | prompt tokens | prompts | exact match | guessing |
-|---:|---:|---:|---:|---:|---:|
+| task | prompt tokens | prompts | exact match | guessing |
+|---|---:|---:|---:|---:|
 {table}
 
-Beyond what it was trained on (not counted above):
+Beyond what it was trained on:
 
-| pairs | filler | prompt tokens | prompts | exact match | guessing |
-|---:|---:|---:|---:|---:|---:|
+| task | prompt tokens | rope factor | prompts | exact match | guessing |
+|---|---:|---:|---:|---:|---:|
 {beyond}
 """
 
 
-def measure(model: Model, tokenizer: Any, grid: tuple[tuple[int, int], ...] = GRID) -> list[dict[str, Any]]:
-    """Accuracy on held-out prompts; one row per (pairs, filler)."""
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Prompts of one kind.
+
+    Attributes:
+      task: where they come from.
+      size: see the task.
+      prompts: how many.
+      length: response positions.
+      guess: share that a model gets right which knows the form but not the look-up.
+      batch: prompts decoded together.
+    """
+
+    task: Task
+    size: int
+    prompts: int
+    length: int
+    guess: float
+    batch: int = 32
+
+
+def _needle(tokens: int, prompts: int) -> Asked:
+    task, pairs = needle(tokens)
+    return Asked(task, pairs, prompts, 4, 1 / pairs, batch=max(4, min(64, 8192 // tokens)))
+
+
+def _few_shot(task: FewShot, size: int, prompts: int) -> Asked:
+    return Asked(task, size, prompts, 4, 1 / task.kinds)
+
+
+HELD_OUT = (
+    *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
+    Asked(Chain(), 24, 256, 32, 0.0),
+    _few_shot(FewShot(), 5, 256),
+)
+LONGER = tuple(_needle(tokens, 64) for tokens in (1536, 2048))
+BEYOND = (*LONGER, Asked(Chain(letters=40), 31, 64, 32, 0.0), _few_shot(FewShot(kinds=8), 5, 64))
+
+
+def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict[str, Any]]:
+    """Accuracy on held-out prompts; one row per kind."""
     rows = []
-    for size, filler in grid:
-        drawn = examples(Recall(filler=filler), 2026, size, PER_SIZE, "held_out")
-        score = accuracy(model, tokenizer, drawn, PER_SIZE, length=4)
-        prompt = len(drawn[0].prompt) + 10
-        rows.append({"pairs": size, "filler": filler, "prompt": prompt, "count": PER_SIZE, "exact": score})
+    for asked in kinds:
+        drawn = examples(asked.task, 2026, asked.size, asked.prompts, "held_out")
+        score = accuracy(model, tokenizer, drawn, asked.batch, length=asked.length)
+        rows.append(
+            {
+                "task": "needle" if asked.task.name == "recall" else asked.task.name,
+                "size": asked.size,
+                "prompt": len(drawn[0].prompt) + 10,
+                "count": asked.prompts,
+                "exact": score,
+                "guess": asked.guess,
+            }
+        )
     return rows
 
 
-def overall(rows: list[dict[str, Any]]) -> float:
-    """Accuracy over all sizes."""
-    scores = [row["exact"] for row in rows]
-    return sum(scores) / len(scores)
+def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
+    """Longer prompts, with and without a larger rotary base, and larger sizes of the other tasks."""
+    rows = [row | {"rope_factor": 1} for row in measure(load(where), tokenizer, BEYOND)]
+    for factor in (2, 4):
+        model = load(where, rope_factor=factor)
+        rows += [row | {"rope_factor": factor} for row in measure(model, tokenizer, LONGER)]
+    return rows
 
 
 def card(
@@ -94,29 +147,32 @@ def card(
     """README.md of the model."""
     spec, last = model.spec, log[-1]
     shown = [log[round(i * (len(log) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
     return CARD.format(
-        name=name, parameters=count(model.params), layers=spec.layers, heads=spec.heads, width=spec.width,
-        steps=config.steps, seed=config.seed, rate=config.learning_rate, warmup=config.warmup,
-        decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
+        name=name, family=spec.family, Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],
+        parameters=count(model.params), layers=spec.layers, heads=spec.heads, grouped=grouped,
+        width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate, muon=config.muon,
+        warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
         speed=last["tokens"] / last["seconds"], device=device(), jax=jax.__version__,
-        curve="\n".join(_curve_row(entry) for entry in shown), overall=overall(rows),
-        total=PER_SIZE * len(rows), stages=stages,
-        beyond="\n".join(map(_accuracy_row, beyond)), table="\n".join(map(_accuracy_row, rows)),
+        curve="\n".join(_curve_row(entry, stages) for entry in shown), stages=stages,
+        table="\n".join(map(_accuracy_row, rows)), beyond="\n".join(map(_accuracy_row, beyond)),
     )  # fmt: skip
 
 
 def device() -> str:
     """Where it was trained, in words."""
     kind = jax.devices()[0].device_kind
-    return f"{os.cpu_count()} shared {platform.machine()} CPU cores" if kind == "cpu" else kind
+    return f"one of {os.cpu_count()} shared {platform.machine()} CPU cores" if kind == "cpu" else kind
 
 
-def _curve_row(entry: dict[str, Any]) -> str:
-    cells = entry["step"], entry["source"]["stage"] + 1, f"{entry['loss']:.3f}"
-    return "| {} | {} | {} | {:.3f} | {:.0f} |".format(*cells, entry["accuracy"], entry["seconds"] / 60)
+def _curve_row(entry: dict[str, Any], stages: int) -> str:
+    stage = "all" if entry["source"]["stage"] == stages else entry["source"]["stage"] + 1
+    numbers = entry["loss"], entry["accuracy"], entry["seconds"] / 60
+    return f"| {entry['step']} | {stage} " + "| {:.3f} | {:.3f} | {:.0f} |".format(*numbers)
 
 
 def _accuracy_row(row: dict[str, Any]) -> str:
-    return "| {pairs} | {filler} | {prompt} | {count} | {exact:.1%} | {guess:.1%} |".format(
-        **row, guess=1 / row["pairs"]
+    factor = f" {row['rope_factor']} |" if "rope_factor" in row else ""
+    return f"| {row['task']} | {row['prompt']} |{factor} {row['count']} " + "| {:.1%} | {:.1%} |".format(
+        row["exact"], row["guess"]
     )

@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-NAMES = ("tiny-llada",)
+NAMES = ("tiny-llada", "tiny-dream")
 
 
 def path(name: str) -> Path:

@@ -19,7 +19,7 @@ from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.longbench import evaluate as longbench_run
 from dllm_jax.eval.opened import Opened, open_checkpoint
 from dllm_jax.eval.runner import Runner
-from dllm_jax.tasks import Recall, Task
+from dllm_jax.tasks import Task
 
 Rows = list[dict[str, Any]]
 
@@ -151,8 +151,8 @@ def run_needle(
 
     Args:
       common: model and settings.
-      haystack: a text file, or a folder of .txt files; None hides pairs among pairs (`Recall`).
-      lengths: in tokens; numbers of pairs for recall.
+      haystack: a text file, or a folder of .txt files; None hides a pair among pairs and filler (`Recall`).
+      lengths: of prompts, in tokens.
       depths: in percent.
       scoring: rouge (DuoAttention) or keyword (LongLLaDA).
       buffer: tokens of the length left to question and answer; default 200, and 600 for keyword scoring.
@@ -161,11 +161,9 @@ def run_needle(
       repeats: examples per cell of recall.
     """
     if haystack is None:
-        asked = {"task": repr(Recall()), "lengths": lengths, "depths": depths, "repeats": repeats}
-        run = lambda runner, journal: recall.evaluate(
-            runner, Recall(), lengths, depths, repeats, common.seed, journal
-        )
-        return _evaluate(common, "recall", asked, run, unit="pairs")
+        asked = {"lengths": lengths, "depths": depths, "repeats": repeats}
+        run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, common.seed, journal)
+        return _evaluate(common, "recall", asked, run, unit="length in tokens")
     hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
     margin = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=margin)

@@ -8,6 +8,9 @@ from dllm_jax.tasks.alphabet import DIGITS, FILLER, LETTERS
 from dllm_jax.tasks.base import Example, Split
 from dllm_jax.tasks.splits import check_hold_out, draw, split_of
 
+TEMPLATE_TOKENS = 10  # of the chat template around a prompt
+SHORTEST = 42  # tokens of a needle's prompt: below, one pair to eight tokens does not fit
+
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
@@ -71,3 +74,24 @@ class Recall:
         ends = np.cumsum(gaps)
         runs = [vowels[end - gap : end] for gap, end in zip(gaps, ends, strict=True)]
         return "".join(run + pair for run, pair in zip(runs, [*pairs, ""], strict=True))
+
+
+def needle(tokens: int) -> tuple[Recall, int]:
+    """The recall task and its size whose prompts have so many tokens with the embedded models' template.
+
+    One pair to eight tokens, 40 pairs at most; the rest is filler.
+
+    Raises:
+      ValueError: too short.
+    """
+    if tokens < SHORTEST:
+        raise ValueError(f"tokens={tokens} must be at least {SHORTEST}")
+    task, pairs = Recall(), min(tokens // 8, len(LETTERS))
+    filler = tokens - TEMPLATE_TOKENS - pairs * (task.digits + 3) - 2
+    return dataclasses.replace(task, filler=filler), pairs
+
+
+def asked_pair(example: Example) -> int:
+    """Which pair of a recall prompt, from 0, is asked for."""
+    *pairs, asked = (part.split("=")[0].strip(FILLER) for part in example.prompt.split(";"))
+    return pairs.index(asked)

@@ -101,7 +101,7 @@ def optimiser(config: TrainConfig) -> optax.GradientTransformation:
         adam_b2=config.beta2,
         adam_weight_decay=config.weight_decay,
         adam_learning_rate=schedule(config),
-        muon_weight_dimension_numbers=_matrices,
+        muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]
     )
     return optax.chain(clip, muon)
 
@@ -122,4 +122,4 @@ def _matrices(params: Params) -> dict[str, Any]:
         name: optax.contrib.MuonDimensionNumbers(*axes[name]) if name in axes else None
         for name in params["layers"]
     }
-    return dict.fromkeys(params, None) | {"layers": layers}
+    return dict.fromkeys(params) | {"layers": layers}
