@@ -10,10 +10,17 @@ from tests.replay.methods import METHODS
 
 HERE = pathlib.Path(__file__).parent / "goldens"
 FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
-CASES = [c for c in find(FULL if FULL.exists() else HERE) if c.method in METHODS and c.status == "conform"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def pytest_generate_tests(metafunc):
+    """The shipped cases; with --exhaustive all recorded ones, where they are at hand."""
+    if "case" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("exhaustive") and FULL.exists()
+        cases = [c for c in find(FULL if everything else HERE) if c.method in METHODS]
+        conform = [c for c in cases if c.status == "conform"]
+        metafunc.parametrize("case", conform, ids=lambda case: case.name)
+
+
 def test_conforms(case):
     METHODS[case.method](case)
 
@@ -41,6 +48,6 @@ def test_a_changed_confidence_is_noticed():
 
 
 def test_optional_dream_cases_are_skipped_with_their_reason():
-    case = next(c for c in find(FULL if FULL.exists() else HERE, "fast-dllm-dual") if c.status == "optional")
+    case = next(c for c in find(HERE, "fast-dllm-dual") if c.status == "optional")
     with pytest.raises(Skipped, match="first token of each block"):
         METHODS[case.method](case)
