@@ -49,9 +49,10 @@ Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (
 ## Training
 
 `python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, Muon {muon} for the layers'
-matrices and AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
-{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
-examples of the one before are answered right; every number is in training_log.json.
+matrices and AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps),
+{tokens:.1f} M tokens, {hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The
+curriculum opens a stage when fresh examples of the one before are answered right; every number is in
+training_log.json.
 
 | step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
 |---:|---:|---:|---:|---:|

@@ -152,7 +152,7 @@ def test_policies_are_read_from_text(text, made):
 
 def test_samplers_and_tasks_are_read_from_text():
     assert settings.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
-    assert settings.construct("Recall(values=(1, 2))", tasks, tasks.Task) == tasks.Recall(values=(1, 2))
+    assert settings.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def is_matrix(params: Params) -> dict[str, Any]:
 def _matrices(params: Params) -> dict[str, Any]:
     """For Muon: the axes that each stacked matrix of the layers reduces and produces; None elsewhere."""
     axes = {"q": ((1,), (2, 3)), "k": ((1,), (2, 3)), "v": ((1,), (2, 3)), "o": ((1, 2), (3,))}
-    axes |= {name: ((1,), (2,)) for name in ("gate", "up", "down")}
+    axes |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
     layers = {
         name: optax.contrib.MuonDimensionNumbers(*axes[name]) if name in axes else None
         for name in params["layers"]

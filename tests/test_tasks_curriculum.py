@@ -18,7 +18,7 @@ SPEC = spec(
     eos_id=IDS[tokenizer.EOS],
     eot_id=IDS[tokenizer.EOT],
 )
-PAIRS = Recall(key=1, values=(1,))
+PAIRS = Recall(alphabet=20, digits=1)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
         encode_batch(read, [Example("a", "xy")], 2, SPEC.eos_id, SPEC.eot_id)
 
 
-def curriculum(read, **options) -> Curriculum:
-    stages = tuple(Stage(PAIRS, size, 4, 2) for size in (2, 3, 4))
+def curriculum(read, bar=0.9, weights=(1.0, 1.0, 1.0), **options) -> Curriculum:
+    stages = tuple(Stage(PAIRS, n, 4, 2, bar=bar, weight=w) for n, w in zip((2, 3, 4), weights, strict=True))
     return Curriculum(stages, read, SPEC, **{"rehearsal": 0.5, "review_examples": 4} | options)
 
 
@@ -96,12 +96,21 @@ def test_earlier_stages_are_rehearsed(read):
     assert sizes(curriculum(read), 0) == {width(2)}
 
 
+def test_when_all_is_mastered_every_stage_comes_by_its_weight(read):
+    source = curriculum(read, weights=(1.0, 1e-9, 3.0), rehearsal=0.0)
+    drawn = [source.batch({"stage": 3, "accuracy": 1.0}, step).prompt.shape[1] for step in range(60)]
+    assert set(drawn) == {4 * 2 + 12, 4 * 4 + 12}
+    assert 0.5 < np.mean([width == 4 * 4 + 12 for width in drawn]) < 0.95
+
+
 def test_a_stage_ends_when_it_is_mastered(read, model):
     easy, hard = curriculum(read, bar=0.0), curriculum(read, bar=1.0)
     memory = easy.review(easy.begin(), model, 10)
     assert memory["stage"] == 1
     assert 0 <= memory["accuracy"] <= 1
-    assert easy.review({"stage": 2, "accuracy": 0.0}, model, 10)["stage"] == 2
+    assert easy.review({"stage": 2, "accuracy": 0.0}, model, 10)["stage"] == 3
+    mastered = {"stage": 3, "accuracy": 1.0}
+    assert easy.review(mastered, model, 10) == mastered
     assert hard.review(hard.begin(), model, 10)["stage"] == 0
 
 
@@ -112,9 +121,13 @@ def test_a_random_model_scores_near_zero(read, model):
 
 def test_a_bad_curriculum_is_refused(read):
     with pytest.raises(ValueError, match="length=4 must exceed"):
-        Stage(Recall(values=(4,)), 4, 8, 4)
+        Stage(Recall(digits=4), 4, 8, 4)
     with pytest.raises(ValueError, match=r"bar=1\.5"):
         curriculum(read, bar=1.5)
+    with pytest.raises(ValueError, match=r"weight=0\.0"):
+        curriculum(read, weights=(1.0, 0.0, 1.0))
+    with pytest.raises(ValueError, match=r"rehearsal=1\.5"):
+        curriculum(read, rehearsal=1.5)
     with pytest.raises(ValueError, match="at least one"):
         Curriculum((), read, SPEC)
     with pytest.raises(ValueError, match="eot_id=None"):

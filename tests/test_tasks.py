@@ -1,0 +1,163 @@
+import collections
+import re
+
+import numpy as np
+import pytest
+
+from dllm_jax.tasks import Chain, Example, FewShot, Recall, Task, asked_pair, exact, examples, needle
+from dllm_jax.tasks.recall import SHORTEST
+
+TASKS = {
+    "recall": (Recall(), (1, 2, 14, 40)),
+    "recall-1-digit": (Recall(alphabet=14, digits=1, hold_out=3), (2, 5)),
+    "recall-filler": (Recall(filler=30), (2, 8)),
+    "chain": (Chain(), (1, 24, 32)),
+    "chain-short": (Chain(letters=8), (7,)),
+    "few-shot": (FewShot(), (3, 5)),
+    "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
+}
+named = pytest.mark.parametrize("name", TASKS)
+
+
+def solve(task: Task, prompt: str, size: int) -> str:
+    """The answer by rules of its own, from the text alone."""
+    *items, question = prompt.split(";")
+    if isinstance(task, Recall):
+        pairs = dict(re.sub("[aeiou]", "", item).split("=") for item in items)
+        return pairs[re.sub("[aeiou]", "", question).removesuffix("=")]
+    if isinstance(task, Chain):
+        pairs, letter, walk = dict(item.split(">") for item in items), question[0], ""
+        for _ in range(size):
+            letter = pairs[letter]
+            walk += letter
+        return walk
+    votes = collections.Counter(item[-1] for item in items if item[0] == question[0])
+    return votes.most_common(1)[0][0]
+
+
+@named
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_answers_are_right_and_in_their_half(name, split):
+    task, sizes = TASKS[name]
+    for size in sizes:
+        for example in examples(task, 1, size, 20, split):
+            assert solve(task, example.prompt, size) == example.answer
+            assert len(example.answer) == task.answer_length(size)
+            assert task.split_of(example) == split
+
+
+@named
+def test_an_instance_is_a_task_and_hashable(name):
+    task, _ = TASKS[name]
+    assert isinstance(task, Task)
+    assert len({task, type(task)()}) == 1 + (task != type(task)())
+
+
+@named
+def test_examples_are_a_function_of_the_seed(name):
+    task, (size, *_) = TASKS[name]
+    draw = lambda seed: examples(task, seed, size, 5, "train")
+    assert draw(7) == draw(7) != draw(8)
+    assert draw((7, 1)) == draw((7, 1)) != draw((7, 2))
+
+
+@named
+def test_the_size_fixes_the_length(name):
+    task, sizes = TASKS[name]
+    for size in sizes:
+        assert len({len(e.prompt) for e in examples(task, 0, size, 30, "train")}) == 1
+
+
+def test_no_held_out_prompt_is_ever_trained_on():
+    """One pair, three keys, one digit: few enough prompts to draw nearly all of them."""
+    task = Recall(alphabet=3, digits=1)
+    prompts = lambda split: {e.prompt for e in examples(task, 3, 1, 400, split)}
+    assert len(prompts("train")) > 20
+    assert len(prompts("held_out")) > 2
+    assert not prompts("train") & prompts("held_out")
+
+
+def test_keys_are_distinct_and_of_the_alphabet():
+    for example in examples(Recall(alphabet=6), 0, 6, 30, "train"):
+        assert sorted(re.findall(r"(\w)=\d", example.prompt)) == sorted("bcdfgh")
+
+
+def test_filler_stands_anywhere_but_inside_pairs():
+    drawn = examples(Recall(filler=12), 0, 3, 60, "train")
+    assert all(len(re.findall("[aeiou]", e.prompt)) == 12 for e in drawn)
+    gaps = np.array([[len(gap) for gap in re.split(r"\w=\d*;?", e.prompt)[:-1]] for e in drawn])
+    assert gaps.shape == (60, 4)
+    assert (gaps.max(0) > 4).all()  # before, between and after
+    assert (gaps.min(0) < 2).all()
+
+
+@pytest.mark.parametrize(("tokens", "pairs"), [(SHORTEST, 5), (64, 8), (100, 12), (512, 40), (2048, 40)])
+def test_a_needle_has_the_length_asked_for(tokens, pairs):
+    task, size = needle(tokens)
+    assert size == pairs
+    (example,) = examples(task, 0, size, 1, "held_out")
+    assert len(example.prompt) + 10 == tokens
+    with pytest.raises(ValueError, match="tokens=41 must be at least 42"):
+        needle(41)
+
+
+def test_the_asked_pair_is_found_among_filler():
+    for filler in (0, 40):
+        for example in examples(Recall(filler=filler), 5, 9, 40, "train"):
+            values = re.findall(r"=(\d+);", example.prompt)
+            assert values[asked_pair(example)] == example.answer
+
+
+def test_a_chain_is_one_ring():
+    for example in examples(Chain(letters=9), 0, 9, 20, "train"):
+        assert len(set(example.answer)) == 9
+        assert example.answer[-1] == example.prompt[-2]  # back where it began
+
+
+def test_wrong_examples_are_outvoted():
+    for example in examples(FewShot(kinds=3, wrong=2), 0, 5, 30, "train"):
+        *items, question = example.prompt.split(";")
+        votes = [item[-1] for item in items if item[0] == question[0]]
+        assert len(items) == 15
+        assert len(votes) == 5
+        assert votes.count(example.answer) == 3
+
+
+def test_exact_ignores_white_space_around_an_answer_only():
+    wanted = [Example("", "ab")] * 3
+    assert exact(["ab ", "a b", "abc"], wanted) == [True, False, False]
+    with pytest.raises(ValueError, match="1 answers for 3 examples"):
+        exact(["ab"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        (Recall, {"alphabet": 1}, r"alphabet=1 must lie in \[2, 40\]"),
+        (Recall, {"digits": 0}, "digits=0"),
+        (Recall, {"filler": -1}, "filler=-1"),
+        (Recall, {"hold_out": 1}, "hold_out=1"),
+        (Chain, {"letters": 41}, r"letters=41 must lie in \[2, 40\]"),
+        (Chain, {"hold_out": 0}, "hold_out=0"),
+        (FewShot, {"kinds": 10}, r"kinds=10 must lie in \[2, 9\]"),
+        (FewShot, {"wrong": -1}, "wrong=-1"),
+        (FewShot, {"hold_out": 1}, "hold_out=1"),
+    ],
+)
+def test_a_bad_task_is_refused(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        task(**options)
+
+
+@pytest.mark.parametrize(
+    ("task", "size", "message"),
+    [
+        (Recall(), 0, r"size=0 must lie in \[1, 40\]"),
+        (Recall(alphabet=4), 5, r"size=5 must lie in \[1, 4\]"),
+        (Chain(), 33, r"size=33 must lie in \[1, 32\]"),
+        (FewShot(wrong=2), 4, "size=4 must exceed 4, twice wrong=2"),
+    ],
+)
+def test_a_size_the_task_does_not_have_is_refused(task, size, message):
+    with pytest.raises(ValueError, match=message):
+        task.example(np.random.default_rng(0), size, "train")

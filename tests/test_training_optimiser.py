@@ -1,0 +1,38 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.training import TrainConfig
+from dllm_jax.training.config import optimiser, schedule
+from tests.models import FAMILIES, tiny
+
+
+def test_the_rate_rises_stays_and_falls():
+    config = TrainConfig(steps=100, learning_rate=2.0, muon=0.5, warmup=10, decay=50)
+    for peak, rate in ((2.0, schedule(config)), (0.5, schedule(config, config.muon))):
+        np.testing.assert_allclose(
+            [rate(i) for i in (0, 5, 10, 50, 75, 100)], peak * np.array([0, 0.5, 1, 1, 0.5, 0])
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(family):
+    params = tiny(family).params
+    config = TrainConfig(steps=10, learning_rate=1e-3, muon=0.1, warmup=0, weight_decay=0.0)
+    gradient = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    step = optimiser(config)
+    updates, _ = step.update(gradient, step.init(params), params)
+    shapes = {"q": (2, 32, -1), "o": (2, -1, 32), "gate": (2, 32, 48), "down": (2, 48, 32)}
+    for name, shape in shapes.items():
+        u = updates["layers"][name].reshape(shape)
+        scale = max(1, u.shape[2] / u.shape[1]) ** 0.5
+        singular = jnp.linalg.svd(u, compute_uv=False) / (0.1 * scale)
+        assert 0.5 < float(jnp.quantile(singular, 0.2)) < float(singular.max()) < 1.5, name
+    for name in ("embed", "norm"):
+        np.testing.assert_allclose(jnp.abs(updates[name]), 1e-3, rtol=1e-3)
+
+
+def test_a_bad_rate_is_refused():
+    with pytest.raises(ValueError, match=r"muon=0\.0 must be positive"):
+        TrainConfig(steps=1, warmup=0, muon=0.0)
