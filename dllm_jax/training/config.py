@@ -18,8 +18,8 @@ class TrainConfig:
       steps: optimiser steps in all.
       learning_rate: the peak.
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
-        AdamW keeping the rest; None is AdamW for everything. Tiny models from nothing learn to look things
-        up in far fewer steps with it.
+        AdamW, with Nesterov momentum, keeping the rest; None is AdamW for everything. Tiny models from
+        nothing learn to look things up in far fewer steps with it.
       warmup: steps of linear growth from 0 to the peak.
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         made longer without changing what came before.
