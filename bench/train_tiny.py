@@ -26,19 +26,28 @@ from dllm_jax.tasks import Chain, Curriculum, FewShot, Recall, Stage, needle, to
 from dllm_jax.training import Run, TrainConfig, train
 
 INIT_GAIN = 4.0  # std 0.08, about 1/sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
+FAMILIES = {"llada": llada, "dream": dream}
 UNUSED = {  # keys of the published config.json that do not matter here
-    "alibi_bias_max": 8.0,
-    "attention_dropout": 0.0,
-    "attention_layer_norm_with_affine": True,
-    "embedding_dropout": 0.0,
-    "flash_attention": False,
-    "init_cutoff_factor": None,
-    "init_device": "cpu",
-    "init_fn": "mitchell",
-    "init_std": 0.02,
-    "precision": "amp_bf16",
-    "residual_dropout": 0.0,
-    "transformers_version": "4.46.3",
+    "llada": {
+        "alibi_bias_max": 8.0,
+        "attention_dropout": 0.0,
+        "attention_layer_norm_with_affine": True,
+        "embedding_dropout": 0.0,
+        "flash_attention": False,
+        "init_cutoff_factor": None,
+        "init_device": "cpu",
+        "init_fn": "mitchell",
+        "init_std": 0.02,
+        "precision": "amp_bf16",
+        "residual_dropout": 0.0,
+        "transformers_version": "4.46.3",
+    },
+    "dream": {
+        "initializer_range": 0.02,
+        "max_window_layers": 4,
+        "torch_dtype": "float32",
+        "transformers_version": "4.46.2",
+    },
 }
 
 
@@ -111,9 +120,8 @@ def start(spec: ModelSpec) -> Params:
 def write_assets(directory: Path, spec: ModelSpec):
     """Tokenizer and a config.json with every key of the published one."""
     tokenizer.save(directory)
-    family = {"llada": llada, "dream": dream}[spec.family]
-    unused = UNUSED if spec.family == "llada" else {"transformers_version": UNUSED["transformers_version"]}
-    config = unused | family.template(spec) | family.write(spec)
+    family = FAMILIES[spec.family]
+    config = UNUSED[spec.family] | family.template(spec) | family.write(spec)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

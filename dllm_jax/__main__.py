@@ -1,4 +1,4 @@
-"""`python -m dllm_jax`: converts the embedded checkpoint, answers prompts, prints what each policy costs."""
+"""`python -m dllm_jax`: converts the embedded checkpoints, answers prompts, prints what each policy costs."""
 
 import dataclasses
 import datetime
@@ -25,20 +25,36 @@ from dllm_jax.model import Model
 from dllm_jax.parameters import count
 from dllm_jax.policies import DualCache, Policy, PrefixCache
 from dllm_jax.samplers import Confidence, Threshold
-from dllm_jax.tasks import Recall, examples
+from dllm_jax.tasks import Chain, Task, examples, needle
 
-LENGTH, BLOCK = 4, 2
-SIZES = ((4, 0), (8, 0), (4, 60), (8, 42), (8, 84))  # pairs and filler of a prompt, up to 128 tokens
-SAMPLERS = (Confidence(), Threshold(0.9))
-POLICIES = (Policy(), PrefixCache(), DualCache())
+POLICIES = (
+    (Policy(), Confidence()),
+    (PrefixCache(), Confidence()),
+    (DualCache(), Confidence()),
+    (DualCache(), Threshold(0.9)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Prompts of one task, with the shape of their answers."""
+
+    title: str
+    task: Task
+    size: int
+    length: int
+    block: int
+
+
+KINDS = (Kind("needle in 256 tokens", *needle(256), 4, 2), Kind("chain of 24 look-ups", Chain(), 24, 32, 8))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Demonstration of dllm_jax on the checkpoint that ships with it."""
+    """Demonstration of dllm_jax on the checkpoints that ship with it."""
 
-    prompts: int = 40
-    """How many held-out prompts to answer."""
+    prompts: int = 16
+    """How many held-out prompts of each task to answer."""
     seed: int = 0
     """Seed of the prompts."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -53,83 +69,76 @@ def main():
     """Entry point of `python -m dllm_jax` and of the `dllm-jax` command."""
     options = tyro.cli(Options)
     console = rich.console.Console()
-    model = _converted(console)
-    tokenizer = AutoTokenizer.from_pretrained(embedded.path("tiny-llada"))
-    asked = _held_out(options, tokenizer, model)
-    rows = [
-        row
-        for sampler in SAMPLERS
-        for row in measure(
-            model, tokenizer, asked, [(p, sampler) for p in POLICIES], length=LENGTH, block=BLOCK
-        )
-    ]
-    rows = [dataclasses.replace(r, speed_up=r.tokens_per_second / rows[0].tokens_per_second) for r in rows]
-    device = f"{jax.devices()[0].platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}"
-    title = f"{options.prompts} held-out recall prompts of up to {asked.prompt.shape[1]} tokens, {device}"
-    console.print(show.table(rows, title))
-    _denoising(console, model, tokenizer, asked)
+    tables = []
+    for name in embedded.NAMES:
+        model, tokenizer = _converted(console, name), AutoTokenizer.from_pretrained(embedded.path(name))
+        for kind in KINDS:
+            asked = _held_out(options, kind, tokenizer, model)
+            rows = measure(
+                model, tokenizer, asked, list(POLICIES), length=kind.length, block=kind.block, repeats=3
+            )
+            title = f"{name}, {kind.title}: {options.prompts} held-out prompts, length {kind.length}"
+            console.print(show.table(rows, f"{title}, block {kind.block}"))
+            tables.append(_report(name, kind, model, asked, rows))
+        _denoising(console, model, tokenizer, asked, kind)
+    console.print(f"{jax.devices()[0].platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}")
     if options.json:
-        options.json.write_text(json.dumps(_report(options, model, asked, rows), indent=2) + "\n")
+        options.json.write_text(json.dumps(_provenance(options) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {options.json}")
 
 
-def _converted(console: rich.console.Console) -> Model:
-    """The embedded Hugging Face checkpoint, through conversion and back from disk."""
-    source = embedded.path("tiny-llada")
+def _converted(console: rich.console.Console, name: str) -> Model:
+    """An embedded Hugging Face checkpoint, through conversion and back from disk."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        convert(source, Path(folder) / "tiny-llada")
-        model = load(Path(folder) / "tiny-llada")
+        convert(embedded.path(name), Path(folder) / name)
+        model = load(Path(folder) / name)
         seconds = time.perf_counter() - start
     console.print(
-        f"tiny-llada: {count(model.params):,} parameters, {model.dtype}, converted from its Hugging Face "
+        f"{name}: {count(model.params):,} parameters, {model.dtype}, converted from its Hugging Face "
         f"checkpoint and loaded in {seconds:.1f} s"
     )
     return model
 
 
-def _held_out(options: Options, tokenizer, model: Model) -> Questions:
-    drawn = [
-        example
-        for i, (pairs, filler) in enumerate(SIZES)
-        for example in examples(
-            Recall(filler=filler),
-            options.seed,
-            pairs,
-            len(range(i, options.prompts, len(SIZES))),
-            "held_out",
-        )
-    ]
+def _held_out(options: Options, kind: Kind, tokenizer, model: Model) -> Questions:
+    drawn = examples(kind.task, options.seed, kind.size, options.prompts, "held_out")
     return questions(tokenizer, drawn, model.spec.eos_id)
 
 
-def _denoising(console: rich.console.Console, model: Model, tokenizer, asked: Questions):
+def _denoising(console: rich.console.Console, model: Model, tokenizer, asked: Questions, kind: Kind):
     """One answer, step by step."""
-    last = slice(len(asked.examples) - 1, None)
+    first = slice(0, 1)
     out = generate(
-        model, asked.prompt[last], prompt_mask=asked.mask[last], length=LENGTH, block=BLOCK, trace=True
-    )
-    example = asked.examples[-1]
-    console.print(f"\n[bold]{example.prompt}[/]  is answered, one token per step (blocks of {BLOCK}):\n")
+        model, asked.prompt[first], prompt_mask=asked.mask[first], length=kind.length, block=kind.block,
+        trace=True,
+    )  # fmt: skip
+    console.print(f"\n[bold]{asked.examples[0].prompt}[/]  is answered (blocks of {kind.block}):\n")
     assert out.trace is not None, "trace=True"
     response = np.asarray(out.trace.tokens)[:, 0, asked.prompt.shape[1] :]
     console.print(show.grid(response, model.spec.mask_id, tokenizer))
 
 
-def _report(options: Options, model: Model, asked: Questions, rows: list[Row]) -> dict:
+def _report(name: str, kind: Kind, model: Model, asked: Questions, rows: list[Row]) -> dict:
     return {
-        "model": "tiny-llada",
+        "model": name,
         "parameters": count(model.params),
         "dtype": str(model.dtype),
+        "task": kind.title,
         "prompt_shape": list(asked.prompt.shape),
-        "length": LENGTH,
-        "block": BLOCK,
+        "length": kind.length,
+        "block": kind.block,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def _provenance(options: Options) -> dict:
+    return {
         "seed": options.seed,
         "device": jax.devices()[0].device_kind,
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "dllm-jax")},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "rows": [dataclasses.asdict(row) for row in rows],
     }
 
 

@@ -6,27 +6,25 @@ import sys
 
 import numpy as np
 
+from dllm_jax import embedded
 from dllm_jax.demo.show import order
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
-    command = [sys.executable, "-m", "dllm_jax", "--prompts", "10", "--json", str(report)]
+    command = [sys.executable, "-m", "dllm_jax", "--prompts", "4", "--json", str(report)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    table = json.loads(report.read_text())
-    rows = {(row["policy"], row["sampler"]): row for row in table["rows"]}
-    assert len(rows) == 6
-    exact = rows["Policy()", "Confidence()"]
-    assert exact["accuracy"] >= 0.8
-    assert exact["forwards"] == table["length"]
-    assert exact["speed_up"] == 1.0
-    for sampler in ("Confidence()", "Threshold(threshold=0.9)"):
-        computed = [rows[p, sampler]["computed"] for p in ("Policy()", "PrefixCache()", "DualCache()")]
-        assert computed[0] >= computed[1] >= computed[2]
-    cached = rows["DualCache()", "Confidence()"]
-    assert cached["computed"] < exact["computed"]
-    assert rows["Policy()", "Threshold(threshold=0.9)"]["forwards"] < exact["forwards"]
+    tables = json.loads(report.read_text())["tables"]
+    assert len(tables) == 2 * len(embedded.NAMES)
+    for table in tables:
+        exact, prefix, dual, threshold = table["rows"]
+        assert (exact["policy"], exact["sampler"]) == ("Policy()", "Confidence()")
+        assert exact["speed_up"] == 1.0
+        assert exact["forwards"] <= table["length"]
+        assert exact["computed"] > prefix["computed"] > dual["computed"]
+        assert threshold["forwards"] <= dual["forwards"]
+    assert np.mean([table["rows"][0]["accuracy"] for table in tables]) >= 0.7
 
 
 def test_bad_options_are_refused():

@@ -1,15 +1,20 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import embedded
-from dllm_jax.tasks import Recall, accuracy, examples, tokenizer
+from dllm_jax.tasks import Chain, FewShot, accuracy, examples, needle, tokenizer
 
-PUBLISHED = Path(__file__).parent / "goldens/models/llada-tiny/config.json"
+MODELS = Path(__file__).parent / "goldens/models"
+HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
+    "needle-64": (needle(64), 4, 0.9),
+    "needle-256": (needle(256), 4, 0.85),
+    "chain": ((Chain(), 24), 32, 0.8),
+    "few-shot": ((FewShot(), 5), 4, 0.8),
+}
 
 
 @pytest.fixture(scope="module", params=embedded.NAMES)
@@ -38,7 +43,8 @@ def test_the_directory_is_a_small_published_looking_checkpoint(where):
     } <= names
     assert sum(file.stat().st_size for file in where.iterdir()) <= 4 * 2**20
     config = json.loads((where / "config.json").read_text())
-    assert set(config) >= {*json.loads(PUBLISHED.read_text()), "eot_token_id"}
+    published = MODELS / "-".join(reversed(where.name.split("-"))) / "config.json"
+    assert set(config) >= {*json.loads(published.read_text()), "eot_token_id"}
 
 
 def test_model_and_tokenizer_agree(model, read):
@@ -51,22 +57,24 @@ def test_model_and_tokenizer_agree(model, read):
     assert len(read) <= spec.vocab
 
 
-@pytest.mark.parametrize(("pairs", "filler"), [(4, 0), (8, 0), (8, 84)])
-def test_the_exact_decoder_recalls_held_out_pairs(model, read, pairs, filler):
-    drawn = examples(Recall(filler=filler), 99, pairs, 48, "held_out")
-    assert accuracy(model, read, drawn, batch=48, length=4) >= 0.9
+@pytest.mark.parametrize("kind", HELD_OUT)
+def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
+    (task, size), length, bar = HELD_OUT[kind]
+    drawn = examples(task, 99, size, 32, "held_out")
+    assert accuracy(model, read, drawn, batch=32, length=length) >= bar
 
 
 def test_it_chats(model, read):
     ask = lambda text: [{"role": "user", "content": text}]
-    two = [ask("b=w;t=m;t="), ask("aq=z;iob=w;m=l;ed=h;b=")]
-    assert dj.chat(model, read, two, length=4) == ["m", "w"]
+    two = [ask("b=407;T=211;z=830;T="), ask("ab=407;iouT=211;ez=830;W=112;aaq=565;z=")]
+    assert dj.chat(model, read, two, length=4) == ["211", "830"]
 
 
-def test_fewer_steps_and_cached_decoding_recall_too(model, read):
-    drawn = examples(Recall(), 5, 8, 32, "held_out")
+def test_fewer_steps_and_cached_decoding_answer_too(model, read):
+    task, size = needle(64)
+    drawn = examples(task, 5, size, 32, "held_out")
     options = {"batch": 32, "length": 4, "block": 2, "policy": dj.policies.DualCache()}
-    assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.9
+    assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.8
 
 
 def test_the_card_and_the_log_tell_how_it_was_trained(where):
@@ -76,11 +84,12 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
     rows = record["held_out"]
-    assert sum(row["count"] for row in rows) == 256
-    assert max(row["prompt"] for row in rows) == 128
-    assert np.mean([row["exact"] for row in rows]) >= 0.95
+    assert {row["task"] for row in rows} == {"needle", "chain", "few-shot"}
+    assert [row["prompt"] for row in rows if row["task"] == "needle"] == [64, 128, 256, 512, 1024]
+    assert all(row["count"] == 256 for row in rows)
+    assert {row["rope_factor"] for row in record["beyond"]} == {1, 2, 4}
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="'huge' is not one of tiny-llada"):
+    with pytest.raises(ValueError, match="'huge' is not one of tiny-llada, tiny-dream"):
         embedded.path("huge")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dllm_jax.eval import cli, heatmap, needle, recall, record
 from dllm_jax.eval.needle import DUO_ATTENTION, Needle, edit_distance
 from dllm_jax.eval.opened import open_checkpoint
-from dllm_jax.tasks import Recall
+from dllm_jax.tasks import Recall, asked_pair
 
 HAYSTACK = pathlib.Path(__file__).parent / "data" / "haystack"
 STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
@@ -88,17 +88,21 @@ def test_texts_and_needles_from_files(tmp_path):
 
 
 def test_recall_asks_for_the_pair_at_the_depth():
-    cells = recall.grid(Recall(), (3, 9), (0, 50, 100), 2, seed=0)
+    cells = recall.grid((64, 130), (0, 50, 100), 2, seed=0)
     assert len(cells) == 12
-    for size, depth, example in cells:
-        assert example.prompt.count(";") == size
-        assert recall.asked_pair(example) == {0: 0, 50: (size - 1) // 2, 100: size - 1}[depth]
+    for length, depth, example in cells:
+        pairs = length // 8
+        assert len(example.prompt) + 10 == length
+        assert example.prompt.count(";") == pairs
+        assert asked_pair(example) == {0: 0, 50: round((pairs - 1) / 2), 100: pairs - 1}[depth]
         assert Recall().split_of(example) == "held_out"
-    assert cells == recall.grid(Recall(), (3, 9), (0, 50, 100), 2, seed=0)
+    assert cells == recall.grid((64, 130), (0, 50, 100), 2, seed=0)
     with pytest.raises(ValueError, match="depths="):
-        recall.grid(Recall(), (3,), (120,), 1, 0)
+        recall.grid((64,), (120,), 1, 0)
     with pytest.raises(ValueError, match="nothing to evaluate"):
-        recall.grid(Recall(), (), (0,), 1, 0)
+        recall.grid((), (0,), 1, 0)
+    with pytest.raises(ValueError, match="tokens=20 must be at least 42"):
+        recall.grid((20,), (0,), 1, 0)
 
 
 def test_cells_of_the_picture_are_means(tmp_path):
@@ -116,9 +120,9 @@ def test_cells_of_the_picture_are_means(tmp_path):
 
 def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
     common = cli.Common(length=4, block=2, out=tmp_path)
-    assert cli.run_needle(common, lengths=(2, 4), depths=(0.0, 100.0), repeats=2) == 0
+    assert cli.run_needle(common, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
     found = record.read(tmp_path / "recall-Policy.json")
-    assert found["scores"] == {"2 pairs": 1, "4 pairs": 1}
+    assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
     assert (tmp_path / "recall-Policy.png").exists()
 
 
