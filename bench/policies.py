@@ -2,17 +2,17 @@
 
     python bench/policies.py --json bench/results/policies_cpu.json
 
-Two models: the embedded checkpoint (accuracy on held-out prompts) and a random one of LLaDA's architecture
-(agreement with the exact decoder, cost). Timed runs are interleaved with the exact decoder's, and only their
-ratios mean anything on a shared machine.
+The embedded models' tasks (accuracy on held-out prompts) and random weights of LLaDA's architecture
+(agreement with the exact decoder). The exact decoder is timed before every setting, and a setting's speed is
+its ratio to the median of the five of these runs nearest in time: on a shared machine only that means
+anything. An interrupted run goes on with the first workload that the file does not have.
 """
 
-import dataclasses
 import datetime
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,157 +21,120 @@ import rich.console
 import rich.progress
 import rich.table
 import tyro
-from policies_grid import GRID, Setting
-from train_tiny_card import GRID as SIZES
-from transformers import AutoTokenizer
+from policies_grid import EXACT, Setting
+from policies_workloads import Workload, workloads
 
 import dllm_jax as dj
-from dllm_jax.chat import decode_answers
-from dllm_jax.parameters import initialise
-from dllm_jax.tasks import Example, Recall, exact, examples, prompt_arrays
+
+NEAREST = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A model with prompts of one shape.
-
-    Attributes:
-      name: of the model.
-      model: the model.
-      prompt: int32 [b p], left-padded.
-      mask: bool [b p].
-      length: response positions; fixed schedules take as many steps.
-      block: positions per block.
-      wanted: the questions, where there are right answers.
-      tokenizer: of the questions.
-    """
-
-    name: str
-    model: dj.Model
-    prompt: np.ndarray
-    mask: np.ndarray
-    length: int
-    block: int
-    wanted: tuple[Example, ...] = ()
-    tokenizer: Any = None
-
-    def run(self, setting: Setting) -> dj.Output:
-        """One generation of all prompts."""
-        out = dj.generate(
-            self.model,
-            self.prompt,
-            prompt_mask=self.mask,
-            policy=setting.policy,
-            sampler=setting.sampler,
-            key=jax.random.key(0) if setting.sampler.draws else None,
-            length=self.length,
-            block=self.block,
-            steps=self.length // setting.divide_steps,
-        )
-        return jax.block_until_ready(out)
-
-    def accuracy(self, out: dj.Output) -> float | None:
-        """Share of exactly right answers; None where nothing is right or wrong."""
-        if not self.wanted:
-            return None
-        answers = decode_answers(
-            self.model, self.tokenizer, np.asarray(out.tokens)[:, self.prompt.shape[1] :]
-        )
-        return float(np.mean(exact(answers, list(self.wanted))))
-
-
-def embedded(name: str, prompts: int) -> Workload:
-    """Held-out recall prompts of all sizes of the model card, as one left-padded batch."""
-    path = dj.embedded.path(name)
-    model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
-    per = prompts // len(SIZES)
-    wanted = [e for n, filler in SIZES for e in examples(Recall(filler=filler), 31, n, per, "held_out")]
-    prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
-    return Workload(name, model, prompt, mask, 4, 4, tuple(wanted), tokenizer)
-
-
-def random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
-    """Random weights of LLaDA's architecture: nothing to be right about, but the same arithmetic."""
-    spec = dataclasses.replace(
-        dj.presets.model_spec("llada-8b"), layers=layers, width=width, heads=width // 64,
-        kv_heads=width // 64, head=64, hidden=3 * width, vocab=2048, mask_id=2047, eos_id=2046, eot_id=2045,
-    )  # fmt: skip
-    params = jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, initialise(spec, jax.random.key(0)))
-    tokens = np.random.default_rng(0).integers(0, 2000, (batch, prompt))
-    return Workload(f"random-{layers}x{width}", dj.Model(params, spec), tokens, tokens >= 0, length, 32)
-
-
-def measure(workload: Workload, settings: list[Setting], repeats: int) -> list[dict[str, Any]]:
-    """One row per setting; the first one is the exact decoder, which is timed before each run of another."""
-    base = workload.run(settings[0])
+def measure(workload: Workload, repeats: int) -> list[dict[str, Any]]:
+    """One row per setting; the first one is the exact decoder."""
+    assert workload.grid[0] == EXACT
+    first = workload.chunks()[0]
+    workload.run(EXACT, first)  # compiles
+    outs, seconds, exacts = [], [], []
+    for setting in rich.progress.track(workload.grid, workload.name):
+        exacts.append(_seconds(workload, EXACT, first))
+        outs.append(_everything(workload, setting))  # compiles
+        seconds.append(float(np.median([_seconds(workload, setting, first) for _ in range(repeats)])))
     rows = []
-    for setting in rich.progress.track(settings, workload.name):
-        out = workload.run(setting)  # compiles
-        ours, exacts = [], []
-        for _ in range(repeats):
-            exacts.append(_seconds(workload, settings[0]))
-            ours.append(_seconds(workload, setting))
-        rows.append(_row(workload, setting, base, out, float(np.median(exacts) / np.median(ours))))
+    for i, (setting, out) in enumerate(zip(workload.grid, outs, strict=True)):
+        start = min(max(i - NEAREST // 2, 0), max(len(exacts) - NEAREST, 0))
+        exact = float(np.median(exacts[start : start + NEAREST]))
+        rows.append(_row(workload, setting, outs[0], out, exact / seconds[i]))
     return rows
 
 
-def _seconds(workload: Workload, setting: Setting) -> float:
+def _seconds(workload: Workload, setting: Setting, prompt: np.ndarray) -> float:
     start = time.perf_counter()
-    workload.run(setting)
+    workload.run(setting, prompt)
     return time.perf_counter() - start
 
 
+def _everything(workload: Workload, setting: Setting) -> dj.Output:
+    """All prompts, chunk by chunk."""
+    outs = [workload.run(setting, prompt) for prompt in workload.chunks()]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outs)
+
+
 def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, speed: float) -> dict:
-    response = slice(workload.prompt.shape[1], None)
-    layout = dj.Layout(
-        workload.prompt.shape[1], workload.length, workload.block, workload.length, padded=True
-    )
-    make = lambda: setting.policy.init(workload.model.spec, layout, len(workload.prompt), jnp.float32)
-    cache = jax.tree.leaves(jax.eval_shape(make))
+    responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
+    pairs, size = _storage(workload, setting)
     return {
         "policy": repr(setting.policy),
         "family": type(setting.policy).__name__,
         "sampler": repr(setting.sampler),
-        "accuracy": workload.accuracy(out),
-        "agreement": float(np.mean(np.asarray(base.tokens == out.tokens)[:, response])),
+        "steps": workload.length // setting.divide_steps,
+        "block": workload.length if setting.whole else workload.block,
+        "accuracy": workload.accuracy(responses(out)),
+        "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
-        "computed": float(np.sum(out.stats.computed) / np.sum(base.stats.computed)),
-        "cache_bytes_per_row": sum(a.size * a.dtype.itemsize for a in cache) // len(workload.prompt),
+        "computed": float(
+            (np.sum(out.stats.computed) + np.sum(out.stats.widened)) / np.sum(base.stats.computed)
+        ),
+        "kept_pairs": pairs,
+        "cache_bytes": size,
         "speed_over_exact": speed,
     }
 
 
+def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
+    """K/V pairs per layer and kv head, and bytes of the whole cache, both per prompt."""
+    spec, block = workload.model.spec, workload.length if setting.whole else workload.block
+    steps = workload.length // setting.divide_steps
+    layout = dj.Layout(workload.prompt.shape[1], workload.length, block, steps, padded=False)
+    made = jax.eval_shape(lambda: setting.policy.init(spec, layout, 1, jnp.float32))
+    leaves = jax.tree_util.tree_leaves_with_path(made)
+    keys = sum(leaf.size for path, leaf in leaves if getattr(path[-1], "name", "") == "k")
+    size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
+    return keys / (spec.layers * spec.kv_heads * spec.head), size
+
+
+def _print(console: rich.console.Console, name: str, rows: list[dict[str, Any]], where: dict):
+    table = rich.table.Table(*rows[0], title=f"{name}, {where}")
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
+
+
 def main(
-    model: Literal["all", "tiny-llada", "random"] = "all",
+    only: tuple[str, ...] = (),
     prompts: int = 256,
     width: int = 256,
-    repeats: int = 5,
+    repeats: int = 3,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ):
-    """Runs the grid and prints a table per model."""
-    where = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "dtype": "float32",
-        "date": datetime.date.today().isoformat(),
-    }
-    loads = [embedded("tiny-llada", prompts)] if model in ("all", "tiny-llada") else []
-    loads += [random(width, 4, 192, 64, 2)] if model in ("all", "random") else []
-    report = {}
-    for workload in loads:
-        rows = measure(workload, list(GRID), repeats)
-        report[workload.name] = {
-            "prompt": list(workload.prompt.shape),
-            "length": workload.length,
-            "block": workload.block,
-            "rows": rows,
-        }
-        table = rich.table.Table(*rows[0], title=f"{workload.name}, {where}")
-        for row in rows:
-            table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-        rich.console.Console(width=220).print(table)
-        if json_file:
-            json_file.write_text(json.dumps({**where, "models": report}, indent=1) + "\n")
+    """Runs the grids and prints a table per workload.
+
+    Args:
+      only: names of workloads, e.g. "tiny-llada chain"; all by default.
+      prompts: held-out prompts of each task.
+      width: of the random model.
+      repeats: timed runs of each setting, of which the median counts.
+      json_file: results go here; workloads that it has are not run again.
+    """
+    where = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": "float32"}
+    console, found = rich.console.Console(width=220), {}
+    if json_file is not None and json_file.exists():
+        found = json.loads(json_file.read_text())["models"]
+    every = workloads(prompts, width)
+    for name in only or every:
+        if name not in every:
+            raise SystemExit(f"only={name!r} is not one of {', '.join(every)}")
+        if name not in found:
+            workload = every[name]()
+            rows = measure(workload, repeats)
+            shape = {
+                "prompt": list(workload.prompt.shape),
+                "length": workload.length,
+                "block": workload.block,
+            }
+            found[name] = {**shape, "date": datetime.date.today().isoformat(), "rows": rows}
+            if json_file is not None:
+                json_file.write_text(json.dumps({**where, "models": found}, indent=1) + "\n")
+        _print(console, name, found[name]["rows"], where)
 
 
 if __name__ == "__main__":

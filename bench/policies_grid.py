@@ -15,39 +15,58 @@ class Setting:
       policy: what is recomputed.
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
+      whole: one block, the whole response (not semi-autoregressive).
     """
 
     policy: p.Policy = p.Policy()  # noqa: RUF009 (frozen)
     sampler: s.Sampler = s.Confidence()  # noqa: RUF009 (frozen)
     divide_steps: int = 1
+    whole: bool = False
 
 
 def _order(policy: p.Policy) -> Setting:
     return Setting(policy, s.RandomOrder())
 
 
-GRID: tuple[Setting, ...] = (
-    Setting(),
+EXACT = Setting()
+EVICTION: tuple[Setting, ...] = (
+    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.1, 0.25, 0.5, 1.0)),
+    *(Setting(p.SparseDLLM(keep=keep, side="prefix")) for keep in (0.1, 0.25, 0.5)),
+    *(Setting(p.MaskKV(prompt_every=32, response_every=1, budget=budget)) for budget in (4, 8, 16, 32, 64)),
+    *(
+        Setting(p.MaskKV(prompt_every=32, response_every=1, budget=budget, votes=votes))
+        for votes in (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
+        for budget in (8, 32)
+    ),
+)
+SHORT: tuple[Setting, ...] = (  # answers of four tokens: little to reuse but the prompt
+    EXACT,
+    Setting(divide_steps=2),
+    Setting(p.PrefixCache()),
+    Setting(p.DualCache()),
+    Setting(p.DKVPrefill()),
+    Setting(p.DLLMCache(prompt_every=32, response_every=2)),
+    *EVICTION,
+    Setting(p.ElasticCache(window=2, gamma=0.9)),
+    Setting(p.D2Cache(k=2, p=0.1)),
+)
+LONG: tuple[Setting, ...] = (
+    EXACT,
     Setting(divide_steps=2),
     Setting(divide_steps=4),
     Setting(sampler=s.Threshold(0.9)),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
-    *(Setting(p.DKVDecode(refresh_every=every)) for every in (2, 4, 8)),
-    *(Setting(p.DKVDecode(refresh_every=every, delay=0)) for every in (2, 4, 8)),
+    *(Setting(p.DKVDecode(refresh_every=every, delay=delay)) for delay in (1, 0) for every in (2, 4, 8)),
     Setting(p.DKVPrefill()),
     Setting(p.DKVPD()),
     _order(p.Policy()),
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4, 8)),
-    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.1, 0.25, 0.5, 1.0)),
-    *(Setting(p.SparseDLLM(keep=keep, side="prefix")) for keep in (0.1, 0.25, 0.5)),
-    *(Setting(p.MaskKV(prompt_every=32, response_every=4, budget=budget)) for budget in (4, 8, 16, 32)),
-    *(
-        Setting(p.MaskKV(prompt_every=32, response_every=4, budget=8, votes=votes))
-        for votes in (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
-    ),
+    *EVICTION,
     *(Setting(p.ElasticCache(window=16, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
-    *(Setting(p.D2Cache(k=16, p=share)) for share in (0.05, 0.1, 0.3)),
-    Setting(p.D2Cache(k=16), s.CertaintyPrior()),
+    *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
+    Setting(whole=True),
+    Setting(sampler=s.CertaintyPrior(), whole=True),
+    *(Setting(p.D2Cache(k=8), sampler, whole=True) for sampler in (s.Confidence(), s.CertaintyPrior())),
 )

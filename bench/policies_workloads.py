@@ -1,0 +1,104 @@
+"""What bench/policies.py runs its settings on: the embedded models' tasks, and random weights."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from policies_grid import LONG, SHORT, Setting
+from transformers import AutoTokenizer
+
+import dllm_jax as dj
+from dllm_jax.chat import decode_answers
+from dllm_jax.parameters import initialise
+from dllm_jax.tasks import Chain, Example, FewShot, Task, exact, examples, needle, prompt_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model with prompts of one length.
+
+    Attributes:
+      name: of model and task.
+      model: the model.
+      prompt: int32 [b p], no padding.
+      length: response positions; fixed schedules take as many steps.
+      block: positions per block.
+      chunk: prompts decoded together.
+      grid: the settings to compare; the first is the exact decoder.
+      wanted: the questions, where there are right answers.
+      tokenizer: of the questions.
+    """
+
+    name: str
+    model: dj.Model
+    prompt: np.ndarray
+    length: int
+    block: int
+    chunk: int
+    grid: tuple[Setting, ...]
+    wanted: tuple[Example, ...] = ()
+    tokenizer: Any = None
+
+    def chunks(self) -> list[np.ndarray]:
+        """The prompts, `chunk` at a time."""
+        return np.split(self.prompt, len(self.prompt) // self.chunk)
+
+    def run(self, setting: Setting, prompt: np.ndarray) -> dj.Output:
+        """One generation."""
+        out = dj.generate(
+            self.model,
+            prompt,
+            policy=setting.policy,
+            sampler=setting.sampler,
+            key=jax.random.key(0) if setting.sampler.draws else None,
+            length=self.length,
+            block=self.length if setting.whole else self.block,
+            steps=self.length // setting.divide_steps,
+        )
+        return jax.block_until_ready(out)
+
+    def accuracy(self, responses: np.ndarray) -> float | None:
+        """Share of exactly right answers; None where nothing is right or wrong."""
+        if not self.wanted:
+            return None
+        answers = decode_answers(self.model, self.tokenizer, responses)
+        return float(np.mean(exact(answers, list(self.wanted))))
+
+
+def _embedded(name: str, title: str, task: Task, size: int, prompts: int, **shape: Any) -> Workload:
+    path = dj.embedded.path(name)
+    model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
+    wanted = examples(task, 31, size, prompts, "held_out")
+    prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
+    assert mask.all(), "the size of a task fixes the length of its prompts"
+    return Workload(f"{name} {title}", model, prompt, wanted=tuple(wanted), tokenizer=tokenizer, **shape)
+
+
+def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
+    """Random weights of LLaDA's architecture: nothing to be right about, but the same arithmetic."""
+    spec = dataclasses.replace(
+        dj.presets.model_spec("llada-8b"), layers=layers, width=width, heads=width // 64,
+        kv_heads=width // 64, head=64, hidden=3 * width, vocab=2048, mask_id=2047, eos_id=2046, eot_id=2045,
+    )  # fmt: skip
+    params = jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, initialise(spec, jax.random.key(0)))
+    tokens = np.random.default_rng(0).integers(0, 2000, (batch, prompt), dtype=np.int32)
+    return Workload(f"random {layers}x{width}", dj.Model(params, spec), tokens, length, 32, batch, LONG)
+
+
+def workloads(prompts: int, width: int) -> dict[str, Any]:
+    """By name, a function without arguments that makes each."""
+    short = {"length": 4, "block": 2, "chunk": min(32, prompts), "grid": SHORT}
+    long = {"length": 32, "block": 8, "chunk": min(32, prompts), "grid": LONG}
+    made = {
+        f"{name} {title}": lambda name=name, title=title, task=task, size=size, shape=shape: _embedded(
+            name, title, task, size, prompts, **shape
+        )
+        for name in dj.embedded.NAMES
+        for title, (task, size), shape in (
+            ("chain", (Chain(), 24), long),
+            ("needle-256", needle(256), short),
+            ("few-shot", (FewShot(), 5), short),
+        )
+    }
+    return made | {"random": lambda: _random(width, 4, 192, 64, 2)}
