@@ -29,24 +29,29 @@ def _order(policy: p.Policy) -> Setting:
 
 
 EXACT = Setting()
-EVICTION: tuple[Setting, ...] = (
-    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.1, 0.25, 0.5, 1.0)),
-    *(Setting(p.SparseDLLM(keep=keep, side="prefix")) for keep in (0.1, 0.25, 0.5)),
-    *(Setting(p.MaskKV(prompt_every=32, response_every=1, budget=budget)) for budget in (4, 8, 16, 32, 64)),
-    *(
-        Setting(p.MaskKV(prompt_every=32, response_every=1, budget=budget, votes=votes))
-        for votes in (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
-        for budget in (8, 32)
-    ),
-)
-SHORT: tuple[Setting, ...] = (  # answers of four tokens: little to reuse but the prompt
+
+
+def _eviction(delay: int) -> tuple[Setting, ...]:
+    mask_kv = lambda **options: Setting(p.MaskKV(prompt_every=32, response_every=1, **options))
+    voters = (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
+    return (
+        *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 1.0)),
+        *(Setting(p.SparseDLLM(keep=keep, delay=delay, side="prefix")) for keep in (0.1, 0.25, 0.5)),
+        *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
+        *(mask_kv(budget=budget, votes=votes) for votes in voters for budget in (8, 32)),
+    )
+
+
+SHORT: tuple[
+    Setting, ...
+] = (  # answers of four tokens: little to reuse but the prompt, and no time for a delay
     EXACT,
     Setting(divide_steps=2),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
     Setting(p.DKVPrefill()),
     Setting(p.DLLMCache(prompt_every=32, response_every=2)),
-    *EVICTION,
+    *_eviction(delay=0),
     Setting(p.ElasticCache(window=2, gamma=0.9)),
     Setting(p.D2Cache(k=2, p=0.1)),
 )
@@ -63,7 +68,7 @@ LONG: tuple[Setting, ...] = (
     _order(p.Policy()),
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4, 8)),
-    *EVICTION,
+    *_eviction(delay=1),
     *(Setting(p.ElasticCache(window=16, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
     *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
     Setting(whole=True),
