@@ -42,9 +42,8 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
     )
 
 
-SHORT: tuple[
-    Setting, ...
-] = (  # answers of four tokens: little to reuse but the prompt, and no time for a delay
+# Answers of four tokens: little to reuse but the prompt, and no time for a delay.
+SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2),
     Setting(p.PrefixCache()),
