@@ -96,7 +96,7 @@ def workloads(prompts: int, width: int) -> dict[str, Any]:
         )
         for name in dj.embedded.NAMES
         for title, (task, size), shape in (
-            ("chain", (Chain(), 24), long),
+            ("chain", (Chain(), 7), long),
             ("needle-256", needle(256), short),
             ("few-shot", (FewShot(), 5), short),
         )

@@ -90,9 +90,9 @@ def stages() -> tuple[Stage, ...]:
         Stage(FewShot(wrong=0), 3, 64, 4, 0.2, weight=0.3),
         Stage(FewShot(), 5, 64, 4, 0.2, bar=0.7, weight=3.0),
         Stage(Recall(filler=30), 8, 64, 4, 0.2, bar=0.8),
-        Stage(Chain(8), 7, 96, 8, 0.05, bar=0.7),
-        Stage(Chain(16), 15, 64, 16, 0.05, bar=0.5, weight=0.5),
-        Stage(Chain(), 24, 32, 32, 0.05, bar=0.5, weight=5.0),
+        Stage(Chain(8), 3, 96, 13, 0.1, bar=0.7, weight=0.5),
+        Stage(Chain(16), 5, 64, 21, 0.1, bar=0.7, weight=0.5),
+        Stage(Chain(), 7, 32, 32, 0.1, bar=0.7, weight=4.0),
         *(Stage(*needle(tokens), batch, 4, 0.2, bar=0.8, weight=2.0) for tokens, batch in needles),
     )
 
@@ -102,7 +102,7 @@ RECIPES = {
         spec_of(family),
         stages(),
         TrainConfig(
-            steps=5500, learning_rate=1e-3, muon=0.01, warmup=50, decay=2500, review_every=50, save_every=100
+            steps=6500, learning_rate=1e-3, muon=0.01, warmup=50, decay=2500, review_every=50, save_every=100
         ),
     )
     for family in ("llada", "dream")

@@ -30,7 +30,7 @@ exists to test and to show decoding where no real checkpoint is at hand and know
 | task | question | answer | asks of a cache |
 |---|---|---|---|
 | needle | `aob=407;eT=211;ub=` | `407` | one place in up to 1024 tokens |
-| chain | `c>T;b>c;T>b;b>` | `cTb`, what each letter leads to | 24 tokens, each from the one before |
+| chain | `c>T;b>c;T>b;b>` | `b>c;c>T;T>b;`, seven steps | 28 tokens, each step from the one before |
 | few-shot | `bz:3;Tk:8;bX:3;bn:5;bq:` | `3`, what most items with `b` are | many places at once |
 
 ```python
@@ -107,11 +107,11 @@ def _few_shot(task: FewShot, size: int, prompts: int) -> Asked:
 
 HELD_OUT = (
     *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
-    Asked(Chain(), 24, 256, 32, 0.0),
+    Asked(Chain(), 7, 256, 32, 0.0),
     _few_shot(FewShot(), 5, 256),
 )
 LONGER = tuple(_needle(tokens, 64) for tokens in (1536, 2048))
-BEYOND = (*LONGER, Asked(Chain(letters=40), 31, 64, 32, 0.0), _few_shot(FewShot(kinds=8), 5, 64))
+BEYOND = (*LONGER, Asked(Chain(letters=40), 10, 64, 41, 0.0), _few_shot(FewShot(kinds=8), 5, 64))
 
 
 def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict[str, Any]]:

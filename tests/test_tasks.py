@@ -11,7 +11,7 @@ TASKS = {
     "recall": (Recall(), (1, 2, 14, 40)),
     "recall-1-digit": (Recall(alphabet=14, digits=1, hold_out=3), (2, 5)),
     "recall-filler": (Recall(filler=30), (2, 8)),
-    "chain": (Chain(), (1, 24, 32)),
+    "chain": (Chain(), (1, 7, 32)),
     "chain-short": (Chain(letters=8), (7,)),
     "few-shot": (FewShot(), (3, 5)),
     "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
@@ -28,8 +28,8 @@ def solve(task: Task, prompt: str, size: int) -> str:
     if isinstance(task, Chain):
         pairs, letter, walk = dict(item.split(">") for item in items), question[0], ""
         for _ in range(size):
+            walk += f"{letter}>{pairs[letter]};"
             letter = pairs[letter]
-            walk += letter
         return walk
     votes = collections.Counter(item[-1] for item in items if item[0] == question[0])
     return votes.most_common(1)[0][0]
@@ -110,8 +110,8 @@ def test_the_asked_pair_is_found_among_filler():
 
 def test_a_chain_is_one_ring():
     for example in examples(Chain(letters=9), 0, 9, 20, "train"):
-        assert len(set(example.answer)) == 9
-        assert example.answer[-1] == example.prompt[-2]  # back where it began
+        assert len(set(example.answer)) == 9 + len(">;")
+        assert example.answer[-2] == example.answer[0] == example.prompt[-2]  # back where it began
 
 
 def test_wrong_examples_are_outvoted():

@@ -1,4 +1,4 @@
-"""A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `cTb...`, each letter the one before leads to."""
+"""A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `b>c;c>T;T>b;...`, step after step."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from dllm_jax.tasks.splits import check_hold_out, draw, split_of
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A derivation step by step; the size is the number of steps, the length of the answer.
+    """A derivation written out; the size is the number of steps, of four characters each.
 
-    The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor and the
-    answer must be found one look-up after another. A prompt has 4 letters + 2 characters.
+    The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor, and each
+    step of the answer needs the one before. A prompt has 4 letters + 2 characters.
 
     Attributes:
       letters: of the ring.
@@ -36,10 +36,10 @@ class Chain:
 
     def answer_length(self, size: int) -> int:
         """Characters of an answer."""
-        return size
+        return 4 * size
 
     def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
-        """Draws a ring and asks for the `size` letters after one of them."""
+        """Draws a ring and asks for the `size` steps from one of them on."""
         if not 1 <= size <= self.letters:
             raise ValueError(f"size={size} must lie in [1, {self.letters}], the letters of the ring")
         return draw(lambda: self._draw(rng, size), split, self.hold_out)
@@ -51,5 +51,5 @@ class Chain:
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         ring = [LETTERS[i] for i in rng.choice(len(LETTERS), self.letters, replace=False)]
         pairs = [f"{ring[i - 1]}>{ring[i]};" for i in rng.permutation(self.letters)]
-        walk = [ring[i % self.letters] for i in range(size + 1)]
-        return Example(f"{''.join(pairs)}{walk[0]}>", "".join(walk[1:]))
+        steps = [f"{ring[i]}>{ring[(i + 1) % self.letters]};" for i in range(size)]
+        return Example(f"{''.join(pairs)}{ring[0]}>", "".join(steps))
