@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dllm_jax import selection
 from dllm_jax.cache import LayerView
 from dllm_jax.rows import Rows, compact
 
@@ -22,10 +23,8 @@ def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array,
 
 def lowest(score: Float[Array, "b q"], among: Bool[Array, "b q"], share: float) -> Bool[Array, "b q"]:
     """The int(count * share) lowest scores among `count` marked rows of each sequence; ties: lowest index."""
-    order = jnp.argsort(jnp.where(among, score, jnp.inf), axis=1)
-    rank = jnp.argsort(order, axis=1)
-    sizes = jnp.asarray([int(count * share) for count in range(score.shape[1] + 1)])
-    return among & (rank < sizes[jnp.sum(among, axis=1)][:, None])
+    count = selection.share(jnp.sum(among, axis=1), share, score.shape[1])
+    return selection.best(jnp.where(among, -score, -jnp.inf), count)
 
 
 def run_narrowest(

@@ -1,6 +1,6 @@
-"""Which cached positions are worth keeping: scores of keys, pooled over a set, and shares of it.
+"""Which positions are chosen: the best of a score, scores of keys, pooled over a set, and shares of it.
 
-The `count` best of a score are `dllm_jax.samplers.transfer.best`, as positions `dllm_jax.rows.compact`.
+A chosen set becomes a list of positions by `dllm_jax.rows.compact`.
 """
 
 import jax
@@ -9,6 +9,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
 from dllm_jax.rows import Rows, compact, scatter
+
+
+def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
+    """The `count` largest of each row, ties to the lower index, never one of -inf."""
+    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
+
+
+def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
+    """Place of each entry when its row is sorted from the largest down, ties to the lower index."""
+    return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
 
 
 def mean_query_score(
