@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dllm_jax import selection
 from dllm_jax.cache import LayerView
-from dllm_jax.rows import Rows, compact
+from dllm_jax.rows import Rows, compact, gather
 
 Carry = TypeVar("Carry")
 
@@ -54,12 +54,6 @@ def run_narrowest(
         )
         narrower = jnp.int32(width)
     return carry
-
-
-def gather(x: Shaped[Array, "b q *d"], index: Int[Array, "b w"]) -> Shaped[Array, "b w *d"]:
-    """Rows of x at places that may be padding (which reads the last row)."""
-    index = jnp.minimum(index, x.shape[1] - 1)
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def tail_slot(index: Int[Array, "b q"], slots: int, length: int) -> Int[Array, "b q"]:

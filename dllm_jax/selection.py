@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
-from dllm_jax.rows import Rows, compact, scatter
+from dllm_jax.rows import compact, gather, scatter
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
@@ -47,7 +47,7 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     """
     length = score.shape[1]
     index = compact(among, length)
-    packed = jnp.where(index < length, Rows(index, whole=False).take(score), -jnp.inf)
+    packed = jnp.where(index < length, gather(score, index), -jnp.inf)
     pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")
     return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
 

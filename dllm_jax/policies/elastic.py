@@ -16,7 +16,7 @@ from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.widening import Stored, pass_layer
 from dllm_jax.proposal import Proposal
-from dllm_jax.rows import Rows
+from dllm_jax.rows import Rows, gather
 from dllm_jax.spec import ModelSpec
 
 
@@ -116,8 +116,7 @@ class ElasticCache(Policy):
         x, q, lse, stored = pass_layer(block, x, kv, rows, queried, wide, canvas)
         kv = kv._replace(stack=stored)
         k = kv.read().kv.k
-        slot = jnp.minimum(rows.slot(tested.index, canvas.layout.length), q.shape[1] - 1)
-        now = weights(jnp.take_along_axis(q, slot[..., None, None], axis=1), k, mask)
+        now = weights(gather(q, rows.slot(tested.index, canvas.layout.length)), k, mask)
         similarity = self.test.similarity(before, now, tested.index < canvas.layout.length, canvas.valid)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
         voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)
