@@ -104,16 +104,15 @@ class ElasticCache(Policy):
         canvas: Canvas,
     ) -> tuple[Float[Array, "b q m"], LayerView, Drift]:
         """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
-        queried = self.select(Cache((), shared), canvas) & canvas.active[:, None]
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
         start = jnp.where(canvas.active & (block.layer == 0), begins, shared.start)
         wide = canvas.active & (start <= block.layer)
         tested = Rows(self.test.tokens(shared.attended, block.layer, canvas.layout.length), whole=False)
         mask, old = canvas.attends(tested), kv.read()
         before = weights(block.qk(tested.take(old.x), tested)[0], old.kv.k, mask)
-        index, queried, wide = after(before, (rows.index, queried, wide))
+        index, wide = after(before, (rows.index, wide))
         rows = rows._replace(index=index)
-        x, q, lse, stored = pass_layer(block, x, kv, rows, queried, wide, canvas)
+        x, q, lse, stored = pass_layer(block, x, kv, rows, wide, canvas)
         kv = kv._replace(stack=stored)
         k = kv.read().kv.k
         now = weights(gather(q, rows.slot(tested.index, canvas.layout.length)), k, mask)
