@@ -11,7 +11,8 @@ from dllm_jax.arithmetic import Rope
 from dllm_jax.block import embed, unembed, walk
 from dllm_jax.blocks import advance
 from dllm_jax.cache import Cache, LayerView
-from dllm_jax.canvas import Canvas, repeat, write
+from dllm_jax.canvas import Canvas, begin, repeat, write
+from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.proposal import Proposal
@@ -59,6 +60,21 @@ class State(NamedTuple):
     cache: Cache
     need: Bool[Array, "streams_b l"]
     record: Record
+
+
+def initial(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"],
+    noise: Noise | None,
+    layout: Layout,
+    plan: Plan,
+) -> State:
+    """The state before the first step; arguments as in `engine.denoise`."""
+    canvas = advance(begin(tokens, valid, model.spec, layout), plan.sampler, plan.stop_at_eos)
+    cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
+    record = Record.begin(canvas, plan.sampler.max_steps(layout) if plan.trace else None)
+    return State(canvas, cache, needed(plan, cache, canvas, noise), record)
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
