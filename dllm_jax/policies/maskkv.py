@@ -89,7 +89,7 @@ class MaskKV(DLLMCache):
         q, k = block.qk(x, some)
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
-        prompt_passes = rows.index.shape[1] > min(layout.response + 1, layout.length)
+        prompt_passes = rows.index.shape[1] > self.widths(layout)[0]
         width = layout.prompt if prompt_passes else self.widest_head(canvas)
         prompt_k, prompt_v, seen = shared.read(layer, width)
         due = canvas.due(self.prompt_every) & canvas.active[:, None]
