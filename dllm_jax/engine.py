@@ -22,7 +22,7 @@ from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.record import Record, Stats, Trace
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.step import Plan, State, needed, step
+from dllm_jax.step import Plan, State, inputs, needed, step
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "plan"))
@@ -49,7 +49,9 @@ def denoise(
     """
     spec, batch = model.spec, tokens.shape[0]
     canvas = advance(begin(tokens, valid, spec, layout), plan.sampler, plan.stop_at_eos)
+    streams = repeat(canvas, plan.streams)
     cache = plan.policy.init(spec, layout, plan.streams * batch, model.dtype)
+    cache = plan.policy.survey(cache, streams, model, inputs(plan, streams))
     limit = plan.sampler.max_steps(layout)
     record = Record.begin(canvas, limit if plan.trace else None)
     rope = rope_table(layout.length, spec.head, spec.rope_base)

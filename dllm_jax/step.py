@@ -110,12 +110,12 @@ def _network(
         x, view, shared = plan.policy.layer(block, x, view, shared, rows, canvas)
         return x, view.stack, shared
 
-    x = embed(model.params, rows.take(_inputs(plan, canvas)))
+    x = embed(model.params, rows.take(inputs(plan, canvas)))
     x, layers, shared = walk(model.params, model.spec, rope, layer, (x, cache.layers, cache.shared))
     return x, Cache(layers, shared)
 
 
-def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
+def inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
     """Tokens fed to the network; the unconditional stream sees its prompt masked."""
     if plan.streams == 1:
         return canvas.tokens

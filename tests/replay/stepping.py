@@ -49,6 +49,11 @@ class Logging:
         )
         return cache._replace(shared=(cache.shared, log))
 
+    def survey(self, cache, canvas, model, tokens):
+        own, log = cache.shared
+        cache = super().survey(cache._replace(shared=own), canvas, model, tokens)
+        return cache._replace(shared=(cache.shared, log))
+
     def layer(self, block, x, kv, shared, rows, canvas):
         own, log = shared
         length = canvas.layout.length
@@ -83,7 +88,7 @@ def states(model: dj.Model, prompt, valid, layout: dj.Layout, policy, sampler) -
         real[:, :width] = valid
     tokens = jnp.asarray(np.concatenate([prompt, masks], axis=1), jnp.int32)
     canvas = advance(begin(tokens, jnp.asarray(real), model.spec, layout), sampler, False)
-    cache = policy.init(model.spec, layout, batch, model.dtype)
+    cache = policy.survey(policy.init(model.spec, layout, batch, model.dtype), canvas, model, tokens)
     record = Record.begin(canvas, sampler.max_steps(layout))
     state = State(canvas, cache, needed(plan, cache, canvas, None), record)
     while bool(state.canvas.active.any()):
