@@ -15,6 +15,8 @@ from dllm_jax import eviction, policies
 from tests.models import FAMILIES, tiny
 from tests.test_policies import prompts
 
+pytestmark = pytest.mark.rotate
+
 FIRST = eviction.BoundaryMiddle(first=1, last=0)  # of the tiny models' two layers
 ONLINE = eviction.OnlineLayers(FIRST)
 

@@ -35,8 +35,7 @@ class MaskKV(DLLMCache):
 
     Attributes:
       budget: prompt pairs kept per layer and kv head, on average.
-      layers: how the budget is spread over layers; give `BoundaryMiddle` the profile of your model, or take
-        `OnlineLayers`.
+      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model.
       heads: how a layer's share is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       exact: use the whole budget; False rounds down as printed.
@@ -143,8 +142,7 @@ class MaskKV(DLLMCache):
 
     def widest_head(self, canvas: Canvas) -> int:
         """The most pairs a head may keep, to which a layer's heads are padded for attention."""
-        table = self.table(canvas.spec, canvas.layout)
-        widest = self.layers.widest(table, self.budget, canvas.layout.prompt)
+        widest = self.layers.widest(self.table(canvas.spec, canvas.layout), self.budget, canvas.layout.prompt)
         return self.heads.most(widest, canvas.spec.kv_heads, canvas.layout.prompt)
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
