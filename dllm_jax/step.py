@@ -72,7 +72,9 @@ def initial(
 ) -> State:
     """The state before the first step; arguments as in `engine.denoise`."""
     canvas = advance(begin(tokens, valid, model.spec, layout), plan.sampler, plan.stop_at_eos)
+    streams = repeat(canvas, plan.streams)
     cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
+    cache = plan.policy.survey(cache, streams, model, _inputs(plan, streams))
     record = Record.begin(canvas, plan.sampler.max_steps(layout) if plan.trace else None)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
 

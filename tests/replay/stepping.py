@@ -47,6 +47,11 @@ class Logging:
         )
         return cache._replace(shared=(cache.shared, log))
 
+    def survey(self, cache, canvas, model, tokens):
+        own, log = cache.shared
+        cache = super().survey(cache._replace(shared=own), canvas, model, tokens)
+        return cache._replace(shared=(cache.shared, log))
+
     def layer(self, block, x, kv, shared, rows, canvas):
         own, log = shared
         length = canvas.layout.length
