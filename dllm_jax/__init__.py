@@ -34,4 +34,4 @@ from dllm_jax.likelihood import log_likelihood as log_likelihood
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded as embedded
-from dllm_jax import presets as presets
+from dllm_jax.published import presets as presets

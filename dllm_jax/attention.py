@@ -32,15 +32,10 @@ def attention(
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
       nothing gives 0 and -inf.
     """
-    scores = _scores(q, k, mask)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    probabilities = weights / jnp.where(total > 0, total, 1.0)
+    probabilities, lse = _softmax(_scores(q, k, mask))
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
     out = einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
-    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
     b, kv, group, rows = lse.shape[:4]
     return out, lse.reshape(b, kv * group, rows)
 
@@ -75,12 +70,8 @@ def weights(
     q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], mask: Mask | None = None
 ) -> Float[Array, "b h q s"]:
     """Attention weights of a few query rows, float32; 0 for a query that may attend to nothing."""
-    scores = _scores(q, k, mask)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    grown = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    total = jnp.sum(grown, axis=-1, keepdims=True)
     b, rows, heads = q.shape[:3]
-    return (grown / jnp.where(total > 0, total, 1.0)).reshape(b, heads, rows, k.shape[1])
+    return _softmax(_scores(q, k, mask))[0].reshape(b, heads, rows, k.shape[1])
 
 
 def key_mask(valid: Bool[Array, "b s"]) -> Mask:
@@ -99,6 +90,17 @@ def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
     grouped = q.reshape(b, rows, kv_heads, heads // kv_heads, head)
     scores = einsum("bqkgd,bskd->bkgqs", grouped, k, out=jnp.float32) * head**-0.5
     return scores if mask is None else jnp.where(mask[:, :, None], scores, -jnp.inf)
+
+
+def _softmax(
+    scores: Float[Array, "b k g q s"],
+) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"]]:
+    """Probabilities and log-sum-exp of the scores; 0 and -inf where all of them are -inf."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    safe = jnp.where(total > 0, total, 1.0)
+    return weights / safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
 
 
 def _probabilities(q, k, lse, mask) -> Float[Array, "b k g q s"]:

@@ -155,6 +155,16 @@ class Canvas:
         return mask & rows.take(self.valid)[:, None, :, None]
 
 
+def masked_response(
+    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
+) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
+    """Prompts and `length` masks after each; which positions are not padding, by the prompts' mask if any."""
+    right = ((0, 0), (0, length))
+    real = jnp.ones(prompt.shape, bool) if mask is None else mask
+    tokens = jnp.pad(prompt, right, constant_values=spec.mask_id)
+    return tokens, jnp.pad(real, right, constant_values=True)
+
+
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
     """The canvas before its first step."""
     batch = tokens.shape[0]

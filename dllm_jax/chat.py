@@ -1,5 +1,6 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -57,9 +58,17 @@ def encode_chats(
     return left_pad(rows, pad_id)
 
 
-def left_pad(rows: list[list[int]], pad_id: int) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
-    """Rows of ids as one array padded on the left, and the mask that is True on real tokens."""
-    width = max(len(row) for row in rows)
+def left_pad(
+    rows: Sequence[Sequence[int]], pad_id: int, width: int | None = None
+) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+    """Rows of ids as one array padded on the left, and the mask that is True on real tokens.
+
+    Args:
+      rows: the ids.
+      pad_id: what to pad with.
+      width: at least the longest row's length, which is the default.
+    """
+    width = max(map(len, rows)) if width is None else width
     ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
     mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
     return jnp.asarray(ids, jnp.int32), jnp.asarray(mask)

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.arithmetic import rope_table
-from dllm_jax.blocks import advance
-from dllm_jax.canvas import begin, repeat
+from dllm_jax.canvas import repeat
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
-from dllm_jax.record import Record, Stats, Trace
+from dllm_jax.record import Stats, Trace
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.step import Plan, State, needed, step
+from dllm_jax.step import Plan, State, initial, step
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "plan"))
@@ -47,13 +46,8 @@ def denoise(
     Returns:
       the tokens, statistics per row, and the trace if asked for.
     """
-    spec, batch = model.spec, tokens.shape[0]
-    canvas = advance(begin(tokens, valid, spec, layout), plan.sampler, plan.stop_at_eos)
-    cache = plan.policy.init(spec, layout, plan.streams * batch, model.dtype)
     limit = plan.sampler.max_steps(layout)
-    record = Record.begin(canvas, limit if plan.trace else None)
-    rope = rope_table(layout.length, spec.head, spec.rope_base)
-    state = State(canvas, cache, needed(plan, cache, canvas, noise), record)
+    rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
 
     def running(state: State) -> Bool[Array, ""]:
         return jnp.any(state.canvas.active) & (state.record.steps < limit)
@@ -71,7 +65,7 @@ def denoise(
             )
         return state
 
-    state = jax.lax.while_loop(running, runs_of_each, state)
+    state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
     return state.canvas.tokens, state.record.stats(state.canvas), state.record.trace
 
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dllm_jax import selection
 from dllm_jax.cache import LayerView
-from dllm_jax.rows import Rows, compact
+from dllm_jax.rows import Rows, compact, gather
 
 Carry = TypeVar("Carry")
 
@@ -22,10 +23,8 @@ def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array,
 
 def lowest(score: Float[Array, "b q"], among: Bool[Array, "b q"], share: float) -> Bool[Array, "b q"]:
     """The int(count * share) lowest scores among `count` marked rows of each sequence; ties: lowest index."""
-    order = jnp.argsort(jnp.where(among, score, jnp.inf), axis=1)
-    rank = jnp.argsort(order, axis=1)
-    sizes = jnp.asarray([int(count * share) for count in range(score.shape[1] + 1)])
-    return among & (rank < sizes[jnp.sum(among, axis=1)][:, None])
+    count = selection.share(jnp.sum(among, axis=1), share, score.shape[1])
+    return selection.best(jnp.where(among, -score, -jnp.inf), count)
 
 
 def run_narrowest(
@@ -55,12 +54,6 @@ def run_narrowest(
         )
         narrower = jnp.int32(width)
     return carry
-
-
-def gather(x: Shaped[Array, "b q *d"], index: Int[Array, "b w"]) -> Shaped[Array, "b w *d"]:
-    """Rows of x at places that may be padding (which reads the last row)."""
-    index = jnp.minimum(index, x.shape[1] - 1)
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def tail_slot(index: Int[Array, "b q"], slots: int, length: int) -> Int[Array, "b q"]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax import buckets as ladders
 from dllm_jax import checks
+from dllm_jax.canvas import masked_response
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
@@ -60,13 +61,9 @@ def prepare(
         if isinstance(noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
-    batch, p = prompt.shape
+    p = prompt.shape[1]
     layout = Layout(p, length, block or length, steps or length, padded=mask is not None)
-    response = jnp.full((batch, length), model.spec.mask_id, jnp.int32)
-    tokens = jnp.concatenate([prompt, response], axis=1)
-    valid = jnp.ones(tokens.shape, bool)
-    if mask is not None:
-        valid = valid.at[:, :p].set(mask)
+    tokens, valid = masked_response(prompt, mask, length, model.spec)
     request = assemble(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos, trace, widths)
     return request._replace(extra=p - given)
 

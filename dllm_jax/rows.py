@@ -20,10 +20,7 @@ class Rows(NamedTuple):
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
         """x at the rows; padding reads position l-1, whose value is never used."""
-        if self.whole:
-            return x
-        clipped = jnp.minimum(self.index, x.shape[1] - 1)
-        return jnp.take_along_axis(x, clipped.reshape(*clipped.shape, *[1] * (x.ndim - 2)), axis=1)
+        return x if self.whole else gather(x, self.index)
 
     def mask(self, length: int) -> Bool[Array, "b l"]:
         """The rows as a set of positions."""
@@ -55,6 +52,12 @@ def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
     index = jnp.full((b, width + 1), length, jnp.int32)
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), mask.shape)
     return index.at[jnp.arange(b)[:, None], target].set(position)[:, :width]
+
+
+def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array, "b q *d"]:
+    """Reads rows at their positions; padding (index l) reads the last one, whose value must not be used."""
+    index = jnp.minimum(index, x.shape[1] - 1)
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def scatter(

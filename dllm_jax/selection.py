@@ -1,6 +1,6 @@
-"""Which cached positions are worth keeping: scores of keys, pooled over a set, and shares of it.
+"""Which positions are chosen: the best of a score, scores of keys, pooled over a set, and shares of it.
 
-The `count` best of a score are `dllm_jax.samplers.transfer.best`, as positions `dllm_jax.rows.compact`.
+A chosen set becomes a list of positions by `dllm_jax.rows.compact`.
 """
 
 import jax
@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
-from dllm_jax.rows import Rows, compact, scatter
+from dllm_jax.rows import compact, gather, scatter
+
+
+def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
+    """The `count` largest of each row, ties to the lower index, never one of -inf."""
+    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
+
+
+def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
+    """Place of each entry when its row is sorted from the largest down, ties to the lower index."""
+    return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
 
 
 def mean_query_score(
@@ -37,7 +47,7 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     """
     length = score.shape[1]
     index = compact(among, length)
-    packed = jnp.where(index < length, Rows(index, whole=False).take(score), -jnp.inf)
+    packed = jnp.where(index < length, gather(score, index), -jnp.inf)
     pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")
     return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
 

@@ -11,12 +11,13 @@ from dllm_jax.arithmetic import Rope
 from dllm_jax.block import embed, unembed, walk
 from dllm_jax.blocks import advance
 from dllm_jax.cache import Cache, LayerView
-from dllm_jax.canvas import Canvas, repeat, write
+from dllm_jax.canvas import Canvas, begin, repeat, write
+from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.proposal import Proposal
 from dllm_jax.record import Record
-from dllm_jax.rows import Rows, compact, scatter, whole_rows
+from dllm_jax.rows import Rows, compact, gather, scatter, whole_rows
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.noise import Noise
 
@@ -61,6 +62,23 @@ class State(NamedTuple):
     record: Record
 
 
+def initial(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"],
+    noise: Noise | None,
+    layout: Layout,
+    plan: Plan,
+) -> State:
+    """The state before the first step; arguments as in `engine.denoise`."""
+    canvas = advance(begin(tokens, valid, model.spec, layout), plan.sampler, plan.stop_at_eos)
+    streams = repeat(canvas, plan.streams)
+    cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
+    cache = plan.policy.survey(cache, streams, model, _inputs(plan, streams))
+    record = Record.begin(canvas, plan.sampler.max_steps(layout) if plan.trace else None)
+    return State(canvas, cache, needed(plan, cache, canvas, noise), record)
+
+
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, in rows that take part.
 
@@ -82,7 +100,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     )
     hidden, cache = _network(model, rope, plan, streams, rows, policy.prepare(state.cache, streams, rows))
     index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
-    eligible = Rows(index, whole=False).take(policy.eligible(canvas))
+    eligible = gather(policy.eligible(canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
@@ -143,8 +161,7 @@ def _propose(
     index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
     slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
-    slot = jnp.tile(jnp.minimum(slot, rows.index.shape[1] - 1), (plan.streams, 1))
-    logits = unembed(model.params, spec, jnp.take_along_axis(hidden, slot[..., None], axis=1))
+    logits = unembed(model.params, spec, gather(hidden, jnp.tile(slot, (plan.streams, 1))))
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
         logits = unconditional + (sampler.cfg_scale + 1) * (conditional - unconditional)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_jax import samplers
+from dllm_jax import samplers, selection
 from dllm_jax.samplers import transfer
 from dllm_jax.samplers.certainty_prior import certainty_density
 from tests import numpy_sampler as plain
@@ -22,7 +22,7 @@ C = 8
 few = settings(max_examples=40, deadline=None)
 score_rows = st.lists(st.one_of(st.none(), st.integers(0, 64)), min_size=C, max_size=C)
 
-best = jax.jit(transfer.best)
+best = jax.jit(selection.best)
 transferred = jax.jit(lambda s, score, c: s.transfer(score, INDEX, c, None), static_argnums=0)
 INDEX = jnp.arange(C, dtype=jnp.int32)[None]
 

@@ -14,6 +14,7 @@ import dllm_jax as dj
 import pallas_kernels
 assert pathlib.Path(dj.__file__).is_relative_to(sys.argv[1]), dj.__file__
 assert dj.presets.model_spec("llada-8b").layers == 32
+assert dj.presets["sparse-dllm/llada-8b-instruct/gsm8k"].policy == dj.policies.SparseDLLM()
 model = dj.load(dj.embedded.path("tiny-llada"))
 out = dj.generate(model, [[1, 5, 20]], length=4, block=2, policy=dj.policies.DualCache())
 assert out.tokens.shape == (1, 7)
@@ -33,8 +34,9 @@ def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (
         "dllm_jax/engine.py",
-        "dllm_jax/presets/models/llada-8b.json",
-        "dllm_jax/presets/generation/llada-8b-instruct.toml",
+        "dllm_jax/configs/models/llada-8b.json",
+        "dllm_jax/configs/generation/llada-8b-instruct.toml",
+        "dllm_jax/configs/policies/sparse-dllm.toml",
         "dllm_jax/embedded/tiny-llada/model.safetensors",
         "dllm_jax/embedded/tiny-llada/tokenizer.json",
         "pallas_kernels/__init__.py",

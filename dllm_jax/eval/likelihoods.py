@@ -2,9 +2,8 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,8 @@ import numpy as np
 import rich.progress
 from jaxtyping import Bool
 
+from dllm_jax.chat import left_pad
+from dllm_jax.eval.batches import batches, filled, rounded_up
 from dllm_jax.eval.runner import Runner
 from dllm_jax.generate import generate
 from dllm_jax.likelihood import log_likelihood, stratified_masks
@@ -50,7 +51,7 @@ class Likelihood:
         found: dict[int, tuple[float, bool]] = {}
         with rich.progress.Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("log-likelihoods", total=len(pairs))
-            for chunk in self._chunks(pairs):
+            for chunk in batches(range(len(pairs)), self.runner.batch, lambda i: self._shape(pairs[i])):
                 values = self._score([pairs[i] for i in chunk], greedy_check)
                 found |= dict(zip(chunk, values, strict=True))
                 bar.advance(task, len(chunk))
@@ -65,22 +66,13 @@ class Likelihood:
                 f"context and answer take {len(context) + len(answer)} positions; max_length={limit}"
             )
 
-    def _width(self, pair: Pair) -> int:
-        return -(-len(pair[0]) // self.runner.bucket) * self.runner.bucket
-
-    def _chunks(self, pairs: Sequence[Pair]) -> Iterator[list[int]]:
-        shape = lambda i: (len(pairs[i][1]), self._width(pairs[i]))
-        for _, group in itertools.groupby(sorted(range(len(pairs)), key=shape), key=shape):
-            rows, size = list(group), self.runner.batch
-            yield from (rows[i : i + size] for i in range(0, len(rows), size))
+    def _shape(self, pair: Pair) -> tuple[int, int]:
+        return len(pair[1]), rounded_up(len(pair[0]), self.runner.bucket)
 
     def _score(self, pairs: list[Pair], greedy_check: bool) -> list[tuple[float, bool]]:
-        model, width = self.runner.model, self._width(pairs[0])
-        full = pairs + [pairs[0]] * (self.runner.batch - len(pairs))
-        prompt = np.full((len(full), width), model.spec.eos_id, np.int32)
-        mask = np.zeros(prompt.shape, bool)
-        for i, (context, _) in enumerate(full):
-            prompt[i, width - len(context) :], mask[i, width - len(context) :] = context, True
+        model, (length, width) = self.runner.model, self._shape(pairs[0])
+        full = filled(pairs, self.runner.batch)
+        prompt, mask = left_pad([context for context, _ in full], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in full], np.int32)
         masks = np.stack([self.masks(pair) for pair in full], axis=1)
         nats = log_likelihood(
@@ -88,7 +80,7 @@ class Likelihood:
         )
         greedy = np.zeros(len(full), bool)
         if greedy_check:
-            out = generate(model, prompt, prompt_mask=mask, length=answer.shape[1])
+            out = generate(model, prompt, prompt_mask=mask, length=length)
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
         return [(float(n), bool(g)) for n, g in zip(np.asarray(nats), greedy, strict=True)][: len(pairs)]
 

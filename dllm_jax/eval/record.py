@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.journal import Entry
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.parameters import count
@@ -29,8 +30,7 @@ def fingerprint(folder: Path) -> str:
         name = path.relative_to(folder).as_posix()
         if name.startswith(".") or path.suffix == ".md" or name == "training_log.json":
             continue
-        with path.open("rb") as file:
-            digest.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest.update(f"{name}\0{sha256(path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -6,18 +6,17 @@ and batches to full size, so that few programs are compiled, and every row has i
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import rich.progress
 
-from dllm_jax.chat import decode_answers
+from dllm_jax.chat import decode_answers, left_pad
+from dllm_jax.eval.batches import batches, filled, rounded_up
 from dllm_jax.eval.journal import Entry, Ledger
 from dllm_jax.eval.settings import Decoding
 from dllm_jax.generate import generate
@@ -93,7 +92,7 @@ class Runner:
         warm: set[tuple[int, int]] = set()
         with rich.progress.Progress(disable=not self.progress, transient=True) as bar:
             task = bar.add_task("decoding", total=len(open_))
-            for chunk in self._chunks(list(open_.items())):
+            for chunk in batches(list(open_.items()), self.batch, lambda pair: self._shape(pair[1])):
                 entries = self._answer(chunk, warm)
                 done |= {entry["key"]: entry for entry in entries}
                 if journal:
@@ -107,14 +106,8 @@ class Runner:
         except ValueError:  # recorded as a failure when it is answered
             return self.decoding.described() | {"length": request.length}
 
-    def _width(self, request: Request) -> int:
-        return -(-len(request.prompt) // self.bucket) * self.bucket
-
-    def _chunks(self, requests: list[tuple[str, Request]]) -> Iterator[list[tuple[str, Request]]]:
-        shape = lambda pair: (pair[1].length, self._width(pair[1]))
-        for _, group in itertools.groupby(sorted(requests, key=shape), key=shape):
-            rows = list(group)
-            yield from (rows[i : i + self.batch] for i in range(0, len(rows), self.batch))
+    def _shape(self, request: Request) -> tuple[int, int]:
+        return request.length, rounded_up(len(request.prompt), self.bucket)
 
     def _answer(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
         """The chunk's entries; if it fails as a whole, row by row, so that only the culprit fails."""
@@ -127,18 +120,14 @@ class Runner:
             return [_entry(chunk[0][0], error=reason.splitlines()[0])]
 
     def _decode(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
-        width, length = self._width(chunk[0][1]), chunk[0][1].length
+        length, width = self._shape(chunk[0][1])
         rows = [r.prompt for _, r in chunk]
         if not all(rows):
             raise ValueError("the prompt is empty")
         longest = max(map(len, rows)) + length
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(f"prompt and response take {longest} positions; max_length={self.max_length}")
-        rows += [rows[0]] * (self.batch - len(rows))
-        prompt = np.full((self.batch, width), self.model.spec.eos_id, np.int32)
-        mask = np.zeros(prompt.shape, bool)
-        for i, row in enumerate(rows):
-            prompt[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+        prompt, mask = left_pad(filled(rows, self.batch), self.model.spec.eos_id, width)
         start = time.perf_counter()
         out = generate(
             self.model,

@@ -1,11 +1,11 @@
-"""How requests are decoded, as a value; policies and samplers read from text such as `DKVDecode(8)`."""
+"""How requests are decoded, as a value."""
 
-import ast
 import dataclasses
-from types import ModuleType
 from typing import Any
 
-from dllm_jax import policies, samplers
+from dllm_jax.expressions import construct as construct
+from dllm_jax.expressions import policy as policy
+from dllm_jax.expressions import sampler as sampler
 from dllm_jax.layout import Layout
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Confidence, Sampler
@@ -61,55 +61,3 @@ class Decoding:
             name: repr(value) if dataclasses.is_dataclass(value) else value
             for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         }
-
-
-def policy(text: str) -> Policy:
-    """A policy by its constructor call, or its name alone for the paper's defaults."""
-    return construct(text, policies, Policy)
-
-
-def sampler(text: str) -> Sampler:
-    """A sampler by its constructor call, or its name alone for its defaults."""
-    return construct(text, samplers, Sampler)
-
-
-def construct(text: str, module: ModuleType, kind: type) -> Any:
-    """The instance that a constructor call describes: names of the module, literals, nothing else.
-
-    `;` may stand for `,` between arguments, for command lines that split at commas.
-
-    Raises:
-      ValueError: no such name, not a call with literal arguments, or what the constructor refuses.
-    """
-    try:
-        node = ast.parse(text.replace(";", ",").strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is not a constructor call such as Name(field=1)") from error
-    made = _value(node, module, text)
-    if not isinstance(made, kind):
-        raise ValueError(f"{text!r} is not one of {', '.join(_names(module, kind))}")
-    return made
-
-
-def _value(node: ast.expr, module: ModuleType, text: str) -> Any:
-    if isinstance(node, ast.Name | ast.Call):
-        called = node.func if isinstance(node, ast.Call) else node
-        maker = getattr(module, called.id, None) if isinstance(called, ast.Name) else None
-        if not isinstance(maker, type):
-            raise ValueError(f"{text!r}: {ast.unparse(called)} is not one of {', '.join(_names(module))}")
-        args = [_value(arg, module, text) for arg in getattr(node, "args", ())]
-        named = {str(k.arg): _value(k.value, module, text) for k in getattr(node, "keywords", ())}
-        try:
-            return maker(*args, **named)
-        except TypeError as error:
-            raise ValueError(f"{text!r}: {error}") from error
-    try:
-        return ast.literal_eval(node)
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {ast.unparse(node)} is no literal") from error
-
-
-def _names(module: ModuleType, kind: type = object) -> list[str]:
-    return sorted(
-        n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, kind) and n[0].isupper()
-    )

@@ -4,10 +4,12 @@ from dllm_jax.eviction.heads import AdaKV as AdaKV
 from dllm_jax.eviction.heads import EvenHeads as EvenHeads
 from dllm_jax.eviction.heads import PromptPreference as PromptPreference
 from dllm_jax.eviction.heads import top as top
+from dllm_jax.eviction.layer_baselines import PyramidKV as PyramidKV
+from dllm_jax.eviction.layer_baselines import SqueezeAttention as SqueezeAttention
 from dllm_jax.eviction.layers import BoundaryMiddle as BoundaryMiddle
-from dllm_jax.eviction.layers import PyramidKV as PyramidKV
-from dllm_jax.eviction.layers import SqueezeAttention as SqueezeAttention
 from dllm_jax.eviction.layers import UniformLayers as UniformLayers
+from dllm_jax.eviction.layers import table as table
+from dllm_jax.eviction.online import OnlineLayers as OnlineLayers
 from dllm_jax.eviction.profile import calibrate as calibrate
 from dllm_jax.eviction.profile import importance as importance
 from dllm_jax.eviction.profile import load_profile as load_profile

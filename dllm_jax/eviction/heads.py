@@ -5,13 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax import selection
 from dllm_jax.eviction.rounding import conserve
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
     """The `count` positions with most votes, lowest position first on ties."""
-    order = jnp.argsort(-votes, axis=-1, stable=True)
-    return jnp.argsort(order, axis=-1) < count[..., None]
+    return selection.ranks(votes) < count[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AdaKV(EvenHeads):
     ) -> Bool[Array, "b k p"]:
         """See `EvenHeads.keep`."""
         b, heads, width = votes.shape
-        sure = jnp.asarray([int(n * self.floor) for n in range(width + 1)])[budget]
+        sure = selection.share(budget, self.floor, width)
         safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
         flat = jnp.where(safe, jnp.inf, votes).reshape(b, heads * width)
         return top(flat, heads * budget).reshape(votes.shape)

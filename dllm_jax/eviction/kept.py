@@ -16,6 +16,7 @@ class Kept(NamedTuple):
       position: where in the prompt each pair stands.
       start: first slot of each layer and head.
       length: slots of each layer and head.
+      budget: slots of each layer, per kv head.
     """
 
     k: Float[Array, "b s d"]
@@ -23,6 +24,7 @@ class Kept(NamedTuple):
     position: Int[Array, "b s"]
     start: Int[Array, "n b k"]
     length: Int[Array, "n b k"]
+    budget: Int[Array, "n b"]
 
     def slots(self, layer: Int[Array, ""], width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
         """The slots of one layer's heads, each padded to `width` (slot s), and which are real."""
@@ -86,7 +88,7 @@ def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: i
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
     pairs = jnp.zeros((batch, room, head), dtype)
     segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)
-    return Kept(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments)
+    return Kept(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments, segments[..., 0])
 
 
 def _row(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:

@@ -1,16 +1,23 @@
 """How many prompt pairs each layer keeps per kv head: numbers known before the run."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
-from dllm_jax.eviction.rounding import conserve
+from dllm_jax.eviction.rounding import Vector, conserve
+from dllm_jax.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class UniformLayers:
     """The same for every layer."""
+
+    online: ClassVar[bool] = False
+    """Budgets depend on the request, and cost a forward pass."""
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """Pairs per kv head of each layer, at most `prompt`.
@@ -22,6 +29,29 @@ class UniformLayers:
           exact: the total is exactly n * min(budget, prompt); otherwise shares are rounded down as printed.
         """
         return np.full(layers, min(budget, prompt), np.int32)
+
+    def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
+        """The most pairs per kv head in any layer, given `budgets` for the prompt lengths that may occur."""
+        return int(budgets.max())
+
+    def of_request(
+        self,
+        budgets: Int[Array, "n b"],
+        importance: Callable[[], Float[Array, "n b"]],
+        budget: int,
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Int[Array, "n b"]:
+        """The budgets of rows that are there.
+
+        Args:
+          budgets: what `budgets` says for their prompt lengths.
+          importance: measures that of each layer for each row (`eviction.importance`).
+          budget: average over the layers.
+          prompt: prompt length of each row.
+          exact: as in `budgets`.
+        """
+        return budgets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,106 +82,33 @@ class BoundaryMiddle(UniformLayers):
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `UniformLayers.budgets`."""
         check_profile("importance", self.importance, layers)
-        if self.first + self.last > layers:
-            raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")
-        importance = np.asarray(self.importance or np.ones(layers), np.float64)
-        boundary = (np.arange(layers) < self.first) | (np.arange(layers) >= layers - self.last)
-        base = int(self.beta * budget)
-        spare = (budget - base) * layers
-        extra = np.zeros(layers)
-        for group in (boundary, ~boundary):
-            if group.any():
-                extra[group] = spare * importance[group].sum() / importance.sum() / group.sum()
+        base, extra = self.shares(np.asarray(self.importance or np.ones(layers), np.float64), budget)
         if exact:
             return conserve(base + extra, layers * budget, prompt)
         return np.minimum(base + np.floor(extra), prompt).astype(np.int32)
 
-
-@dataclasses.dataclass(frozen=True)
-class PyramidKV(UniformLayers):
-    """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
-
-    Attributes:
-      beta: steepness; the last layer gets budget / beta.
-      window: pairs of the observation window, which the budget counts.
-      outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
-        of falling back to a uniform budget when the last layer could not hold it (kvpress).
-    """
-
-    beta: int = 20
-    window: int = 32
-    outside: bool = False
-
-    def __post_init__(self):
-        for name in ("beta", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`; the rounding is the method's own, half to even."""
-        if budget >= prompt:
-            return np.full(layers, prompt, np.int32)
-        depth = np.arange(layers)
-        if self.outside:
-            if prompt < 2 * (budget - self.window):
-                return np.full(layers, budget, np.int32)
-            most, least = self._ends(max(budget - self.window, 0), prompt - self.window, whole=True)
-            kept = most - depth * ((most - least) // layers) + self.window
-            return np.clip(kept, 0, prompt).astype(np.int32)
-        most, least = self._ends(budget, prompt - self.window, whole=False)
-        if not prompt >= most >= least >= self.window:
-            return np.full(layers, budget, np.int32)
-        return np.round(most - depth * (most - least) / max(layers - 1, 1)).astype(np.int32)
-
-    def _ends(self, average: int, limit: int, whole: bool) -> tuple[float | int, float | int]:
-        least = average // self.beta if whole else average / self.beta
-        most = 2 * average - least
-        return (limit, 2 * average - limit) if most >= limit else (most, least)
-
-
-@dataclasses.dataclass(frozen=True)
-class SqueezeAttention(UniformLayers):
-    """SqueezeAttention (arXiv:2404.04793): layers that change their input least give up part of their budget.
-
-    Attributes:
-      cosine: similarity of the residual stream before and after each layer's attention, averaged over
-        prompt tokens (1 - `eviction.importance`).
-      share: part of the uniform budget left to the group of the most similar layers.
-    """
-
-    cosine: tuple[float, ...]
-    share: float = 0.4
-
-    def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} must lie in [0, 1]")
-
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`."""
-        check_profile("cosine", self.cosine, layers)
-        idle = self.groups() == 2
-        given = idle.sum() * self.share * budget
-        target = np.where(idle, self.share * budget, (layers * budget - given) / max((~idle).sum(), 1))
-        if exact:
-            return conserve(target, layers * budget, prompt)
-        return np.minimum(np.floor(target), prompt).astype(np.int32)
-
-    def groups(self) -> Int[np.ndarray, "n"]:
-        """The exact 3-means of the cosines (best contiguous split in order), 2 = most similar."""
-        order = np.argsort(self.cosine, kind="stable")
-        ordered = np.asarray(self.cosine, np.float64)[order]
-        n = len(ordered)
-        if n < 3:
-            return np.zeros(n, np.int32)
-        spread = lambda a: float(np.sum((a - a.mean()) ** 2))
-        cost = lambda i, j: spread(ordered[:i]) + spread(ordered[i:j]) + spread(ordered[j:])
-        i, j = min(((i, j) for i in range(1, n - 1) for j in range(i + 1, n)), key=lambda cut: cost(*cut))
-        label = np.empty(n, np.int32)
-        label[order] = (np.arange(n) >= i).astype(np.int32) + (np.arange(n) >= j)
-        return label
+    def shares(self, importance: Vector, budget: int) -> tuple[int, Vector]:
+        """What every layer gets, and what each [... n] gets besides by its importance: real, uncapped."""
+        layers = importance.shape[-1]
+        if self.first + self.last > layers:
+            raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")
+        boundary = (np.arange(layers) < self.first) | (np.arange(layers) >= layers - self.last)
+        base, total = int(self.beta * budget), importance.sum(-1, keepdims=True)
+        part = lambda group: (budget - base) * layers * importance[..., group].sum(-1, keepdims=True) / total
+        each = lambda group: part(group) / max(group.sum(), 1) * group
+        return base, each(boundary) + each(~boundary)
 
 
 def check_profile(name: str, profile: tuple[float, ...] | None, layers: int):
     """Raises if a profile was measured on a model of another depth."""
     if profile is not None and len(profile) != layers:
         raise ValueError(f"{name} has {len(profile)} entries, the model has {layers} layers")
+
+
+@functools.cache
+def table(
+    layers: UniformLayers, depth: int, budget: int, layout: Layout, exact: bool
+) -> Int[np.ndarray, "lengths n"]:
+    """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt."""
+    lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)
+    return np.stack([layers.budgets(depth, budget, length, exact) for length in lengths])

@@ -12,6 +12,7 @@ from dllm_jax import checks
 from dllm_jax.arithmetic import rope_table
 from dllm_jax.attention import attention, key_mask
 from dllm_jax.block import embed, walk
+from dllm_jax.canvas import masked_response
 from dllm_jax.model import Model
 from dllm_jax.partial import cosine
 from dllm_jax.rows import whole_rows
@@ -58,11 +59,7 @@ def calibrate(model: Model, prompts: checks.Ids, length: int, prompt_mask=None) 
     """
     prompts = checks.token_ids(prompts, model.spec, "prompts")
     mask = checks.left_padding(prompt_mask, prompts.shape)
-    response = jnp.full((prompts.shape[0], length), model.spec.mask_id, jnp.int32)
-    tokens = jnp.concatenate([prompts, response], axis=1)
-    valid = jnp.ones(tokens.shape, bool)
-    if mask is not None:
-        valid = valid.at[:, : prompts.shape[1]].set(mask)
+    tokens, valid = masked_response(prompts, mask, length, model.spec)
     profile = np.asarray(importance(model, tokens, valid, valid), np.float64).mean(axis=1)
     return tuple(float(share) for share in profile)
 

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.model import Model
 from dllm_jax.proposal import Proposal
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
@@ -30,6 +31,17 @@ class Policy:
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
         return Cache(layers=dense(spec, layout, batch, dtype) if self.reuses else (), shared=())
+
+    def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
+        """Called once, before the first step: may ask the model about the request.
+
+        Args:
+          cache: from `init`.
+          canvas: the request, for the rows of all streams.
+          model: the model.
+          tokens: what it will be fed in the first step.
+        """
+        return cache
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that go through the network in the coming step; called before every step."""

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.certainty_prior import certainty_density
-from dllm_jax.samplers.transfer import best
+from dllm_jax.selection import best
 
 
 def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: float) -> Float[Array, "b l"]:

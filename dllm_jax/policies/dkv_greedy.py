@@ -12,7 +12,7 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dkv import check_interval, interval
-from dllm_jax.samplers.transfer import best
+from dllm_jax.selection import best
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.partial import cosine, gather, lowest, put_tail, run_narrowest, take_tail
+from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
 from dllm_jax.policies.base import Policy
-from dllm_jax.rows import Rows, scatter
+from dllm_jax.rows import Rows, gather, scatter
 from dllm_jax.spec import ModelSpec
 
 

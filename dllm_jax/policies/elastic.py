@@ -16,7 +16,7 @@ from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.widening import Stored, pass_layer
 from dllm_jax.proposal import Proposal
-from dllm_jax.rows import Rows
+from dllm_jax.rows import Rows, gather
 from dllm_jax.spec import ModelSpec
 
 
@@ -104,20 +104,18 @@ class ElasticCache(Policy):
         canvas: Canvas,
     ) -> tuple[Float[Array, "b q m"], LayerView, Drift]:
         """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
-        queried = self.select(Cache((), shared), canvas) & canvas.active[:, None]
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
         start = jnp.where(canvas.active & (block.layer == 0), begins, shared.start)
         wide = canvas.active & (start <= block.layer)
         tested = Rows(self.test.tokens(shared.attended, block.layer, canvas.layout.length), whole=False)
         mask, old = canvas.attends(tested), kv.read()
         before = weights(block.qk(tested.take(old.x), tested)[0], old.kv.k, mask)
-        index, queried, wide = after(before, (rows.index, queried, wide))
+        index, wide = after(before, (rows.index, wide))
         rows = rows._replace(index=index)
-        x, q, lse, stored = pass_layer(block, x, kv, rows, queried, wide, canvas)
+        x, q, lse, stored = pass_layer(block, x, kv, rows, wide, canvas)
         kv = kv._replace(stack=stored)
         k = kv.read().kv.k
-        slot = jnp.minimum(rows.slot(tested.index, canvas.layout.length), q.shape[1] - 1)
-        now = weights(jnp.take_along_axis(q, slot[..., None, None], axis=1), k, mask)
+        now = weights(gather(q, rows.slot(tested.index, canvas.layout.length)), k, mask)
         similarity = self.test.similarity(before, now, tested.index < canvas.layout.length, canvas.valid)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
         voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)

@@ -1,7 +1,6 @@
 """MaskKV: eviction of prompt pairs by the votes of masked positions (arXiv:2510.09309)."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from dllm_jax.cache import Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.eviction.kept import Kept, empty
 from dllm_jax.layout import Layout
+from dllm_jax.model import Model
 from dllm_jax.policies.dllm_cache import DLLMCache, Store, branches, write_keys
 from dllm_jax.rows import Rows, scatter
 from dllm_jax.spec import ModelSpec
@@ -30,12 +30,12 @@ class MaskKV(DLLMCache):
 
     Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, but for
     the row before the response in the first layer (shifted heads).
-    Departures: layer budgets are offline only (the online variant needs the full cache first); shares are
-    rounded so that the budget is used up (`exact`), where the paper's floors lose some of it.
+    Departures: shares are rounded so that the budget is used up (`exact`), where the paper's floors lose some
+    of it; online layer budgets are measured in a pass of their own, see `eviction.OnlineLayers`.
 
     Attributes:
       budget: prompt pairs kept per layer and kv head, on average.
-      layers: how the budget is spread over layers; give `BoundaryMiddle` the profile of your model.
+      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model.
       heads: how a layer's share is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       exact: use the whole budget; False rounds down as printed.
@@ -66,8 +66,16 @@ class MaskKV(DLLMCache):
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
         shape = (spec.layers, batch, layout.response, spec.kv_heads, spec.head)
         pairs = jnp.zeros(shape, dtype)
-        kept = empty(layer_budgets(self, spec.layers, layout), batch, spec.kv_heads, spec.head, dtype)
+        kept = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
         return Cache(Store(pairs, pairs, *branches(spec, layout, batch, dtype)), kept)
+
+    def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
+        """Sets the layer budgets of each row."""
+        table, length = self.table(canvas.spec, canvas.layout), jnp.sum(canvas.prompt, axis=1)
+        budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
+        measure = lambda: eviction.importance(model, tokens, canvas.valid, canvas.valid)
+        budgets = self.layers.of_request(budgets, measure, self.budget, length, self.exact)
+        return cache._replace(shared=cache.shared._replace(budget=budgets))
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """As `DLLMCache`, but the prompt stands still in the first layer too: its pairs are gone."""
@@ -89,7 +97,7 @@ class MaskKV(DLLMCache):
         q, k = block.qk(x, some)
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
-        prompt_passes = rows.index.shape[1] > min(layout.response + 1, layout.length)
+        prompt_passes = rows.index.shape[1] > self.widths(layout)[0]
         width = layout.prompt if prompt_passes else self.widest_head(canvas)
         prompt_k, prompt_v, seen = shared.read(layer, width)
         due = canvas.due(self.prompt_every) & canvas.active[:, None]
@@ -121,23 +129,22 @@ class MaskKV(DLLMCache):
         canvas: Canvas,
     ) -> Kept:
         """Chooses a layer's pairs: at a row's first step, or whenever its prompt is due with `reselect`."""
-        table = layer_budgets(self, canvas.spec.layers, canvas.layout)
-        before = (np.cumsum(table, axis=1) - table) * canvas.spec.kv_heads
+        before = (jnp.cumsum(kept.budget, axis=0) - kept.budget)[layer] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
-        kind = length if canvas.layout.padded else jnp.zeros_like(length)
-        keep = self.heads.keep(votes, preference, jnp.asarray(table)[kind, layer], length, self.exact)
+        keep = self.heads.keep(votes, preference, kept.budget[layer], length, self.exact)
         chooses = due if self.reselect else due & (canvas.step == 0)[:, None]
-        return kept.allot(layer, jnp.asarray(before)[kind, layer], keep, chooses)
+        return kept.allot(layer, before, keep, chooses)
+
+    def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
+        """What `survey` computed before the first step."""
+        first = canvas.active & (canvas.step == 0) & self.layers.online
+        return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
 
     def widest_head(self, canvas: Canvas) -> int:
         """The most pairs a head may keep, to which a layer's heads are padded for attention."""
-        table = layer_budgets(self, canvas.spec.layers, canvas.layout)
-        return self.heads.most(int(table.max()), canvas.spec.kv_heads, canvas.layout.prompt)
+        widest = self.layers.widest(self.table(canvas.spec, canvas.layout), self.budget, canvas.layout.prompt)
+        return self.heads.most(widest, canvas.spec.kv_heads, canvas.layout.prompt)
 
-
-@functools.cache
-def layer_budgets(policy: MaskKV, layers: int, layout: Layout) -> Int[np.ndarray, "lengths n"]:
-    """Pairs per kv head of each layer, for each prompt length that may occur: one, or with padding 0 .. p."""
-    lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)
-    spread = policy.layers.budgets
-    return np.stack([spread(layers, policy.budget, length, policy.exact) for length in lengths])
+    def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
+        """Pairs per kv head of each layer that are known before the run, see `layers.table`."""
+        return eviction.table(self.layers, spec.layers, self.budget, layout, self.exact)

@@ -14,8 +14,7 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
 from dllm_jax.rows import Rows, compact
-from dllm_jax.samplers.transfer import best
-from dllm_jax.selection import max_pool, mean_query_score, share
+from dllm_jax.selection import best, max_pool, mean_query_score, share
 from dllm_jax.spec import ModelSpec
 
 

@@ -41,20 +41,20 @@ def pass_layer(
     x: Float[Array, "b q m"],
     view: LayerView,
     rows: Rows,
-    queried: Bool[Array, "b l"],
     wide: Bool[Array, "b"],
     canvas: Canvas,
 ) -> Passed:
-    """One layer: sequences that are `wide` compute all positions, the others only what is queried.
+    """One layer: sequences that are `wide` compute all positions, the others only the rows.
 
     The rows' fresh inputs are stored first; a wide sequence recomputes everything from the stored inputs and
     stores its outputs as the next layer's inputs. If any sequence is wide, all are computed in full, but the
     others keep only what they would have computed alone.
     """
+    queried = rows.mask(canvas.layout.length)
     position = jnp.broadcast_to(canvas.position, queried.shape)
     only = lambda chosen: Rows(jnp.where(chosen, position, canvas.layout.length), whole=False)
     inputs = LayerView(view.stack.x, view.layer)
-    inputs, _ = inputs.update(only(queried) if rows.whole else rows, x)
+    inputs, _ = inputs.update(rows._replace(whole=False), x)
     heads = (*x.shape[:2], block.spec.heads)
     begun = Passed(
         x, jnp.zeros((*heads, block.spec.head), x.dtype), jnp.zeros((heads[0], heads[2], heads[1])),

@@ -9,7 +9,8 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.samplers.transfer import best, even_schedule
+from dllm_jax.samplers.transfer import even_schedule
+from dllm_jax.selection import best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
 from dllm_jax.samplers.noise import Noise, given
-from dllm_jax.samplers.transfer import best, even_schedule, ranks
+from dllm_jax.samplers.transfer import even_schedule
+from dllm_jax.selection import best, ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.canvas import Canvas
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
 from dllm_jax.samplers.noise import Noise, given
-from dllm_jax.samplers.transfer import best, dream_fractions
+from dllm_jax.samplers.transfer import dream_fractions
+from dllm_jax.selection import best
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 SCORES: dict[str, Alg] = {

@@ -10,7 +10,8 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.samplers.transfer import best, passing_prefix
+from dllm_jax.samplers.transfer import passing_prefix
+from dllm_jax.selection import best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,10 @@
-"""How many and which positions are decoded in a step (the transfer schedule and the remasking rule)."""
+"""How many positions are decoded in a step: the transfer schedules."""
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dllm_jax.canvas import Canvas
-
-
-def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
-    """The `count` largest of each row, ties to the lower index, never one of -inf."""
-    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
-
-
-def ranks(priority: Float[Array, "b c"]) -> Int[Array, "b c"]:
-    """Place of each entry when sorted from the largest down, ties to the lower index."""
-    return jnp.argsort(jnp.argsort(-priority, axis=1, stable=True), axis=1)
 
 
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:

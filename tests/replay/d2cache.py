@@ -1,23 +1,17 @@
 """d2Cache with its slips repaired: the decoding, and every set of its selection."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.blocks import advance
-from dllm_jax.canvas import begin
-from dllm_jax.layout import Layout
 from dllm_jax.policies import d2cache_sets as sets
 from dllm_jax.policies import rollout
-from dllm_jax.record import Record
 from dllm_jax.samplers.certainty_prior import certainty_density
-from dllm_jax.step import Plan, State, needed, step
+from dllm_jax.step import State
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
+from tests.replay.stepping import states
 from tests.replay.steps import compare_steps
 
 
@@ -26,11 +20,13 @@ def d2cache(case: Case):
     s, d = case.settings, case.settings["decoding"]
     model, policy, sampler = case.model(mask_id=s["mask_id"]), _policy(case), _sampler(d)
     shape = dict(length=d["gen_length"], block=d["block_length"])
-    out = dj.generate(model, case.arrays["prompt"], **shape, policy=policy, sampler=sampler, trace=True)
+    prompt, options = case.arrays["prompt"], dict(policy=policy, sampler=sampler, **shape)
+    out = dj.generate(model, prompt, trace=True, **options)
     compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
     exactly("active rows", out.trace.active, case.arrays["active_rows"])
-    layout = Layout(case.arrays["prompt"].shape[1], d["gen_length"], d["block_length"], d["gen_length"])
-    _compare_selection(case, policy, list(_states(model, case.arrays["tokens"][0], layout, policy, sampler)))
+    length = prompt.shape[1] + d["gen_length"]
+    _, *after = states(model, prompt, widths=(length,), **options)
+    _compare_selection(case, policy, after)
 
 
 def _policy(case: Case) -> dj.policies.D2Cache:
@@ -59,29 +55,11 @@ def _sampler(decoding: dict) -> dj.samplers.Sampler:
     return dj.samplers.Confidence(allow_mask_token=True)
 
 
-def _states(model: dj.Model, tokens: np.ndarray, layout: Layout, policy, sampler) -> Iterator[State]:
-    """The engine's state after every step."""
-    plan = Plan(policy, sampler, (layout.length,), stop_at_eos=False, trace=False)
-    canvas = begin(jnp.asarray(tokens), jnp.ones(tokens.shape, bool), model.spec, layout)
-    canvas = advance(canvas, sampler, False)
-    cache = policy.init(model.spec, layout, len(tokens), model.dtype)
-    rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
-    state = State(canvas, cache, needed(plan, cache, canvas, None), Record.begin(canvas, None))
-    advanced = jax.jit(
-        lambda model, state, width: step(model, rope, None, plan, width, state), static_argnums=2
-    )
-    width = None  # the whole canvas, once
-    while bool(jnp.any(state.canvas.active)):
-        state = advanced(model, state, width)
-        width = layout.length
-        yield state
-
-
-def _compare_selection(case: Case, policy: dj.policies.D2Cache, states: list[State]):
+def _compare_selection(case: Case, policy: dj.policies.D2Cache, seen: list[State]):
     """Influence, scores and sets after every step, in rows that go on."""
     selected = jax.jit(lambda state: _selection(policy, state))
-    ours = jax.tree.map(lambda *a: np.stack(a), *[selected(state) for state in states])
-    going_on = np.stack([state.canvas.active for state in states])[..., None]
+    ours = jax.tree.map(lambda *a: np.stack(a), *[selected(state) for state in seen])
+    going_on = np.stack([state.canvas.active for state in seen])[..., None]
     for name in ("influence", "sel_density", "sel_scores"):
         closely(name, ours[name], case.arrays[name], going_on)
     for name in (

@@ -32,18 +32,18 @@ def dllm_cache(case: Case):
     valid = None
     if s["left_padding"]:
         valid = np.arange(prompt.shape[1]) >= np.asarray(s["left_padding"])[:, None]
-    length = s["gen_length"]
-    layout = dj.Layout(
-        prompt.shape[1],
-        length,
-        s["block_length"] or length,
-        s["steps"] or length // s["num_transfer_tokens"],
-        padded=valid is not None,
-    )
     policy = Logged(s["prompt_refresh_interval"], s["response_refresh_interval"], s["transfer_ratio"])
-    run = list(states(model, prompt, valid, layout, policy, sampler(s)))
-    tokens = np.stack([arrays["tokens"][0], *(state.canvas.tokens for state in run)])
-    exactly("tokens", tokens, arrays["tokens"])
+    begun, *run = states(
+        model,
+        prompt,
+        prompt_mask=valid,
+        length=s["gen_length"],
+        block=s["block_length"],
+        steps=s["steps"] or s["gen_length"] // s["num_transfer_tokens"],
+        policy=policy,
+        sampler=sampler(s),
+    )
+    exactly("tokens", np.stack([state.canvas.tokens for state in (begun, *run)]), arrays["tokens"])
     logs = [state.cache.shared[1] for state in run]
     _compare_layers(case, policy, logs)
     last = len(run) - 1

@@ -32,7 +32,6 @@ def maskkv(case: Case):
     """Tokens, confidences, refreshed rows, kept sets, budgets, and the last step's logits."""
     s, arrays = case.settings, case.arrays
     prompt, model = arrays["prompt"], case.model(mask_id=s["mask_id"])
-    layout = dj.Layout(prompt.shape[1], s["gen_length"], s["block_length"], s["steps"])
     layers = eviction.BoundaryMiddle(
         tuple(arrays["importance"].tolist()), beta=s["beta"], first=s["first"], last=s["last"]
     )
@@ -46,9 +45,10 @@ def maskkv(case: Case):
         exact=s["rounding"] == "conserve",
         reselect=s["reselect"],
     )
-    run = list(states(model, prompt, None, layout, policy, dj.samplers.Confidence()))
-    tokens = np.stack([arrays["tokens"][0], *(state.canvas.tokens for state in run)])
-    exactly("tokens", tokens, arrays["tokens"])
+    shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
+    begun, *run = states(model, prompt, policy=policy, trace=True, **shape)
+    layout = begun.canvas.layout
+    exactly("tokens", np.stack([state.canvas.tokens for state in (begun, *run)]), arrays["tokens"])
     logs = [state.cache.shared[1] for state in run]
     stale = np.stack([log.stale for log in logs])
     exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])

@@ -6,17 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.arithmetic import rope_table
-from dllm_jax.blocks import advance
-from dllm_jax.canvas import begin
 from dllm_jax.partial import cosine, take_tail
-from dllm_jax.record import Record
+from dllm_jax.request import prepare
 from dllm_jax.rows import scatter
-from dllm_jax.step import Plan, State, needed, step
+from dllm_jax.samplers import Noise
+from dllm_jax.step import Plan, State, initial, step
 
 
 class Log(NamedTuple):
@@ -49,6 +47,11 @@ class Logging:
         )
         return cache._replace(shared=(cache.shared, log))
 
+    def survey(self, cache, canvas, model, tokens):
+        own, log = cache.shared
+        cache = super().survey(cache._replace(shared=own), canvas, model, tokens)
+        return cache._replace(shared=(cache.shared, log))
+
     def layer(self, block, x, kv, shared, rows, canvas):
         own, log = shared
         length = canvas.layout.length
@@ -67,28 +70,20 @@ class Logging:
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "width"))
-def _step(model: dj.Model, plan: Plan, width: int | None, state: State) -> State:
+def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
     canvas = state.canvas
     rope = rope_table(canvas.layout.length, canvas.spec.head, canvas.spec.rope_base)
-    return step(model, rope, None, plan, width, state)
+    return step(model, rope, noise, plan, width, state)
 
 
-def states(model: dj.Model, prompt, valid, layout: dj.Layout, policy, sampler) -> Iterator[State]:
-    """The state after every step of a greedy run; `valid` is the prompt mask or None."""
-    batch, width = prompt.shape
-    plan = Plan(policy, sampler, tuple(sorted(set(policy.widths(layout)))), False, True)
-    masks = np.full((batch, layout.response), model.spec.mask_id)
-    real = np.ones((batch, layout.length), bool)
-    if valid is not None:
-        real[:, :width] = valid
-    tokens = jnp.asarray(np.concatenate([prompt, masks], axis=1), jnp.int32)
-    canvas = advance(begin(tokens, jnp.asarray(real), model.spec, layout), sampler, False)
-    cache = policy.init(model.spec, layout, batch, model.dtype)
-    record = Record.begin(canvas, sampler.max_steps(layout))
-    state = State(canvas, cache, needed(plan, cache, canvas, None), record)
+def states(model: dj.Model, prompt, **options) -> Iterator[State]:
+    """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
+    (tokens, valid, noise), layout, plan, _ = prepare(model, prompt, **options)
+    state = initial(model, tokens, valid, noise, layout, plan)
+    yield state
     while bool(state.canvas.active.any()):
         rows = int(state.need.sum(1).max())
         whole = bool((state.need | ~state.canvas.active[:, None]).all())
         fits = None if whole else min(w for w in plan.widths if w >= rows)
-        state = _step(model, plan, fits, state)
+        state = _step(model, noise, plan, fits, state)
         yield state

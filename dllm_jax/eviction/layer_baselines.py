@@ -1,0 +1,93 @@
+"""Layer budgets of other methods, to compare with."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from dllm_jax.eviction.layers import UniformLayers, check_profile
+from dllm_jax.eviction.rounding import conserve
+
+
+@dataclasses.dataclass(frozen=True)
+class PyramidKV(UniformLayers):
+    """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
+
+    Attributes:
+      beta: steepness; the last layer gets budget / beta.
+      window: pairs of the observation window, which the budget counts.
+      outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
+        of falling back to a uniform budget when the last layer could not hold it (kvpress).
+    """
+
+    beta: int = 20
+    window: int = 32
+    outside: bool = False
+
+    def __post_init__(self):
+        for name in ("beta", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+        """See `UniformLayers.budgets`; the rounding is the method's own, half to even."""
+        if budget >= prompt:
+            return np.full(layers, prompt, np.int32)
+        depth = np.arange(layers)
+        if self.outside:
+            if prompt < 2 * (budget - self.window):
+                return np.full(layers, budget, np.int32)
+            most, least = self._ends(max(budget - self.window, 0), prompt - self.window, whole=True)
+            kept = most - depth * ((most - least) // layers) + self.window
+            return np.clip(kept, 0, prompt).astype(np.int32)
+        most, least = self._ends(budget, prompt - self.window, whole=False)
+        if not prompt >= most >= least >= self.window:
+            return np.full(layers, budget, np.int32)
+        return np.round(most - depth * (most - least) / max(layers - 1, 1)).astype(np.int32)
+
+    def _ends(self, average: int, limit: int, whole: bool) -> tuple[float | int, float | int]:
+        least = average // self.beta if whole else average / self.beta
+        most = 2 * average - least
+        return (limit, 2 * average - limit) if most >= limit else (most, least)
+
+
+@dataclasses.dataclass(frozen=True)
+class SqueezeAttention(UniformLayers):
+    """SqueezeAttention (arXiv:2404.04793): layers that change their input least give up part of their budget.
+
+    Attributes:
+      cosine: similarity of the residual stream before and after each layer's attention, averaged over
+        prompt tokens (1 - `eviction.importance`).
+      share: part of the uniform budget left to the group of the most similar layers.
+    """
+
+    cosine: tuple[float, ...]
+    share: float = 0.4
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share={self.share} must lie in [0, 1]")
+
+    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+        """See `UniformLayers.budgets`."""
+        check_profile("cosine", self.cosine, layers)
+        idle = self.groups() == 2
+        given = idle.sum() * self.share * budget
+        target = np.where(idle, self.share * budget, (layers * budget - given) / max((~idle).sum(), 1))
+        if exact:
+            return conserve(target, layers * budget, prompt)
+        return np.minimum(np.floor(target), prompt).astype(np.int32)
+
+    def groups(self) -> Int[np.ndarray, "n"]:
+        """The exact 3-means of the cosines (best contiguous split in order), 2 = most similar."""
+        order = np.argsort(self.cosine, kind="stable")
+        ordered = np.asarray(self.cosine, np.float64)[order]
+        n = len(ordered)
+        if n < 3:
+            return np.zeros(n, np.int32)
+        spread = lambda a: float(np.sum((a - a.mean()) ** 2))
+        cost = lambda i, j: spread(ordered[:i]) + spread(ordered[i:j]) + spread(ordered[j:])
+        i, j = min(((i, j) for i in range(1, n - 1) for j in range(i + 1, n)), key=lambda cut: cost(*cut))
+        label = np.empty(n, np.int32)
+        label[order] = (np.arange(n) >= i).astype(np.int32) + (np.arange(n) >= j)
+        return label
