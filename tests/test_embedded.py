@@ -2,10 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import embedded
+from dllm_jax.checkpoint import convert, export
 from dllm_jax.tasks import Chain, FewShot, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
@@ -88,6 +90,19 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
     assert [row["prompt"] for row in rows if row["task"] == "needle"] == [64, 128, 256, 512, 1024]
     assert all(row["count"] == 256 for row in rows)
     assert {row["rope_factor"] for row in record["beyond"]} == {1, 2, 4}
+
+
+def test_it_survives_conversion_and_export_bit_for_bit(where, tmp_path):
+    convert(where, tmp_path / "converted")
+    export(tmp_path / "converted", tmp_path / "back")
+    ours, theirs = (load_file(path / "model.safetensors") for path in (where, tmp_path / "back"))
+    assert set(ours) == set(theirs)
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array.view(np.uint32), theirs[name].view(np.uint32), err_msg=name)
+    assert json.loads((where / "config.json").read_text()) == json.loads(
+        (tmp_path / "back" / "config.json").read_text()
+    )
+    assert (where / "tokenizer.json").read_bytes() == (tmp_path / "back" / "tokenizer.json").read_bytes()
 
 
 def test_an_unknown_name_is_refused():
