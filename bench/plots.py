@@ -1,11 +1,12 @@
-"""Draws what bench/policies.py measured: quality against the share recomputed, and against storage.
+"""Draws and tabulates what bench/policies.py measured: quality against the share recomputed and storage.
 
 python bench/plots.py bench/results/policies_cpu.json --out docs
 """
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 
@@ -15,34 +16,77 @@ import tyro
 from matplotlib.axes import Axes
 
 MARKERS = "os^vDPX*<>hpd"
+HEAD = """\
+# Policies measured
+
+Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
+`as exact`: tokens equal to the exact decoder's; `computed`: positions that went through the network, as a share
+of the exact decoder's; `kept`: K/V pairs stored per layer and head; `cache`: bytes of the whole cache, both per
+prompt; `speed`: the exact decoder's time over the setting's, medians, compilation excluded.
+"""
+COLUMNS = (
+    "| policy | sampler | block | steps | exact match | as exact | forwards | computed | kept | cache KiB "
+    "| speed |"
+)
 
 
 def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs")):
-    """One figure per model, as PNG and SVG: policies-MODEL."""
+    """A figure per workload, figures/policies-NAME as PNG and SVG, and benchmarks.md with the tables."""
     report = json.loads(results.read_text())
-    for name, model in report["models"].items():
-        quality = "agreement" if model["rows"][0]["accuracy"] is None else "accuracy"
-        figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True)
-        curves(left, model["rows"], "computed", quality)
-        curves(right, model["rows"], "cache_bytes_per_row", quality)
-        left.set_xlabel("positions recomputed, share of the exact decoder's")
-        right.set_xlabel("cache, bytes per row")
-        left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
-        right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
-        shape = f"prompts {model['prompt']}, length {model['length']}"
-        figure.suptitle(f"{name}, {shape}, {report['dtype']}, {report['device']}, jax {report['jax']}")
-        figure.tight_layout()
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    where = {key: report[key] for key in ("device", "jax", "dtype")}
+    pages = [HEAD.format(source=results.as_posix(), **where)]
+    for name, workload in report["models"].items():
+        stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
+        figure = draw(f"{name}, {title(workload)}", workload["rows"])
         for suffix in ("png", "svg"):
-            figure.savefig(out / f"policies-{name}.{suffix}", dpi=120, metadata=_undated(suffix))
+            figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
         plt.close(figure)
+        pages += [f"\n## {name}\n", f"{title(workload)}.\n", f"![{name}](figures/{stem}.svg)\n", COLUMNS]
+        pages += ["|---|---|" + "---:|" * 9, *map(line, workload["rows"])]
+    (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
 
 
-def curves(axes: Axes, rows: list[dict], x: str, y: str):
-    """One curve per policy family, its settings in order of x."""
-    for i, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
-        points = sorted((row[x], row[y]) for row in rows if row["family"] == family)
-        axes.plot(*zip(*points, strict=True), marker=MARKERS[i % len(MARKERS)], label=family, alpha=0.8)
+def title(workload: dict[str, Any]) -> str:
+    """Shapes in words."""
+    count, prompt = workload["prompt"]
+    return f"{count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
+
+
+def draw(name: str, rows: list[dict[str, Any]]):
+    """Quality against the share recomputed, and against the pairs stored."""
+    quality = "agreement" if rows[0]["accuracy"] is None else "accuracy"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
+    curves(left, rows, "computed", quality)
+    curves(right, rows, "kept_pairs", quality)
+    left.set_xlabel("positions recomputed, share of the exact decoder's")
+    right.set_xlabel("K/V pairs stored per layer and head")
+    left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
+    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.suptitle(name)
+    figure.tight_layout()
+    return figure
+
+
+def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
+    """One curve per policy and variant, its settings in order of x."""
+    colours = plt.get_cmap("tab20")
+    for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
+        points = sorted((row[x], row[y]) for row in rows if row["curve"] == name)
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": colours(i % 20)}
+        axes.plot(*zip(*points, strict=True), label=name, alpha=0.8, **style)
     axes.grid(alpha=0.3)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    match = "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+    cells = (
+        f"`{row['policy']}`", f"`{row['sampler'].split('(')[0]}`", row["block"], row["steps"], match,
+        f"{row['agreement']:.1%}", f"{row['forwards']:.1f}", f"{row['computed']:.1%}",
+        f"{row['kept_pairs']:.0f}", f"{row['cache_bytes'] / 1024:.0f}", f"{row['speed_over_exact']:.2f}x",
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _undated(suffix: str) -> dict:

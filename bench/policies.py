@@ -64,7 +64,7 @@ def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, 
     pairs, size = _storage(workload, setting)
     return {
         "policy": repr(setting.policy),
-        "family": type(setting.policy).__name__,
+        "curve": setting.curve,
         "sampler": repr(setting.sampler),
         "steps": workload.length // setting.divide_steps,
         "block": workload.length if setting.whole else workload.block,

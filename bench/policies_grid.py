@@ -16,36 +16,52 @@ class Setting:
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
       whole: one block, the whole response (not semi-autoregressive).
+      variant: what sets it apart from the other settings of its policy, for figures.
     """
 
     policy: p.Policy = p.Policy()  # noqa: RUF009 (frozen)
     sampler: s.Sampler = s.Confidence()  # noqa: RUF009 (frozen)
     divide_steps: int = 1
     whole: bool = False
+    variant: str = ""
+
+    @property
+    def curve(self) -> str:
+        """The policy and its variant."""
+        return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
 
 
 def _order(policy: p.Policy) -> Setting:
-    return Setting(policy, s.RandomOrder())
+    return Setting(policy, s.RandomOrder(), variant="random order")
 
 
 EXACT = Setting()
 
 
 def _eviction(delay: int) -> tuple[Setting, ...]:
-    mask_kv = lambda **options: Setting(p.MaskKV(prompt_every=32, response_every=1, **options))
-    voters = (eviction.PromptVotes(), eviction.AllVotes(), eviction.SnapKV(window=4))
+    mask_kv = lambda variant="", **options: Setting(
+        p.MaskKV(prompt_every=32, response_every=1, **options), variant=variant
+    )
+    voters = {
+        "prompt votes": eviction.PromptVotes(),
+        "all vote": eviction.AllVotes(),
+        "SnapKV": eviction.SnapKV(window=4),
+    }
     return (
         *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 1.0)),
-        *(Setting(p.SparseDLLM(keep=keep, delay=delay, side="prefix")) for keep in (0.1, 0.25, 0.5)),
+        *(
+            Setting(p.SparseDLLM(keep=keep, delay=delay, side="prefix"), variant="prefix only")
+            for keep in (0.1, 0.25, 0.5)
+        ),
         *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
-        *(mask_kv(budget=budget, votes=votes) for votes in voters for budget in (8, 32)),
+        *(mask_kv(name, budget=budget, votes=votes) for name, votes in voters.items() for budget in (8, 32)),
     )
 
 
 # Answers of four tokens: little to reuse but the prompt, and no time for a delay.
 SHORT: tuple[Setting, ...] = (
     EXACT,
-    Setting(divide_steps=2),
+    Setting(divide_steps=2, variant="fewer steps"),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
     Setting(p.DKVPrefill()),
@@ -56,12 +72,13 @@ SHORT: tuple[Setting, ...] = (
 )
 LONG: tuple[Setting, ...] = (
     EXACT,
-    Setting(divide_steps=2),
-    Setting(divide_steps=4),
-    Setting(sampler=s.Threshold(0.9)),
+    Setting(divide_steps=2, variant="fewer steps"),
+    Setting(divide_steps=4, variant="fewer steps"),
+    Setting(sampler=s.Threshold(0.9), variant="threshold"),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
-    *(Setting(p.DKVDecode(refresh_every=every, delay=delay)) for delay in (1, 0) for every in (2, 4, 8)),
+    *(Setting(p.DKVDecode(refresh_every=every)) for every in (2, 4, 8)),
+    *(Setting(p.DKVDecode(refresh_every=every, delay=0), variant="no delay") for every in (2, 4, 8)),
     Setting(p.DKVPrefill()),
     Setting(p.DKVPD()),
     _order(p.Policy()),
@@ -70,7 +87,8 @@ LONG: tuple[Setting, ...] = (
     *_eviction(delay=1),
     *(Setting(p.ElasticCache(window=16, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
     *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
-    Setting(whole=True),
-    Setting(sampler=s.CertaintyPrior(), whole=True),
-    *(Setting(p.D2Cache(k=8), sampler, whole=True) for sampler in (s.Confidence(), s.CertaintyPrior())),
+    Setting(whole=True, variant="one block"),
+    Setting(sampler=s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
+    Setting(p.D2Cache(k=8), whole=True, variant="one block"),
+    Setting(p.D2Cache(k=8), s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
 )
