@@ -20,9 +20,9 @@ HEAD = """\
 # Policies measured
 
 Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
-`as exact`: tokens equal to the exact decoder's; `computed`: positions that went through the network, as a share
-of the exact decoder's; `kept`: K/V pairs stored per layer and head; `cache`: bytes of the whole cache, both per
-prompt; `speed`: the exact decoder's time over the setting's, medians, compilation excluded.
+`as exact`: tokens equal to the exact decoder's; `computed`: positions that went through the network, as a
+share of the exact decoder's; `kept`: K/V pairs stored per layer and head; `cache`: bytes of the cache, both
+per prompt; `speed`: the exact decoder's time over the setting's, medians, compilation excluded.
 """
 COLUMNS = (
     "| policy | sampler | block | steps | exact match | as exact | forwards | computed | kept | cache KiB "
