@@ -2,13 +2,15 @@
 
 There is one attention for every mask: full bidirectional, padding, block-causal, per-head lengths are
 all a boolean array that broadcasts to [b k q s]. Weights are never returned; whoever wants them
-recomputes the part it needs from `lse` (`received`, `head_mean`).
+recomputes the part it needs from `lse` (`received`, `head_mean`). Where the scores of all query rows would
+take more than `query_chunks.SCORE_BYTES`, they are computed a chunk of rows at a time.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
+from dllm_jax.query_chunks import joined, over_chunks, rows_at_once
 
 Mask = Bool[Array, "#b #k #q s"]
 
@@ -18,6 +20,7 @@ def attention(
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
     mask: Mask | None = None,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
     """Softmax attention with grouped query heads; scale 1/sqrt(d), scores and softmax in float32.
 
@@ -27,17 +30,25 @@ def attention(
       v: values.
       mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
         hold anything, NaN included.
+      chunk: query rows at a time; None takes what `SCORE_BYTES` allows.
 
     Returns:
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
       nothing gives 0 and -inf.
     """
-    probabilities, lse = _softmax(_scores(q, k, mask))
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    out = einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
-    b, kv, group, rows = lse.shape[:4]
-    return out, lse.reshape(b, kv * group, rows)
+
+    def attend(mask, q):
+        probabilities, lse = _softmax(_scores(q, k, mask))
+        out = einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
+        return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+    rows, chunk = q.shape[1], chunk or _chunk(q, k)
+    if rows <= chunk:
+        return attend(mask, q)
+    out, lse = over_chunks(attend, chunk, mask, q)
+    return joined(out, 1, rows), joined(lse, 2, rows)
 
 
 def received(
@@ -46,14 +57,23 @@ def received(
     lse: Float[Array, "b h q"],
     weight: Float[Array, "b q"],
     mask: Mask | None = None,
+    chunk: int | None = None,
 ) -> Float[Array, "b k s"]:
     """Attention that each key receives from the weighted query rows, summed over a kv head's queries.
 
     Rows of weight 0 may hold anything, NaN included.
     """
-    weights = _probabilities(q, k, lse, mask)
-    weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
-    return einsum("bkgqs,bq->bks", weights, weight)
+
+    def send(mask, q, lse, weight):
+        weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
+        weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
+        return einsum("bkgqs,bq->bks", weights, weight)
+
+    rows = q, jnp.swapaxes(lse, 1, 2), weight
+    chunk = chunk or _chunk(q, k)
+    if q.shape[1] <= chunk:
+        return send(mask, *rows)
+    return jnp.sum(over_chunks(send, chunk, mask, *rows), axis=0)
 
 
 def head_mean(
@@ -61,9 +81,18 @@ def head_mean(
     k: Float[Array, "b s k d"],
     lse: Float[Array, "b h q"],
     mask: Mask | None = None,
+    chunk: int | None = None,
 ) -> Float[Array, "b q s"]:
     """Attention weights averaged over all query heads (attention rollout)."""
-    return jnp.mean(_probabilities(q, k, lse, mask), axis=(1, 2))
+
+    def mean(mask, q, lse):
+        return jnp.mean(_probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask), axis=(1, 2))
+
+    rows = q, jnp.swapaxes(lse, 1, 2)
+    chunk = chunk or _chunk(q, k)
+    if q.shape[1] <= chunk:
+        return mean(mask, *rows)
+    return joined(over_chunks(mean, chunk, mask, *rows), 1, q.shape[1])
 
 
 def weights(
@@ -82,6 +111,10 @@ def key_mask(valid: Bool[Array, "b s"]) -> Mask:
 def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
     """Each kv head may read its first `lengths` of `slots` cached pairs."""
     return jnp.arange(slots) < lengths[:, :, None, None]
+
+
+def _chunk(q, k) -> int:
+    return rows_at_once(q.shape[0], q.shape[2], k.shape[1])
 
 
 def _scores(q, k, mask) -> Float[Array, "b k g q s"]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.attention import attention, head_mean, key_mask, length_mask, received
+from dllm_jax.query_chunks import rows_at_once
 
 SHAPES = [  # query heads, kv heads, head width
     (4, 4, 64),
@@ -161,6 +162,33 @@ def test_received_and_head_mean_are_sums_of_weights(shape, kind):
     expected = (by_kv_head * rows[:, None, None, :, None]).sum(axis=(2, 3))
     np.testing.assert_allclose(received(q, k, lse, jnp.asarray(rows), traced), expected, atol=1e-5)
     np.testing.assert_allclose(head_mean(q, k, lse, traced), weights.mean(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "lengths", "queries and keys"])
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_chunks_of_rows_change_nothing(kind, chunk):
+    q, k, v = operands(4, 2, 128)
+    mask = masks(2)[kind]
+    mask = None if mask is None else jnp.asarray(mask)
+    weight = jnp.asarray(np.random.default_rng(2).random((B, Q)), jnp.float32)
+    out, lse = attention(q, k, v, mask)
+    in_chunks = attention(q, k, v, mask, chunk=chunk)
+    for whole, parts in (
+        (out, in_chunks[0]),
+        (lse, in_chunks[1]),
+        (received(q, k, lse, weight, mask), received(q, k, lse, weight, mask, chunk=chunk)),
+        (head_mean(q, k, lse, mask), head_mean(q, k, lse, mask, chunk=chunk)),
+    ):
+        assert whole.shape == parts.shape
+        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_as_many_rows_at_once_as_the_scores_have_room_for():
+    assert rows_at_once(1, 32, 4352) == 256  # LLaDA-8B, prompt 4096
+    assert rows_at_once(1, 4, 64) == 2**18
+    assert rows_at_once(64, 64, 2**20) == 16
+    shape = jax.eval_shape(attention, *(jax.ShapeDtypeStruct((1, 4352, 32, 8), jnp.float32),) * 3)
+    assert [leaf.shape for leaf in shape] == [(1, 4352, 32, 8), (1, 32, 4352)]
 
 
 def test_received_ignores_rows_of_weight_zero_whatever_they_hold():
