@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import datetime
 import json
 import pathlib
 import sys
@@ -20,10 +21,11 @@ from tests.replay.methods import METHODS
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of one case: ok, differs or skipped, and why."""
+    """What came of one case: ok, differs or skipped, and why; in seconds, compilation included."""
 
     case: str
     status: str
+    dtype: str
     outcome: str
     detail: str
     seconds: float
@@ -47,7 +49,8 @@ def replay(case: Case) -> Result:
         if case.status == "conform":
             raise
         outcome, detail = "skipped", f"refused: {refusal}"
-    return Result(case.name, case.status, outcome, detail, time.perf_counter() - start)
+    dtype = case.settings.get("dtype", "-")
+    return Result(case.name, case.status, dtype, outcome, detail, time.perf_counter() - start)
 
 
 def main(
@@ -74,7 +77,8 @@ def main(
     console.print(f"{passed} of {len(conform)} conform", highlight=False)
     console.print(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())), highlight=False)
     if json_file:
-        header = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        header = {**where, "date": datetime.date.today().isoformat()}
         rows = [dataclasses.asdict(r) for r in results]
         json_file.write_text(
             json.dumps({**header, "conform": passed, "of": len(conform), "cases": rows}, indent=1)
