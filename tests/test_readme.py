@@ -17,7 +17,7 @@ def test_the_first_example_runs(capsys):
     exec(BLOCKS[0], namespace)
     out = namespace["out"]
     assert not np.any(np.asarray(out.tokens) == namespace["model"].spec.mask_id)
-    assert capsys.readouterr().out.splitlines()[0] == "m"
+    assert capsys.readouterr().out.splitlines()[0] == "211"
 
 
 def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():
