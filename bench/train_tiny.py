@@ -102,7 +102,7 @@ RECIPES = {
         spec_of(family),
         stages(),
         TrainConfig(
-            steps=6500, learning_rate=1e-3, muon=0.01, warmup=50, decay=2500, review_every=50, save_every=100
+            steps=9000, learning_rate=1e-3, muon=0.01, warmup=50, decay=3000, review_every=50, save_every=100
         ),
     )
     for family in ("llada", "dream")
