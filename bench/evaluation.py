@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich.box
 import rich.console
 import rich.table
 import tyro
@@ -31,19 +32,21 @@ def run(name: str, prompts: int, runs: Path) -> list[dict[str, Any]]:
     cli.run_tasks(shape("few-shot", 4, 2), "FewShot", (5,), prompts)
     repeats = max(prompts // len(DEPTHS), 1)
     cli.run_needle(shape("needle", 4, 2), lengths=(64, 256, 1024), depths=DEPTHS, repeats=repeats)
-    found = [record.read(path) for path in sorted((runs / name).glob("*/*-*.json"))]
+    order = lambda path: POLICIES.index(path.stem.split("-")[1])
+    found = [record.read(path) for path in sorted((runs / name).glob("*/*-*.json"), key=order)]
     return [{key: one[key] for key in KEPT} for one in found]
 
 
 def table(records: list[dict[str, Any]]) -> rich.table.Table:
-    """A row per model and policy, a column per task."""
-    shown = rich.table.Table("model", "policy")
+    """A row per model and policy, a column per task, in Markdown."""
+    shown = rich.table.Table("model", "policy", box=rich.box.MARKDOWN)
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for one in records:
         row = cells.setdefault((one["model"]["name"], one["decoding"]["policy"]), {})
-        row |= {group: f"{score:.1%}" for group, score in one["scores"].items()}
+        title = "needle, {}" if one["kind"] == "recall" else "{}"
+        row |= {title.format(group): f"{score:.1%}" for group, score in one["scores"].items()}
         if one["kind"] == "tasks" and one["decoding"]["length"] == 32:
-            row["positions per token"] = f"{one['totals']['computed'] / one['totals']['tokens']:.1f}"
+            row["positions per token (chain)"] = f"{one['totals']['computed'] / one['totals']['tokens']:.1f}"
     columns = list(dict.fromkeys(name for row in cells.values() for name in row))
     for name in columns:
         shown.add_column(name, justify="right")

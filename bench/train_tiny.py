@@ -97,16 +97,15 @@ def stages() -> tuple[Stage, ...]:
     )
 
 
-RECIPES = {
-    f"tiny-{family}": Recipe(
-        spec_of(family),
-        stages(),
-        TrainConfig(
-            steps=9000, learning_rate=1e-3, muon=0.01, warmup=50, decay=3000, review_every=50, save_every=100
-        ),
+def recipe_for(family: str, steps: int, decay: int) -> Recipe:
+    """The stages for a family; the rate falls over the last `decay` steps."""
+    config = TrainConfig(
+        steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, review_every=50, save_every=100
     )
-    for family in ("llada", "dream")
-}
+    return Recipe(spec_of(family), stages(), config)
+
+
+RECIPES = {"tiny-llada": recipe_for("llada", 7600, 1600), "tiny-dream": recipe_for("dream", 6900, 2100)}
 
 
 def start(spec: ModelSpec) -> Params:
