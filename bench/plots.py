@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import orderings
 import tyro
 from matplotlib.axes import Axes
 
@@ -23,6 +24,13 @@ Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {
 `as exact`: tokens equal to the exact decoder's; `computed`: positions that went through the network, as a
 share of the exact decoder's; `kept`: K/V pairs stored per layer and head; `cache`: bytes of the cache, both
 per prompt; `speed`: the exact decoder's time over the setting's, medians, compilation excluded.
+"""
+ORDERINGS = """
+## What the papers found
+
+Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
+comparisons that the papers make. `within noise`: closer than two standard errors of the difference. These are
+models of half a million parameters on synthetic tasks: what can hold here is a mechanism, not a number.
 """
 COLUMNS = (
     "| policy | sampler | block | steps | exact match | as exact | forwards | computed | kept | cache KiB "
@@ -44,6 +52,7 @@ def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs"
         plt.close(figure)
         pages += [f"\n## {name}\n", f"{title(workload)}.\n", f"![{name}](figures/{stem}.svg)\n", COLUMNS]
         pages += ["|---|---|" + "---:|" * 9, *map(line, workload["rows"])]
+    pages += [ORDERINGS, orderings.table(report["models"])]
     (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
 
 

@@ -1,6 +1,7 @@
 """The settings that bench/policies.py compares: every policy over a small range of what it is tuned by."""
 
 import dataclasses
+from typing import Any
 
 from dllm_jax import eviction
 from dllm_jax import policies as p
@@ -38,10 +39,12 @@ def _order(policy: p.Policy) -> Setting:
 EXACT = Setting()
 
 
+def mask_kv(variant: str = "", **options: Any) -> Setting:
+    """MaskKV that recomputes all of the response in every step, the prompt never."""
+    return Setting(p.MaskKV(prompt_every=32, response_every=1, **options), variant=variant)
+
+
 def _eviction(delay: int) -> tuple[Setting, ...]:
-    mask_kv = lambda variant="", **options: Setting(
-        p.MaskKV(prompt_every=32, response_every=1, **options), variant=variant
-    )
     voters = {
         "prompt votes": eviction.PromptVotes(),
         "all vote": eviction.AllVotes(),

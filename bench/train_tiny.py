@@ -100,7 +100,7 @@ def stages() -> tuple[Stage, ...]:
 def recipe_for(family: str, steps: int, decay: int) -> Recipe:
     """The stages for a family; the rate falls over the last `decay` steps."""
     config = TrainConfig(
-        steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, review_every=50, save_every=100
+        steps=steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, review_every=50, save_every=100
     )
     return Recipe(spec_of(family), stages(), config)
 

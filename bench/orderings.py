@@ -1,0 +1,110 @@
+"""What the papers found better or worse, held against what bench/policies.py measured.
+
+    python bench/orderings.py bench/results/policies_cpu.json
+
+Prints a Markdown table; `bench/plots.py` puts it into docs/benchmarks.md.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from policies_grid import Setting, mask_kv
+
+from dllm_jax import eviction
+from dllm_jax import policies as p
+from dllm_jax import samplers as s
+
+HEAD = """\
+| the paper says | workload | better, it says | the other | difference | as it says? |
+|---|---|---|---|---:|---|"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One setting is better than another.
+
+    Attributes:
+      source: the paper's claim, with its table.
+      better: what the paper finds better.
+      other: what it is compared with.
+    """
+
+    source: str
+    better: Setting
+    other: Setting
+
+
+def claims() -> list[Claim]:
+    """The papers' comparisons that the grid has, both sides at the same budget."""
+    delay = "one-step delay over none (dKV-Cache, Figure 3)"
+    votes = "votes of the masks over {} (MaskKV, Table 7)"
+    sides = "eviction on both sides over the prefix only (Sparse-dLLM, Table 4)"
+    gamma = "a stricter drift test (Elastic-Cache, Table 4)"
+    prior = "certainty prior over confidence in one block (d2Cache, Table 2)"
+    voters = {"the prompt": eviction.PromptVotes(), "SnapKV": eviction.SnapKV(window=4)}
+    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=16, gamma=gamma))
+    whole = lambda policy, sampler: Setting(policy, sampler, whole=True)
+    return [
+        *(
+            Claim(delay, Setting(dkv(refresh_every=n)), Setting(dkv(refresh_every=n, delay=0)))
+            for n in (2, 4, 8)
+        ),
+        *(
+            Claim(votes.format(name), mask_kv(budget=budget), mask_kv(budget=budget, votes=other))
+            for name, other in voters.items()
+            for budget in (8, 32)
+        ),
+        *(
+            Claim(sides, *(Setting(p.SparseDLLM(keep=keep, delay=delay, side=x)) for x in ("both", "prefix")))
+            for keep in (0.1, 0.25, 0.5)
+            for delay in (0, 1)
+        ),
+        *(Claim(gamma, elastic(high), elastic(low)) for low, high in ((0.5, 0.9), (0.9, 0.98))),
+        *(
+            Claim(prior, whole(policy, s.CertaintyPrior()), whole(policy, s.Confidence()))
+            for policy in (p.Policy(), p.D2Cache(k=8))
+        ),
+    ]
+
+
+def table(models: dict[str, Any]) -> str:
+    """A line per claim and workload that has both settings."""
+    lines = [line(claim, name, models[name]) for claim in claims() for name in models]
+    return "\n".join([HEAD, *filter(None, lines)])
+
+
+def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
+    """The claim on one workload, or None where it was not measured."""
+    better, other = (find(workload, setting) for setting in (claim.better, claim.other))
+    if better is None or other is None:
+        return None
+    measure = "agreement" if better["accuracy"] is None else "accuracy"
+    a, b = better[measure], other[measure]
+    count = workload["prompt"][0] * (1 if measure == "accuracy" else workload["length"])
+    noise = 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / count)
+    verdict = (
+        "no difference" if a == b else "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
+    )
+    shown = [f"`{row['policy']}` {row[measure]:.1%}" for row in (better, other)]
+    return f"| {claim.source} | {name} | {shown[0]} | {shown[1]} | {100 * (a - b):+.1f} | {verdict} |"
+
+
+def find(workload: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
+    """The row of a setting."""
+    block = workload["length"] if setting.whole else workload["block"]
+    wanted = repr(setting.policy), repr(setting.sampler), block
+    rows = (row for row in workload["rows"] if (row["policy"], row["sampler"], row["block"]) == wanted)
+    return next(rows, None)
+
+
+def main(results: Annotated[Path, tyro.conf.Positional]):
+    """Prints the table."""
+    print(table(json.loads(results.read_text())["models"]))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
