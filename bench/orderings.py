@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from policies_grid import Setting, mask_kv
+from policies_grid import Setting, call, mask_kv
 
 from dllm_jax import eviction
 from dllm_jax import policies as p
@@ -89,14 +89,14 @@ def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
     verdict = (
         "no difference" if a == b else "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
     )
-    shown = [f"`{row['policy']}` {row[measure]:.1%}" for row in (better, other)]
+    shown = [f"`{row['policy']}`, `{row['sampler']}`: {row[measure]:.1%}" for row in (better, other)]
     return f"| {claim.source} | {name} | {shown[0]} | {shown[1]} | {100 * (a - b):+.1f} | {verdict} |"
 
 
 def find(workload: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
     """The row of a setting."""
     block = workload["length"] if setting.whole else workload["block"]
-    wanted = repr(setting.policy), repr(setting.sampler), block
+    wanted = call(setting.policy), call(setting.sampler), block
     rows = (row for row in workload["rows"] if (row["policy"], row["sampler"], row["block"]) == wanted)
     return next(rows, None)
 

@@ -21,7 +21,7 @@ import rich.console
 import rich.progress
 import rich.table
 import tyro
-from policies_grid import EXACT, Setting
+from policies_grid import EXACT, Setting, call
 from policies_workloads import Workload, workloads
 
 import dllm_jax as dj
@@ -66,9 +66,9 @@ def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, 
     responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
     pairs, size = _storage(workload, setting)
     return {
-        "policy": repr(setting.policy),
+        "policy": call(setting.policy),
         "curve": setting.curve,
-        "sampler": repr(setting.sampler),
+        "sampler": call(setting.sampler),
         "steps": workload.length // setting.divide_steps,
         "block": workload.length if setting.whole else workload.block,
         "accuracy": workload.accuracy(responses(out)),
