@@ -80,7 +80,9 @@ def stages() -> tuple[Stage, ...]:
     uses the same look-up: values of three digits, voting over examples, chains, longer prompts.
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
-    needles = ((64, 64), (128, 32), (256, 16), (512, 8), (1024, 4))  # tokens of a prompt, batch
+    needles = (  # tokens of a prompt, batch, bar, weight
+        (64, 64, 0.8, 0.5), (128, 32, 0.8, 0.5), (256, 16, 0.8, 1.0), (512, 8, 0.0, 3.0), (1024, 4, 0.0, 3.0),
+    )  # fmt: skip
     return (
         *(Stage(Recall(n, 1), pairs, 128, 2, 1.0, weight=0.1) for n, pairs in alphabets),
         Stage(Recall(digits=1), 4, 128, 2, 0.5, weight=0.1),
@@ -92,8 +94,8 @@ def stages() -> tuple[Stage, ...]:
         Stage(Recall(filler=30), 8, 64, 4, 0.2, bar=0.8),
         Stage(Chain(8), 3, 96, 13, 0.1, bar=0.7, weight=0.5),
         Stage(Chain(16), 5, 64, 21, 0.1, bar=0.7, weight=0.5),
-        Stage(Chain(), 7, 32, 32, 0.1, bar=0.7, weight=4.0),
-        *(Stage(*needle(tokens), batch, 4, 0.2, bar=0.8, weight=2.0) for tokens, batch in needles),
+        Stage(Chain(16), 7, 48, 32, 0.1, bar=0.7, weight=8.0),
+        *(Stage(*needle(n), batch, 4, 0.2, bar, weight) for n, batch, bar, weight in needles),
     )
 
 
@@ -105,7 +107,7 @@ def recipe_for(family: str, steps: int, decay: int) -> Recipe:
     return Recipe(spec_of(family), stages(), config)
 
 
-RECIPES = {"tiny-llada": recipe_for("llada", 7600, 1600), "tiny-dream": recipe_for("dream", 6900, 2100)}
+RECIPES = {"tiny-llada": recipe_for("llada", 8700, 2700), "tiny-dream": recipe_for("dream", 6500, 2200)}
 
 
 def start(spec: ModelSpec) -> Params:

@@ -111,7 +111,12 @@ HELD_OUT = (
     _few_shot(FewShot(), 5, 256),
 )
 LONGER = tuple(_needle(tokens, 64) for tokens in (1536, 2048))
-BEYOND = (*LONGER, Asked(Chain(letters=40), 10, 64, 41, 0.0), _few_shot(FewShot(kinds=8), 5, 64))
+BEYOND = (
+    *LONGER,
+    Asked(Chain(letters=32), 7, 64, 32, 0.0),
+    Asked(Chain(), 10, 64, 41, 0.0),
+    _few_shot(FewShot(kinds=8), 5, 64),
+)
 
 
 def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ TASKS = {
     "recall": (Recall(), (1, 2, 14, 40)),
     "recall-1-digit": (Recall(alphabet=14, digits=1, hold_out=3), (2, 5)),
     "recall-filler": (Recall(filler=30), (2, 8)),
-    "chain": (Chain(), (1, 7, 32)),
+    "chain": (Chain(), (1, 7, 16)),
     "chain-short": (Chain(letters=8), (7,)),
     "few-shot": (FewShot(), (3, 5)),
     "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
@@ -154,7 +154,7 @@ def test_a_bad_task_is_refused(task, options, message):
     [
         (Recall(), 0, r"size=0 must lie in \[1, 40\]"),
         (Recall(alphabet=4), 5, r"size=5 must lie in \[1, 4\]"),
-        (Chain(), 33, r"size=33 must lie in \[1, 32\]"),
+        (Chain(), 17, r"size=17 must lie in \[1, 16\]"),
         (FewShot(wrong=2), 4, "size=4 must exceed 4, twice wrong=2"),
     ],
 )

@@ -21,7 +21,7 @@ class Chain:
       hold_out: one prompt in `hold_out` is held out.
     """
 
-    letters: int = 32
+    letters: int = 16
     hold_out: int = 8
 
     def __post_init__(self):
