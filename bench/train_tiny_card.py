@@ -48,11 +48,10 @@ Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (
 
 ## Training
 
-`python bench/train_tiny.py {name}` reproduces it: {steps} steps, seed {seed}, Muon {muon} for the layers'
-matrices and AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps),
-{tokens:.1f} M tokens, {hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The
-curriculum opens a stage when fresh examples of the one before are answered right; every number is in
-training_log.json.
+`python bench/train_tiny.py {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
+AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
+{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
+examples of the one before are answered right; every number is in training_log.json. {history}
 
 | step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
 |---:|---:|---:|---:|---:|
@@ -148,7 +147,14 @@ def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def card(
-    name: str, model: Model, config: TrainConfig, stages: int, log: list, rows: list, beyond: list
+    name: str,
+    model: Model,
+    config: TrainConfig,
+    stages: int,
+    history: str,
+    log: list,
+    rows: list,
+    beyond: list,
 ) -> str:
     """README.md of the model."""
     spec, last = model.spec, log[-1]
@@ -159,7 +165,7 @@ def card(
         parameters=count(model.params), layers=spec.layers, heads=spec.heads, grouped=grouped,
         width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate, muon=config.muon,
         warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
-        speed=last["tokens"] / last["seconds"], device=device(), jax=jax.__version__,
+        speed=last["tokens"] / last["seconds"], device=device(), history=history, jax=jax.__version__,
         curve="\n".join(_curve_row(entry, stages) for entry in shown), stages=stages,
         table="\n".join(map(_accuracy_row, rows)), beyond="\n".join(map(_accuracy_row, beyond)),
     )  # fmt: skip

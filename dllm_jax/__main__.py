@@ -53,6 +53,8 @@ KINDS = (Kind("needle in 256 tokens", *needle(256), 4, 2), Kind("chain of 7 look
 class Options:
     """Demonstration of dllm_jax on the checkpoints that ship with it."""
 
+    models: tuple[str, ...] = embedded.NAMES
+    """Which of the checkpoints."""
     prompts: int = 16
     """How many held-out prompts of each task to answer."""
     seed: int = 0
@@ -61,6 +63,8 @@ class Options:
     """Also write the table here."""
 
     def __post_init__(self):
+        for name in self.models:
+            embedded.path(name)
         if self.prompts < 1:
             raise ValueError(f"prompts={self.prompts} must be at least 1")
 
@@ -70,7 +74,7 @@ def main():
     options = tyro.cli(Options)
     console = rich.console.Console()
     tables = []
-    for name in embedded.NAMES:
+    for name in options.models:
         model, tokenizer = _converted(console, name), AutoTokenizer.from_pretrained(embedded.path(name))
         for kind in KINDS:
             asked = _held_out(options, kind, tokenizer, model)

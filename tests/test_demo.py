@@ -6,17 +6,16 @@ import sys
 
 import numpy as np
 
-from dllm_jax import embedded
 from dllm_jax.demo.show import order
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
-    command = [sys.executable, "-m", "dllm_jax", "--prompts", "4", "--json", str(report)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
+    run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     tables = json.loads(report.read_text())["tables"]
-    assert len(tables) == 2 * len(embedded.NAMES)
+    assert [table["model"] for table in tables] == ["tiny-dream"] * 2
     for table in tables:
         exact, prefix, dual, threshold = table["rows"]
         assert (exact["policy"], exact["sampler"]) == ("Policy()", "Confidence()")
