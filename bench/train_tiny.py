@@ -116,7 +116,7 @@ RECIPES = {
         recipe_for("llada", 8700, 2700),
         history=HISTORY.format(6700, "; until step 2850 the steps of a chain were written in another form"),
     ),
-    "tiny-dream": recipe_for("dream", 6500, 2200),
+    "tiny-dream": recipe_for("dream", 8000, 3700),
 }
 
 
