@@ -1,1 +1,4 @@
-"""Pallas kernels, one folder per operation. None yet: the engine runs on XLA alone."""
+"""Operations with kernels of their own, one folder per operation; docs/design.md, "Kernels", says how.
+
+`from pallas_kernels.token_confidence import token_confidence`. Nothing here depends on `dllm_jax`.
+"""

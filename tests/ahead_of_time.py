@@ -1,0 +1,26 @@
+"""Compiling for hardware that is not there."""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+
+def compiled_for_v5e(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+    """The function compiled by XLA's TPU compiler for one chip; skips the test without libtpu."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip('TPU compiler missing: pip install "jax[tpu]" brings libtpu, no TPU is needed')
+    sharding = jax.sharding.SingleDeviceSharding(_v5e())
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
+    return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+
+
+@functools.cache
+def _v5e() -> Any:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not look for a TPU host's metadata server
+    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
