@@ -1,75 +1,83 @@
-"""Which implementation of an operation runs.
+"""Which implementation of an operation runs."""
 
-An operation has an XLA implementation, which takes every shape, and kernels for some platforms. A kernel
-that does not serve a shape raises NotImplementedError while it is traced.
-"""
-
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
-Kernels = Mapping[Platform, Callable[..., Any]]
 
 log = logging.getLogger(__name__)
 
 
-def run(
-    kernels: Kernels,
-    xla: Callable[..., Any],
-    arrays: tuple[Any, ...],
-    options: Mapping[str, Any],
-    implementation: Implementation | None,
-) -> Any:
-    """What the chosen implementation makes of the arrays.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """All implementations of an operation.
 
-    Args:
-      kernels: by platform, of arrays, options and `interpret`.
-      xla: of arrays and options.
-      arrays: pytrees of arrays.
-      options: static keywords.
-      implementation: "xla"; "pallas", which raises NotImplementedError where no kernel serves the shape, and
-        interprets the first kernel on platforms without one of their own; None takes the platform's kernel
-        if there is one that serves the shape, else XLA, and logs the reason.
+    Attributes:
+      xla: takes every shape.
+      kernels: by platform; they take `interpret` besides, and raise NotImplementedError while being traced if
+        they do not serve a shape. The first that serves it is interpreted on CPUs.
+      preferred: platforms whose kernel was measured to be faster than XLA.
     """
-    if implementation not in ("xla", "pallas", None):
-        raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
-    fallback = functools.partial(xla, **options)
-    bound = {platform: functools.partial(kernel, **options) for platform, kernel in kernels.items()}
-    if implementation == "xla":
-        return fallback(*arrays)
-    if implementation == "pallas":
-        interpreted = functools.partial(next(iter(bound.values())), interpret=True)
-        return jax.lax.platform_dependent(*arrays, **bound, default=interpreted)
-    tried = {platform: _or_xla(platform, kernel, fallback) for platform, kernel in bound.items()}
-    return jax.lax.platform_dependent(*arrays, **tried, default=fallback)
 
+    xla: Callable[..., Any]
+    kernels: Mapping[Platform, Callable[..., Any]]
+    preferred: tuple[Platform, ...] = ()
 
-def explain(kernels: Kernels, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> dict[Platform, str]:
-    """What `run(.., None)` takes on each platform for arrays (or their shapes), and why not a kernel."""
-    return {p: _explain(kernels.get(p), arrays, options) for p in ("cpu", "cuda", "tpu")}
+    def run(
+        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
+    ) -> Any:
+        """What the chosen implementation makes of the arrays.
 
-
-def _explain(kernel: Callable[..., Any] | None, arrays: tuple, options: Mapping[str, Any]) -> str:
-    if kernel is None:
-        return "xla: no kernel for this platform"
-    try:
-        jax.eval_shape(functools.partial(kernel, **options), *arrays)
-    except NotImplementedError as reason:
-        return f"xla: {reason}"
-    return "pallas"
-
-
-def _or_xla(platform: str, kernel: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
-    def attempt(*arrays):
-        try:
-            return kernel(*arrays)
-        except NotImplementedError as reason:
-            log.info("on %s XLA instead of a kernel: %s", platform, reason)
+        Args:
+          arrays: pytrees of arrays.
+          options: static keywords.
+          implementation: "xla"; "pallas", an error where no kernel serves the shape; None takes the kernel on
+            `preferred` platforms if it serves the shape, else XLA, and logs the reason.
+        """
+        if implementation not in (*get_args(Implementation), None):
+            raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
+        xla = functools.partial(self.xla, **options)
+        if implementation == "xla":
             return xla(*arrays)
+        bound = {p: functools.partial(kernel, **options) for p, kernel in self.kernels.items()}
+        refused = {p: reason for p in bound if (reason := _refusal(bound[p], arrays))}
+        serving = {p: kernel for p, kernel in bound.items() if p not in refused}
+        if implementation == "pallas":
+            if not serving:
+                raise NotImplementedError("; ".join(f"{p}: {reason}" for p, reason in refused.items()))
+            interpreted = functools.partial(next(iter(serving.values())), interpret=True)
+            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving})
+        for p in self.preferred:
+            if p in refused:
+                log.info("on %s XLA instead of a kernel: %s", p, refused[p])
+        chosen = {p: kernel for p, kernel in serving.items() if p in self.preferred}
+        return jax.lax.platform_dependent(*arrays, **chosen, default=xla)
 
-    return attempt
+    def explain(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> dict[Platform, str]:
+        """What `run(.., None)` takes on each platform for arrays (or their shapes), and why not a kernel."""
+
+        def why(platform: Platform) -> str:
+            if platform not in self.kernels:
+                return "xla: no kernel for this platform"
+            refusal = _refusal(functools.partial(self.kernels[platform], **options), arrays)
+            if refusal:
+                return f"xla: {refusal}"
+            if platform in self.preferred:
+                return "pallas"
+            return "xla: the kernel was not measured to be faster"
+
+        return {platform: why(platform) for platform in get_args(Platform)}
+
+
+def _refusal(kernel: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
+    try:
+        jax.eval_shape(kernel, *arrays)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None

@@ -1,5 +1,6 @@
 """Compiling for hardware that is not there."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -18,6 +19,14 @@ def compiled_for_v5e(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct
     sharding = jax.sharding.SingleDeviceSharding(_v5e())
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
     return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+
+
+def h100() -> contextlib.AbstractContextManager:
+    """Lowering for an H100; jax 0.10 needs to know nothing about the GPU."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """`token_confidence`: every implementation against float64 numpy."""
 
+import dataclasses
 import functools
 import math
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from dllm_jax.samplers import scores
-from pallas_kernels.token_confidence import KERNELS, explain, reference, token_confidence, xla
+from pallas_kernels.token_confidence import OPERATION, explain, reference, token_confidence, xla
 from pallas_kernels.token_confidence.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
 
+KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     "reference": reference.token_confidence,
     "xla": xla.token_confidence,
@@ -33,6 +35,11 @@ def operands(shape: Shape, dtype=jnp.float32):
     head = rng.standard_normal((shape.vocabulary, shape.width)) * 3 / math.sqrt(shape.width)
     head[shape.valid :] = np.nan if shape.valid else head[shape.valid :]
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
+
+
+def abstract(shape: Shape, dtype) -> list[jax.ShapeDtypeStruct]:
+    hidden = jax.ShapeDtypeStruct((shape.batch, shape.rows, shape.width), dtype)
+    return [hidden, jax.ShapeDtypeStruct((shape.vocabulary, shape.width), dtype)]
 
 
 def explicit(hidden, head, valid=None, forbidden=None):
@@ -160,17 +167,30 @@ def test_every_choice_gives_the_same(implementation):
     check(jax.jit(chosen)(hidden, head), expected)
 
 
-def test_what_no_kernel_serves_falls_through_to_xla_and_says_so(caplog):
+def test_what_a_kernel_does_not_serve_falls_through_to_xla_and_says_so(caplog):
     hidden, head = operands(Shape(1, 3, 100, 300))
+    chosen = dataclasses.replace(OPERATION, preferred=("tpu", "cuda"))
     assert "width 100" in explain(hidden, head)["tpu"]
     with caplog.at_level("INFO", logger="pallas_kernels"):
-        check(jax.jit(token_confidence)(hidden, head), explicit(hidden, head))
+        found = jax.jit(lambda *arrays: chosen.run(arrays, {}, None))(hidden, head)
+    check(found, explicit(hidden, head))
     assert "on tpu XLA instead of a kernel: width 100" in caplog.text
-    with pytest.raises(NotImplementedError, match="width 100"):
+    with pytest.raises(NotImplementedError, match=r"tpu: width 100.* cuda: width 100"):
         token_confidence(hidden, head, implementation="pallas")
     with pytest.raises(NotImplementedError, match="float16"):
         token_confidence(*operands(SMALL[0], jnp.float16), implementation="pallas")
-    assert explain(*operands(SMALL[0]))["tpu"] == "pallas"
+
+
+def test_a_kernel_is_the_default_only_where_it_was_measured_to_be_faster():
+    arrays = operands(SMALL[0])
+    chosen = dataclasses.replace(OPERATION, preferred=("tpu",))
+    assert chosen.explain(arrays, {})["tpu"] == "pallas"
+    assert "not measured" in chosen.explain(arrays, {})["cuda"]
+    assert OPERATION.preferred == ()
+    for operation, lowered in ((chosen, True), (OPERATION, False)):
+        traced = jax.jit(lambda *arrays, of=operation: of.run(arrays, {}, None)).trace(*arrays)
+        assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) is lowered
+        assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -193,10 +213,17 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("shape", [*SMALL, *MODELS.values()], ids=str)
 def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimised):
-    call = functools.partial(token_confidence, valid=shape.valid, forbidden=shape.forbidden)
-    hidden = jax.ShapeDtypeStruct((shape.batch, shape.rows, shape.width), dtype)
-    program = ahead_of_time.compiled_for_v5e(
-        call, hidden, jax.ShapeDtypeStruct((shape.vocabulary, shape.width), dtype)
-    )
+    call = functools.partial(KERNELS["tpu"], valid=shape.valid, forbidden=shape.forbidden)
+    program = ahead_of_time.compiled_for_v5e(call, *abstract(shape, dtype))
     assert "tpu_custom_call" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < 2**20  # no logits
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("shape", [*SMALL, *MODELS.values()], ids=str)
+def test_lowers_for_cuda(shape, dtype):
+    call = functools.partial(KERNELS["cuda"], valid=shape.valid, forbidden=shape.forbidden)
+    with ahead_of_time.h100():
+        lowered = jax.jit(call).trace(*abstract(shape, dtype)).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()

@@ -2,14 +2,16 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import choice
-from pallas_kernels.choice import Implementation, Platform
-from pallas_kernels.token_confidence import tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform
+from pallas_kernels.token_confidence import gpu, tpu, xla
 from pallas_kernels.token_confidence.reference import TokenConfidence, checked
 
-__all__ = ["TokenConfidence", "explain", "token_confidence"]
+__all__ = ["OPERATION", "TokenConfidence", "explain", "token_confidence"]
 
-KERNELS: choice.Kernels = {"tpu": tpu.token_confidence}
+OPERATION = Operation(
+    xla=xla.token_confidence,
+    kernels={"tpu": tpu.token_confidence, "cuda": gpu.token_confidence},
+)
 
 
 def token_confidence(
@@ -26,10 +28,10 @@ def token_confidence(
       head: vocabulary head, in the same dtype.
       valid: size of the vocabulary; rows of the head from there on are padding.
       forbidden: a token that is never the best one, though it counts in the softmax ([MASK]).
-      implementation: see `pallas_kernels.choice.run`.
+      implementation: see `pallas_kernels.choice.Operation.run`.
     """
     options = dict(valid=checked(head, valid, forbidden), forbidden=forbidden)
-    return choice.run(KERNELS, xla.token_confidence, (hidden, head), options, implementation)
+    return OPERATION.run((hidden, head), options, implementation)
 
 
 def explain(
@@ -40,4 +42,4 @@ def explain(
 ) -> dict[Platform, str]:
     """The implementation each platform takes by default, and the reason if it is not a kernel."""
     options = dict(valid=checked(head, valid, forbidden), forbidden=forbidden)
-    return choice.explain(KERNELS, (hidden, head), options)
+    return OPERATION.explain((hidden, head), options)

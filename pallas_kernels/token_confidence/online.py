@@ -78,6 +78,23 @@ def seen(
     )
 
 
+def merged(parts: Running) -> Running:
+    """One from those of several ranges of tokens [n r 1], the ranges ascending."""
+    first = jnp.argmax(parts.best, axis=0, keepdims=True)
+    winner = jnp.arange(parts.best.shape[0])[:, None, None] == first
+    top = jnp.max(parts.top, axis=0)
+    shift = parts.top - top
+    scale = jnp.exp(shift)
+    return Running(
+        token=jnp.take_along_axis(parts.token, first, axis=0)[0],
+        best=jnp.max(parts.best, axis=0),
+        second=jnp.max(jnp.where(winner, parts.second, parts.best), axis=0),
+        top=top,
+        total=jnp.sum(parts.total * scale, axis=0),
+        weighted=jnp.sum((parts.weighted + shift * parts.total) * scale, axis=0),
+    )
+
+
 def outcome(running: Running) -> tuple[Int[Array, "r 1"], *tuple[Float[Array, "r 1"], ...]]:
     """Token, probability, margin and negative entropy, once all tiles are seen."""
     probability = jnp.exp(running.best - running.top) / running.total

@@ -23,10 +23,11 @@ def token_confidence(
     """
     valid = checked(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = min(tile or max(LOGIT_BYTES // (4 * rows.shape[0]), 128), valid)
+    tile = min(tile or max(LOGIT_BYTES // (4 * rows.shape[0]), 128), head.shape[0])
+    last = head.shape[0] - tile
 
     def step(running, first):
-        begin = jnp.minimum(first, valid - tile)
+        begin = jnp.minimum(first, last)
         logits = product(rows, jax.lax.dynamic_slice_in_dim(head, begin, tile))
         ids = jnp.broadcast_to(begin + jnp.arange(tile, dtype=jnp.int32), logits.shape)
         return online.seen(running, logits, ids, first, valid, forbidden), None
