@@ -18,7 +18,20 @@ def compiled_for_v5e(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct
         pytest.skip('TPU compiler missing: pip install "jax[tpu]" brings libtpu, no TPU is needed')
     sharding = jax.sharding.SingleDeviceSharding(_v5e())
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
-    return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+    lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))
+    with _unstored():
+        return lowered.compile()
+
+
+@contextlib.contextmanager
+def _unstored():
+    """Keeps programs out of the compile cache: without a TPU they cannot be read back, which is a warning."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def h100() -> contextlib.AbstractContextManager:
