@@ -26,7 +26,7 @@ def compiled_for_v5e(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct
 @contextlib.contextmanager
 def _unstored():
     """Keeps programs out of the compile cache: without a TPU they cannot be read back, which is a warning."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     try:
         yield

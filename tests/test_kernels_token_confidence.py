@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.samplers import scores
-from pallas_kernels.token_confidence import OPERATION, explain, reference, token_confidence, xla
+from pallas_kernels.token_confidence import OPERATION, explain, reference, token_confidence, tpu, xla
 from pallas_kernels.token_confidence.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
@@ -227,3 +227,9 @@ def test_lowers_for_cuda(shape, dtype):
     with ahead_of_time.h100():
         lowered = jax.jit(call).trace(*abstract(shape, dtype)).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text()
+
+
+def test_the_v5e_compiler_rejects_what_does_not_fit_if_libtpu_is_installed(monkeypatch, optimised):
+    monkeypatch.setattr(tpu, "VMEM_BYTES", 2**22)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        ahead_of_time.compiled_for_v5e(KERNELS["tpu"], *abstract(MODELS["llada-8b"], jnp.bfloat16))
