@@ -6,7 +6,8 @@ import zlib
 import jax
 import pytest
 
-MAPS = pathlib.Path("/proc/self/maps")
+from tests.programs import forget_in_time
+
 ROTATED = ("family", "sampler", "batch")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
@@ -54,10 +55,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Drops compiled programs in time: each holds memory maps, and a Linux process has 65 530 at most."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
-        jax.clear_caches()
+    forget_in_time()
 
 
 @pytest.fixture

@@ -184,19 +184,18 @@ def test_the_trace_is_the_history():
     assert kept.all(), "a decoded token changed"
 
 
-def test_infill_fills_masks_anywhere_and_nothing_else():
-    for family in FAMILIES:
-        model = tiny(family)
-        template, _ = prompts(model, (12, 12))
-        template[0, [0, 3, 7]] = template[1, [5, 6]] = model.spec.mask_id
-        for policy in policies.ALL:
-            out = dj.infill(
-                model, template, policy=policy, sampler=suited(policy, samplers.Confidence()), key=KEY
-            )
-            filled = np.asarray(out.tokens)
-            hole = template == model.spec.mask_id
-            np.testing.assert_array_equal(filled[~hole], template[~hole])
-            assert not (filled == model.spec.mask_id).any()
+@pytest.mark.rotate
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", policies.ALL, ids=short)
+def test_infill_fills_masks_anywhere_and_nothing_else(policy, family):
+    model = tiny(family)
+    template, _ = prompts(model, (12, 12))
+    template[0, [0, 3, 7]] = template[1, [5, 6]] = model.spec.mask_id
+    sampler = suited(policy, samplers.Confidence())
+    filled = np.asarray(dj.infill(model, template, policy=policy, sampler=sampler, key=KEY).tokens)
+    hole = template == model.spec.mask_id
+    np.testing.assert_array_equal(filled[~hole], template[~hole])
+    assert not (filled == model.spec.mask_id).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

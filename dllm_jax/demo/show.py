@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import rich.box
 import rich.table
 import rich.text
 from jaxtyping import Int
@@ -14,15 +15,22 @@ COLD, WARM = np.array([60, 90, 220]), np.array([230, 120, 30])  # first and last
 
 def table(rows: list[Row], title: str) -> rich.table.Table:
     """One line per policy and sampler."""
-    shown = rich.table.Table(title=title, title_justify="left")
-    shown.add_column("policy")
-    shown.add_column("sampler")
-    for name in ("exact match", "forwards", "positions\nper token", "tokens/s", "speed-up", "compile s"):
+    shown = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
+    shown.add_column("policy", no_wrap=True)
+    shown.add_column("sampler", no_wrap=True)
+    for name in (
+        "exact\nmatch",
+        "for-\nwards",
+        "rows /\ntoken",
+        "tokens\n/ s",
+        "speed-\nup",
+        "com-\npile s",
+    ):
         shown.add_column(name, justify="right")
     for row in rows:
         shown.add_row(
-            row.policy,
-            row.sampler,
+            row.policy.removesuffix("()"),
+            row.sampler.removesuffix("()").replace("(", "\n("),
             f"{row.accuracy:.1%}",
             f"{row.forwards:.1f}",
             f"{row.computed:.1f}",

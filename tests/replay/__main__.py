@@ -14,6 +14,7 @@ import rich.console
 import rich.table
 import tyro
 
+from tests.programs import forget_in_time
 from tests.replay.case import Case, find
 from tests.replay.compare import Differs, Skipped
 from tests.replay.methods import METHODS
@@ -67,6 +68,7 @@ def main(
     results = []
     for case in cases:
         results.append(replay(case))
+        forget_in_time()
         row = results[-1]
         console.print(
             f"{row.outcome:8} {row.status:9} {row.case}  {row.detail}", highlight=False, markup=False
