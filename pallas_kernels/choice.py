@@ -19,12 +19,14 @@ class Operation:
     """All implementations of an operation.
 
     Attributes:
+      name: of the operation.
       xla: takes every shape.
       kernels: by platform; they take `interpret` besides, and raise NotImplementedError while being traced if
         they do not serve a shape. The first that serves it is interpreted on CPUs.
       preferred: platforms whose kernel was measured to be faster than XLA.
     """
 
+    name: str
     xla: Callable[..., Any]
     kernels: Mapping[Platform, Callable[..., Any]]
     preferred: tuple[Platform, ...] = ()
@@ -55,7 +57,7 @@ class Operation:
             return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving})
         for p in self.preferred:
             if p in refused:
-                log.info("on %s XLA instead of a kernel: %s", p, refused[p])
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, refused[p])
         chosen = {p: kernel for p, kernel in serving.items() if p in self.preferred}
         return jax.lax.platform_dependent(*arrays, **chosen, default=xla)
 

@@ -12,12 +12,14 @@ import pytest
 from jax.experimental import topologies
 
 
-def compiled_for_v5e(function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+def compiled_for_v5e(
+    function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct | None
+) -> jax.stages.Compiled:
     """The function compiled by XLA's TPU compiler for one chip; skips the test without libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip('TPU compiler missing: pip install "jax[tpu]" brings libtpu, no TPU is needed')
     sharding = jax.sharding.SingleDeviceSharding(_v5e())
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
+    placed = [x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
     lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))
     with _unstored():
         return lowered.compile()

@@ -9,6 +9,7 @@ from pallas_kernels.token_confidence.reference import TokenConfidence, checked
 __all__ = ["OPERATION", "TokenConfidence", "explain", "token_confidence"]
 
 OPERATION = Operation(
+    name="token_confidence",
     xla=xla.token_confidence,
     kernels={"tpu": tpu.token_confidence, "cuda": gpu.token_confidence},
 )

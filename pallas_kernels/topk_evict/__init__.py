@@ -8,7 +8,11 @@ from pallas_kernels.topk_evict.reference import checked
 
 __all__ = ["OPERATION", "explain", "topk_evict"]
 
-OPERATION = Operation(xla=xla.topk_evict, kernels={"tpu": tpu.topk_evict, "cuda": gpu.topk_evict})
+OPERATION = Operation(
+    name="topk_evict",
+    xla=xla.topk_evict,
+    kernels={"tpu": tpu.topk_evict, "cuda": gpu.topk_evict},
+)
 
 
 def topk_evict(
