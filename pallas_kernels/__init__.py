@@ -2,3 +2,16 @@
 
 `from pallas_kernels.token_confidence import token_confidence`. Nothing here depends on `dllm_jax`.
 """
+
+from pallas_kernels import received_attention, row_attention, sparse_gather, token_confidence, topk_evict
+from pallas_kernels.choice import Implementation as Implementation
+from pallas_kernels.choice import Operation as Operation
+
+OPERATIONS: tuple[Operation, ...] = (
+    row_attention.OPERATION,
+    received_attention.RECEIVED,
+    received_attention.HEAD_MEAN,
+    sparse_gather.OPERATION,
+    topk_evict.OPERATION,
+    token_confidence.OPERATION,
+)
