@@ -12,7 +12,10 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 def some(cases: Iterable[Any], usual: int) -> list[Any]:
     """The first `usual` cases; the others only with --exhaustive."""
     return [
-        case if i < usual else pytest.param(case, marks=pytest.mark.exhaustive)
+        pytest.param(
+            *(case if isinstance(case, tuple) and not hasattr(case, "_fields") else (case,)),
+            marks=() if i < usual else pytest.mark.exhaustive,
+        )
         for i, case in enumerate(cases)
     ]
 
