@@ -50,7 +50,7 @@ def sparse_gather(
         interpret=interpret,
         name="sparse_gather",
     )(index.astype(jnp.int32), k, v)
-    return tuple(x[:, :width] for x in found)
+    return found[0][:, :width], found[1][:, :width]
 
 
 def _kernel(index_ref, k_ref, v_ref, *out_refs, slots):

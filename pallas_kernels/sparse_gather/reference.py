@@ -21,8 +21,9 @@ def sparse_gather(
     checked(k, v, index)
     slots = k.shape[1]
     place = jnp.swapaxes(index, 1, 2)[..., None]
-    take = lambda x: jnp.take_along_axis(x, jnp.minimum(place, slots - 1), axis=1)
-    return tuple(jnp.where(place < slots, take(x), jnp.zeros_like(x[:1, :1, :1, :1])) for x in (k, v))
+    row = jnp.minimum(place, slots - 1)
+    take = lambda x: jnp.where(place < slots, jnp.take_along_axis(x, row, axis=1), jnp.zeros((), x.dtype))
+    return take(k), take(v)
 
 
 def checked(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
