@@ -93,8 +93,8 @@ def test_is_what_attention_gives():
     check(
         SMALL[0],
         (q, k, lse, weight, mask, lengths),
-        attention.received(q, k, lse, weight, seen),
-        attention.head_mean(q, k, lse, seen),
+        jax.jit(attention.received)(q, k, lse, weight, seen),
+        jax.jit(attention.head_mean)(q, k, lse, seen),
     )
 
 
