@@ -133,7 +133,7 @@ def abstract(of: str, shape: Shape, dtype) -> list:
     return [q, k, lse, *([weight] if of == "received" else []), *seen]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*SMALL[:2], *MODELS.values(), *SMALL[2:]], 7))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(MODELS.values()), *SMALL], 4))
 @pytest.mark.parametrize("of", OPERATIONS)
 def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised):
     def by_heads(q, k, *rest):
