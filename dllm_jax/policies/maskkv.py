@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax import eviction
-from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView
 from dllm_jax.canvas import Canvas
@@ -112,9 +111,9 @@ class MaskKV(DLLMCache):
             canvas.valid[:, None, None, layout.prompt :], (*seen.shape[:3], layout.response)
         )
         mask = jnp.concatenate([seen, response_seen], axis=-1)
-        o, lse = attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
+        o, lse = block.attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
         if prompt_passes:
-            votes, preference = eviction.evidence(self.votes, q, keys, lse, mask, some, canvas)
+            votes, preference = eviction.evidence(self.votes, block, q, keys, lse, mask, some, canvas)
             shared = self.evict(shared, layer, votes, preference, due, canvas)
             shared = shared.renew(layer, prompt_k, prompt_v, self.widest_head(canvas), due)
         return o, kv, shared
