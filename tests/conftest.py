@@ -18,7 +18,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--exhaustive", action="store_true", help="run every combination of the tests marked `rotate`"
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of the tests marked `rotate`, and those marked `exhaustive`",
     )
 
 
@@ -26,12 +28,14 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "rotate(every=1): runs in part, see conftest.py; all with --exhaustive"
     )
+    config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):
     """Of the families, samplers and batches of a test marked `rotate` one runs, another in the next test.
 
-    With `every=n` this is so for every n-th policy only, other ones in the next test.
+    With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
+    `exhaustive` do not run.
     """
     if config.getoption("exhaustive"):
         return
@@ -43,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
             groups.setdefault((item.originalname, mark.kwargs.get("every", 1)), {}).setdefault(
                 key, []
             ).append(item)
-    left_out = set()
+    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
     for (name, every), policies in groups.items():
         for i, (key, group) in enumerate(policies.items()):
             turn = (i + zlib.crc32(name.encode())) % every == 0

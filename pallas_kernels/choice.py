@@ -1,0 +1,85 @@
+"""Which implementation of an operation runs."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+
+Implementation = Literal["xla", "pallas"]
+Platform = Literal["cpu", "cuda", "tpu"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """All implementations of an operation.
+
+    Attributes:
+      name: of the operation.
+      xla: takes every shape.
+      kernels: by platform; they take `interpret` besides, and raise NotImplementedError while being traced if
+        they do not serve a shape. The first that serves it is interpreted on CPUs.
+      preferred: platforms whose kernel was measured to be faster than XLA.
+    """
+
+    name: str
+    xla: Callable[..., Any]
+    kernels: Mapping[Platform, Callable[..., Any]]
+    preferred: tuple[Platform, ...] = ()
+
+    def run(
+        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
+    ) -> Any:
+        """What the chosen implementation makes of the arrays.
+
+        Args:
+          arrays: pytrees of arrays.
+          options: static keywords.
+          implementation: "xla"; "pallas", an error where no kernel serves the shape; None takes the kernel on
+            `preferred` platforms if it serves the shape, else XLA, and logs the reason.
+        """
+        if implementation not in (*get_args(Implementation), None):
+            raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
+        xla = functools.partial(self.xla, **options)
+        if implementation == "xla":
+            return xla(*arrays)
+        bound = {p: functools.partial(kernel, **options) for p, kernel in self.kernels.items()}
+        refused = {p: reason for p in bound if (reason := _refusal(bound[p], arrays))}
+        serving = {p: kernel for p, kernel in bound.items() if p not in refused}
+        if implementation == "pallas":
+            if not serving:
+                raise NotImplementedError("; ".join(f"{p}: {reason}" for p, reason in refused.items()))
+            interpreted = functools.partial(next(iter(serving.values())), interpret=True)
+            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving})
+        for p in self.preferred:
+            if p in refused:
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, refused[p])
+        chosen = {p: kernel for p, kernel in serving.items() if p in self.preferred}
+        return jax.lax.platform_dependent(*arrays, **chosen, default=xla)
+
+    def explain(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> dict[Platform, str]:
+        """What `run(.., None)` takes on each platform for arrays (or their shapes), and why not a kernel."""
+
+        def why(platform: Platform) -> str:
+            if platform not in self.kernels:
+                return "xla: no kernel for this platform"
+            refusal = _refusal(functools.partial(self.kernels[platform], **options), arrays)
+            if refusal:
+                return f"xla: {refusal}"
+            if platform in self.preferred:
+                return "pallas"
+            return "xla: the kernel was not measured to be faster"
+
+        return {platform: why(platform) for platform in get_args(Platform)}
+
+
+def _refusal(kernel: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
+    try:
+        jax.eval_shape(kernel, *arrays)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
