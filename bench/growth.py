@@ -18,6 +18,7 @@ import matplotlib
 import tyro
 
 matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "growth"  # the same file for the same figure
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 

@@ -27,7 +27,7 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
         return dataclasses.replace(dj.presets.model_spec(name), **changes)
     numbers = TINY if name == "tiny" else SMALL
     ids = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
-    return dataclasses.replace(dj.presets.model_spec("llada-8b"), **numbers, **ids, **changes)
+    return dataclasses.replace(dj.presets.model_spec("llada-8b"), **{**numbers, **ids, **changes})
 
 
 def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0) -> dj.Model:

@@ -2,6 +2,7 @@
 
 python -m bench.roofline
 python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
+python -m bench.roofline --batches 1 --markdown     (the tables of docs/performance.md)
 """
 
 import dataclasses
@@ -155,13 +156,39 @@ def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, 
     )
 
 
+def print_markdown(plan: Plan, found: list[dict[str, Any]]):
+    """Per model, hardware and batch: ms of the part step, ms per token, ratio over the exact decoder."""
+    for model in plan.models:
+        for name in plan.hardware:
+            for batch in plan.batches:
+                print(f"\n{model}, {HARDWARE[name].times(plan.chips).name}, batch {batch}:\n")
+                print("| policy |" + "".join(f" prompt {prompt} |" for prompt in plan.prompts))
+                print("|---|" + "---:|" * len(plan.prompts))
+                about = {"model": model, "hardware": name, "batch": batch}
+                mine = [r for r in found if about.items() <= r.items()]
+                for policy in dict.fromkeys(r["policy"] for r in mine):
+                    row = [markdown_cell(r) for r in mine if r["policy"] == policy]
+                    print(f"| `{policy}` | " + " | ".join(row) + " |")
+
+
+def markdown_cell(row: dict[str, Any]) -> str:
+    """Part step (of the exact decoder the whole one) / ms per token (ratio); a star: does not fit."""
+    step = row["whole_ms"] if row["part_ms"] is None else row["part_ms"]
+    text = f"{short(step)} / {short(row['ms_per_token'])} ({short(row['over_exact'])}x)"
+    return text if row["fits"] else text + " *"
+
+
 def main(
     plan: Annotated[Plan, tyro.conf.arg(name="")],
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    markdown: bool = False,
 ):
-    """Prints the plan."""
+    """Prints the plan, with --markdown as short tables."""
     found = list(rows(plan))
-    print_plan(rich.console.Console(width=100), plan, found)
+    if markdown:
+        print_markdown(plan, found)
+    else:
+        print_plan(rich.console.Console(width=100), plan, found)
     if json_file:
         sources = {name: dataclasses.asdict(HARDWARE[name]) for name in plan.hardware}
         json_file.write_text(json.dumps({"hardware": sources, "rows": found}, indent=1) + "\n")
