@@ -18,7 +18,6 @@ import matplotlib
 import tyro
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "growth"  # the same file for the same figure
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
@@ -141,6 +140,7 @@ def compile_figure(by_layers: dict[str, Any], by_policy: dict[str, Any], out: Pa
 
 def save(figure, path: Path):
     """As PNG and SVG, without dates."""
+    matplotlib.rcParams["svg.hashsalt"] = "growth"  # the same file for the same figure
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     for suffix in ("png", "svg"):
