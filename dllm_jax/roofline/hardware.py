@@ -64,4 +64,5 @@ HARDWARE = MappingProxyType(
         ),
     }
 )
-"""By short name; the sources were read in November 2026."""
+"""By short name. Google's pages were read in November 2026; NVIDIA's figures were compared with pages that
+quote its data sheets (glennklockwood.com/garden/processors), not with the data sheets themselves."""
