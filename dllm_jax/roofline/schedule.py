@@ -21,7 +21,7 @@ def schedule(
     policy: p.Policy,
     spec: ModelSpec,
     layout: Layout,
-    assumed: Assumed = Assumed(),
+    assumed: Assumed = Assumed(),  # noqa: B008 (frozen)
 ) -> dict[Step, Number]:
     """Steps of each kind in a generation of `layout.steps` steps, none of which ends early.
 

@@ -64,7 +64,7 @@ class Setting:
         return Step(False, width, length, min(self.layout.block, width), width, **more)
 
     def joined(self, rows: int, stored: Number, **more: Number) -> Step:
-        """A step over `rows` that attend to a copy of the `stored` pairs with their own behind, kept by none."""
+        """A step over `rows` that attend to a copy of the `stored` pairs and to their own, not kept."""
         slots = stored + rows
         return Step(False, rows, slots, min(self.layout.block, rows), moved=stored + slots, **more)
 

@@ -57,7 +57,7 @@ def elastic(policy: p.ElasticCache, at: Setting) -> Iterator[Step]:
 
 
 def drifting(policy: p.ElasticCache, at: Setting, step: Step) -> Step:
-    """With the test of the tracked tokens before and after the layer, and the votes: keys read thrice more."""
+    """With the test of the tracked tokens, before and after, and the votes: keys are read thrice more."""
     spec, length = at.spec, at.layout.length
     tested = policy.track * (1 if isinstance(policy.test, KeyCosine) else spec.layers)
     tested = min(tested, length)
