@@ -75,6 +75,8 @@ def main(
       json_file: where the results go.
     """
     spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
+    if unknown := set(policies) - {type(policy).__name__ for policy in dj.policies.ALL}:
+        raise SystemExit(f"unknown policies: {', '.join(sorted(unknown))}")
     rows = []
     for policy in dj.policies.ALL:
         for n in layers or (spec.layers,):
@@ -91,9 +93,10 @@ def main(
         "length": length,
         "block": block,
     }
-    table = rich.table.Table(*rows[0], title=", ".join(f"{k} {v}" for k, v in where.items()))
+    columns = [name for name in rows[0] if name != "sampler"]
+    table = rich.table.Table(*columns, title=", ".join(f"{k} {v}" for k, v in where.items()))
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row[name]) for name in columns))
     rich.console.Console().print(table)
     report.write(json_file, where, rows=rows)
 

@@ -42,9 +42,10 @@ class Time:
         return Time.of([value * factor for value in self.values])
 
     def over(self, other: "Time") -> "Time":
-        """Ratios of the runs taken in turns, each to the other's of its turn, or to the one there is."""
-        others = other.values if len(other.values) > 1 else other.values * len(self.values)
-        return Time.of([mine / theirs for mine, theirs in zip(self.values, others, strict=True)])
+        """Ratios of the runs taken in turns, each to the other's of its turn; one run serves all turns."""
+        turns = max(len(self.values), len(other.values))
+        pairs = zip(*(t.values * (turns if len(t.values) == 1 else 1) for t in (self, other)), strict=True)
+        return Time.of([mine / theirs for mine, theirs in pairs])
 
 
 def seconds(run: Callable[[], Any]) -> float:

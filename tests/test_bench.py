@@ -75,22 +75,22 @@ def test_what_does_not_fit_is_said():
 
 
 def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> prepared.Prepared:
-    """A generation of 8 tokens whose steps take `whole_s` each, and which takes none itself."""
-    layout, counts = dj.Layout(16, 8, 4, 8), np.asarray([8])
-    stats = Stats(counts, 24 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
+    """A generation of 64 tokens whose steps take `whole_s` each, and which takes none itself."""
+    layout, counts = dj.Layout(16, 64, 32, 64), np.asarray([64])
+    stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
     time = device.Time.of([whole_s])
-    run = measure.Run(16, 1, 8, 4, 8, policy, sampler)
+    run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
     program = measure.Program(lambda: (None, stats, None), 0.0, 0.0, None)
     predicted = roofline.work(models.shape("tiny"), policy, layout)
     return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, None)
 
 
 @pytest.mark.parametrize(
-    ("sampler", "by_steps"), [(dj.samplers.Confidence(), 800.0), (dj.samplers.Threshold(0.9), None)]
+    ("sampler", "by_steps"), [(dj.samplers.Confidence(), 640.0), (dj.samplers.Threshold(0.9), None)]
 )
 def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
     """Steps are added up only where their number is known; without an exact decoder there is no ratio."""
-    exact, dual = (made(p, sampler, 100.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
+    exact, dual = (made(p, sampler, 10.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
     limits = Limits(repeats=2)
     too_long = prepared.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
     assert too_long.once is None
