@@ -1,72 +1,51 @@
-"""What every measurement needs: where it was taken, how long a run takes, what the device can do at most."""
+"""How long a run takes, and what the device can do at most."""
 
 import dataclasses
-import datetime
-import functools
 import os
 import re
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 
+from bench.models import drawn
 from dllm_jax.arithmetic import precision
 from dllm_jax.roofline import HARDWARE, Hardware
 
 
-def provenance(dtype: str) -> dict[str, Any]:
-    """Device, driver where it is known, versions, date: goes into every result."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "devices": jax.device_count(),
-        "driver": driver(device.platform),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "dtype": dtype,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def driver(platform: str) -> str | None:
-    """Version of the accelerator's driver, None where it is not known."""
-    file = Path("/proc/driver/nvidia/version")
-    if platform == "gpu" and file.exists():
-        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
-        return found.group() if found else None
-    return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
-
-
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of repeated runs.
+    """Seconds of repeated runs, or another quantity that was taken as often.
 
     Attributes:
       median: of the runs.
-      low: the fastest.
-      high: the slowest.
-      runs: how many.
+      low: the least.
+      high: the largest.
+      values: all of them, in order.
     """
 
     median: float
     low: float
     high: float
-    runs: int
+    values: tuple[float, ...]
 
     @staticmethod
-    def of(seconds: list[float]) -> "Time":
+    def of(values: list[float]) -> "Time":
         """Sums up the runs."""
-        return Time(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+        return Time(statistics.median(values), min(values), max(values), tuple(values))
 
     def scaled(self, factor: float) -> "Time":
         """The same per step, or in another unit."""
-        return Time(self.median * factor, self.low * factor, self.high * factor, self.runs)
+        return Time.of([value * factor for value in self.values])
+
+    def over(self, other: "Time") -> "Time":
+        """Ratios of the runs taken in turns, each to the other's of its turn; one run serves all turns."""
+        turns = max(len(self.values), len(other.values))
+        pairs = zip(*(t.values * (turns if len(t.values) == 1 else 1) for t in (self, other)), strict=True)
+        return Time.of([mine / theirs for mine, theirs in pairs])
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -76,15 +55,18 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def several(run: Callable[[], Any], calls: int) -> Any:
+    """Queues some calls, each giving up what the one before it made; the last one's result."""
+    out = None
+    for _ in range(calls):
+        out = run()
+    return out
+
+
 def timed(run: Callable[[], Any], repeats: int, calls: int = 1) -> Time:
     """Time of a run, after one that is not counted; `calls` of them are queued and share one waiting."""
     jax.block_until_ready(run())
-
-    def several():
-        outs = [run() for _ in range(calls)]
-        return outs[-1]
-
-    return Time.of([seconds(several) / calls for _ in range(repeats)])
+    return Time.of([seconds(lambda: several(run, calls)) / calls for _ in range(repeats)])
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Time]:
@@ -100,7 +82,8 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     """The rates of this device, measured: the roofs that its other figures are compared with.
 
     Bandwidth is the better of a copy and of a product with one vector, which reads a matrix once as a step of
-    few rows does; the rate of arithmetic that of a square product, at the precision the model uses.
+    few rows does; the rates of arithmetic are those of a square product, at the precision the model uses and
+    in float32. All numbers are random.
 
     Args:
       dtype: of the operands.
@@ -111,23 +94,28 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     device = jax.devices()[0]
     small = device.platform == "cpu"
     megabytes = megabytes or (256 if small else 2048)
-    side = side or (1024 if small else 8192)
-    size = megabytes * 10**6 // (4096 * jnp.dtype(dtype).itemsize)
-    matrix, vector = jnp.ones((size, 4096), dtype), jnp.ones((4096,), dtype)
     calls = 1 if small else 8
     best = lambda run, *args: timed(lambda: run(*args), repeats, calls).low
-    rates = {
-        "copy": 2 * matrix.nbytes / best(_plus_one, matrix),
-        "vector": matrix.nbytes / best(_product, matrix, vector),
-    }
+    rows = 64 * (megabytes * 10**6 // (64 * 4096 * jnp.dtype(dtype).itemsize))
+    matrix, vector = _random((rows, 4096), dtype), _random((4096,), dtype)
+    copy = 2 * matrix.nbytes / best(_plus_one, matrix)
+    product = matrix.nbytes / best(_product, matrix, vector)
     del matrix
-    square = jnp.ones((side, side), dtype)
-    flops = 2 * side**3 / best(_product, square, square)
+    side = side or (1024 if small else 8192)
+    rates = {}
+    for kind in dict.fromkeys((jnp.dtype(dtype).name, "float32")):
+        square = _random((side, side), kind)
+        rates[kind] = 2 * side**3 / best(_product, square, square)
     stats = device.memory_stats() or {}
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     capacity = float(stats.get("bytes_limit", host))
-    notes = f"measured: copy {rates['copy']:.3g} B/s, matrix times vector {rates['vector']:.3g} B/s"
-    return Hardware(device.device_kind, flops, max(rates.values()), capacity, notes)
+    notes = f"measured: copy {copy:.3g} B/s, matrix times vector {product:.3g} B/s"
+    flops = rates[jnp.dtype(dtype).name]
+    return Hardware(device.device_kind, flops, max(copy, product), capacity, notes, rates["float32"])
+
+
+def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return drawn(jax.random.key(len(shape)), 64, shape, dtype)
 
 
 def nominal(kind: str) -> str | None:
@@ -138,7 +126,7 @@ def nominal(kind: str) -> str | None:
     """
     known = {"H100": "h100", "H200": "h200", "A100": "a100", "TPU v5 lite": "v5e", "TPU v5e": "v5e"}
     known |= {"TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "v7x", "TPU v7": "v7x"}
-    found = next((key for name, key in known.items() if name in kind), None)
+    found = next((key for name, key in known.items() if re.search(rf"\b{name}", kind)), None)  # not GH200
     is_sxm = "PCIe" not in kind and "NVL" not in kind and "40GB" not in kind
     assert found is None or found in HARDWARE
     return found if is_sxm else None
@@ -152,12 +140,6 @@ def _plus_one(x):
 @jax.jit
 def _product(x, y):
     return jnp.matmul(x, y, precision=precision(x.dtype))
-
-
-@functools.cache
-def default_dtype() -> str:
-    """bfloat16 on accelerators; float32 on a CPU, where bfloat16 is emulated."""
-    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
 def peak_bytes() -> int | None:

@@ -6,63 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-import dllm_jax as dj
 from bench import device
-from bench.measure import Kinds, Program, Run, kinds, program
-from dllm_jax import roofline
+from bench.device import Time
+from bench.prepared import Exact, Limits, Prepared
 from dllm_jax.roofline import Hardware
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A generation that can be timed.
-
-    Attributes:
-      run: what is generated.
-      predicted: what it has to do.
-      steps: times of its steps.
-      program: the compiled loop.
-      peak: the most memory the device ever held, if that was in these steps; None if it was before.
-    """
-
-    run: Run
-    predicted: roofline.Work
-    steps: Kinds
-    program: Program
-    peak: int | None
-
-
-def prepared(model: dj.Model, run: Run, roof: Hardware, repeats: int, most_seconds: float) -> Prepared:
-    """Times the steps and compiles the loop.
-
-    Args:
-      model: the model.
-      run: what is generated.
-      roof: rates and capacity of this device.
-      repeats: timed groups of steps.
-      most_seconds: an exact generation that would take longer is not run.
-
-    Raises:
-      MemoryError: it does not fit by prediction, or the device says so.
-    """
-    request = run.request(model)
-    predicted = roofline.work(model.spec, run.policy, request.layout, run.batch, model.dtype)
-    if not predicted.memory.fits(roof):
-        raise MemoryError(f"needs {predicted.memory.total / 1e9:.0f} GB by prediction")
-    before = device.peak_bytes()
-    try:
-        steps = kinds(model, request, repeats)
-        compiled = program(model, request)
-        if steps.whole.median * run.steps <= most_seconds or run.policy.reuses:
-            jax.block_until_ready(compiled.run())
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise MemoryError("out of memory") from error
-        raise
-    finally:
-        jax.clear_caches()  # programs hold memory
-    peak = device.peak_bytes()
-    return Prepared(run, predicted, steps, compiled, None if peak == before else peak)
 
 
 def stepwise(mine: Prepared, roof: Hardware) -> dict[str, Any]:
@@ -76,37 +23,61 @@ def stepwise(mine: Prepared, roof: Hardware) -> dict[str, Any]:
         found |= {
             f"{name}_ms": dataclasses.asdict(time.scaled(1e3)),
             f"{name}_predicted_ms": 1e3 * price.seconds(roof),
-            f"{name}_bandwidth": price.bytes / time.median / roof.bandwidth,
-            f"{name}_arithmetic": price.flops / time.median / roof.flops,
+            f"{name}_bandwidth": price.moving(roof) / time.median,
+            f"{name}_arithmetic": price.computing(roof) / time.median,
         }
-    return found | {"predicted_s": mine.predicted.on(roof).seconds}
+    fixed = mine.run.fixed_steps
+    return found | {"predicted_s": mine.predicted.on(roof).seconds if fixed else None}
 
 
-def whole_run(mine: Prepared, exact: Prepared, repeats: int, most_seconds: float) -> dict[str, Any]:
-    """A generation, in turns with the exact decoder's unless that takes too long."""
-    by_steps = exact.steps.whole.median * exact.run.steps
-    too_long = by_steps > most_seconds
-    if too_long and mine is exact:
-        return {"seconds": None, "exact_by_steps_s": by_steps}
+def whole_run(mine: Prepared, exact: Exact | None, limits: Limits) -> dict[str, Any]:
+    """A generation, in turns with the exact decoder's unless that takes too long.
+
+    What it is compared with: the runs of the same turns, the one run of the exact decoder, or the time of its
+    steps times their number, where that is fixed; nothing without an exact decoder.
+    """
+    is_exact = exact is not None and exact.mine is mine
+    if exact and is_exact and mine.at_most > limits.turns_seconds:
+        once = exact.once
+        found = {"seconds": once and dataclasses.asdict(once)} | _beside(exact, once, mine, once)
+        return found | (statistics(mine, once, exact.out) if once else {})
     runs = {"ours": mine.program.run}
-    if not too_long and mine is not exact:
-        runs["exact"] = exact.program.run
-    times = device.interleaved(runs, repeats)
-    ours = times["ours"].median
-    base = by_steps if too_long else times["exact" if "exact" in times else "ours"].median
-    _, stats, _ = jax.tree.map(np.asarray, mine.program.run())
-    refreshes, forwards = float(np.max(stats.refreshes)), float(np.max(stats.nfe))
-    others = (forwards - refreshes) * (mine.steps.part.median if mine.steps.part else 0.0)
+    if exact and not is_exact and exact.mine.at_most <= limits.turns_seconds:
+        runs["exact"] = exact.mine.program.run
+    times = device.interleaved(runs, limits.repeats)
+    ours = times["ours"]
+    base = ours if is_exact else times.get("exact", exact.once if exact else None)
+    found = {"seconds": dataclasses.asdict(ours)} | statistics(mine, ours, mine.program.run())
+    return found | _beside(exact, base, mine, ours)
+
+
+def _beside(exact: Exact | None, base: Time | None, mine: Prepared, ours: Time | None) -> dict[str, Any]:
+    """The exact decoder's time, and how many times as long it takes."""
+    by_steps = None
+    if exact and base is None and mine.run.fixed_steps:
+        by_steps = exact.mine.at_most
+    compared = Time.of([by_steps]) if by_steps else base
+    ratio = compared.over(ours) if ours and compared else None
     return {
-        "seconds": dataclasses.asdict(times["ours"]),
-        "steps_added_up_s": refreshes * mine.steps.whole.median + others,
-        "tokens_per_s": float(np.sum(stats.decoded)) / ours,
-        "tokens_before_eos_per_s": float(np.sum(stats.answer)) / ours,
+        "over_exact": ratio and dataclasses.asdict(ratio),
+        "exact_seconds": base and dataclasses.asdict(base),
+        "exact_by_steps_s": by_steps,
+    }
+
+
+def statistics(mine: Prepared, ours: Time, out: Any) -> dict[str, Any]:
+    """What the generation did, and per second; its steps added up, where there are two kinds at most."""
+    _, stats, _ = jax.tree.map(np.asarray, out)
+    refreshes, forwards = float(np.max(stats.refreshes)), float(np.max(stats.nfe))
+    part = mine.steps.part.median if mine.steps.part else 0.0
+    added = refreshes * mine.steps.whole.median + (forwards - refreshes) * part
+    return {
+        "steps_added_up_s": added if mine.uniform else None,
+        "tokens_per_s": float(np.sum(stats.decoded)) / ours.median,
+        "tokens_before_eos_per_s": float(np.sum(stats.answer)) / ours.median,
         "forwards": float(np.mean(stats.nfe)),
         "refreshes": float(np.mean(stats.refreshes)),
         "positions_per_token": float(np.sum(stats.computed + stats.widened) / max(np.sum(stats.decoded), 1)),
-        "over_exact": base / ours,
-        "exact_by_steps_s": by_steps if too_long else None,
     }
 
 

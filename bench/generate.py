@@ -10,7 +10,6 @@ in a copy or a product with a vector (bandwidth) and in a square product (arithm
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +20,10 @@ import rich.table
 import tyro
 
 import dllm_jax as dj
-from bench import device, models
-from bench.figures import prepared, stepwise, storage, whole_run
+from bench import device, models, report
+from bench.figures import stepwise, storage, whole_run
 from bench.measure import Run
+from bench.prepared import Exact, Limits, baseline, prepared
 from dllm_jax.roofline import Hardware
 
 
@@ -42,8 +42,7 @@ class Options:
       block: positions per block.
       steps: denoising steps, as many as positions if not given.
       threshold: decode with `Threshold` instead of a fixed number of tokens per step.
-      repeats: timed runs, of which the median counts.
-      most_seconds: an exact generation that would take longer is not run but its steps are added up.
+      limits: how often generations are timed, and up to where exact ones are.
       out: JSON file, written anew after every measurement.
     """
 
@@ -57,8 +56,7 @@ class Options:
     block: int = 32
     steps: int | None = None
     threshold: float | None = None
-    repeats: int = 5
-    most_seconds: float = 5.0
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()  # noqa: RUF009 (frozen)
     out: Path | None = None
 
     def chosen(self) -> list[dj.policies.Policy]:
@@ -86,17 +84,18 @@ def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[
     """One row per prompt, batch and policy, the exact decoder first."""
     for prompt in options.prompts:
         for batch in options.batches:
-            exact = None
+            exact: Exact | None = None
             for policy in (dj.policies.Policy(), *options.chosen()):
                 run = options.run(prompt, batch, policy)
-                case = {"policy": repr(policy), "prompt": prompt, "batch": batch}
+                case = {"policy": repr(policy), "prompt": prompt, "batch": batch, "sampler": repr(run.chosen)}
                 try:
-                    mine = prepared(model, run, roof, options.repeats, options.most_seconds)
+                    mine = prepared(model, run, roof, options.limits)
+                    if not policy.reuses:
+                        exact = baseline(mine, options.limits)
                 except MemoryError as error:
                     yield case | {"error": str(error)}
                     continue
-                exact = exact or mine  # where the exact decoder does not fit nothing does: it has no cache
-                figures = whole_run(mine, exact, options.repeats, options.most_seconds)
+                figures = whole_run(mine, exact, options.limits)
                 yield case | stepwise(mine, roof) | figures | storage(mine)
 
 
@@ -113,27 +112,30 @@ def print_row(console: rich.console.Console, found: dict[str, Any]):
                 f"{kind} {time['median']:8.2f} ms (predicted {found[f'{kind}_predicted_ms']:.2f}, bandwidth "
                 f"{found[f'{kind}_bandwidth']:.0%}, arithmetic {found[f'{kind}_arithmetic']:.0%})"
             )
-    if found["seconds"]:
-        parts.append(f"{found['tokens_per_s']:.1f} tokens/s, {found['over_exact']:.2f} x exact")
+    if "tokens_per_s" in found:
+        parts.append(f"{found['tokens_per_s']:.1f} tokens/s")
+    if ratio := found["over_exact"]:
+        parts.append(f"{ratio['median']:.2f} x exact ({ratio['low']:.2f} to {ratio['high']:.2f})")
     console.print("  ".join(parts))
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Measures the grid."""
-    dtype = options.dtype or device.default_dtype()
+    dtype = options.dtype or report.default_dtype()
     if options.model:
         model = dj.load(options.model, dtype=dtype)
     else:
         model = models.random_model(models.shape(options.shape), dtype)
     small = options.shape == "tiny" and not options.model
-    roof = device.ceilings(dtype, options.repeats, **({"megabytes": 64, "side": 512} if small else {}))
-    where = device.provenance(dtype) | {
+    roof = device.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
+    where = report.provenance(dtype) | {
         "model": options.model or f"{options.shape}, random weights",
         "spec": dataclasses.asdict(model.spec),
         "length": options.length,
         "block": options.block,
         "steps": options.steps or options.length,
         "threshold": options.threshold,
+        "limits": dataclasses.asdict(options.limits),
         "ceilings": dataclasses.asdict(roof),
         "data_sheet": device.nominal(jax.devices()[0].device_kind),
     }
@@ -143,9 +145,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     for found in measure(model, options, roof):
         rows.append(found)
         print_row(console, found)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
+        report.write(options.out, where, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
-"""How cost grows: predicted step times and compile seconds, as tables in JSON and as figures.
+"""How cost grows: predicted step times and what compiling takes, as figures.
 
 python -m bench.growth                       (predicted; figures into docs/figures)
 python -m bench.growth --measured bench/results/generate_h100.json
-python -m bench.growth --compile 4 8 16 32   (compiles LLaDA-8B with as many layers, without its weights)
+python -m bench.growth --compile bench/results/compile_time.json
 """
 
-import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
 import matplotlib
 import tyro
 
@@ -22,12 +18,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 import dllm_jax as dj
-from bench import device
 from dllm_jax import roofline
-from dllm_jax.engine import denoise
-from dllm_jax.parameters import abstract
 from dllm_jax.roofline import HARDWARE
-from dllm_jax.step import Plan
 
 PROMPTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -67,17 +59,16 @@ def lines(axes: Axes, x: Iterable[int], curves: dict[str, Callable[[int], float]
     axes.legend(fontsize=8)
 
 
-def measured_points(axes: Axes, file: Path, x: str, fixed: dict[str, int]):
+def measured_points(axes: Axes, files: tuple[Path, ...], x: str, fixed: dict[str, int]):
     """Mean steps of whole generations that bench.generate measured, as crosses."""
-    report = json.loads(file.read_text())
-    for row in report["rows"]:
+    for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
         if row.get("seconds") and all(row[key] == value for key, value in fixed.items()):
             seconds = row["seconds"]["median"] / row["forwards"]
             axes.plot(row[x], 1e3 * seconds, "kx")
             axes.annotate(row["policy"].split("(")[0], (row[x], 1e3 * seconds), fontsize=6)
 
 
-def predicted_figure(model: str, chip: str, out: Path, measured: Path | None):
+def predicted_figure(model: str, chip: str, out: Path, measured: tuple[Path, ...]):
     """Step time against prompt length, batch and computed rows."""
     spec = dj.presets.model_spec(model)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.8))
@@ -94,67 +85,49 @@ def predicted_figure(model: str, chip: str, out: Path, measured: Path | None):
     right.set_ylabel("ms of the step")
     kind = "predicted (lines) and measured (crosses)" if measured else "predicted, not measured"
     figure.suptitle(f"{model}, bfloat16, {HARDWARE[chip].name}, 256 tokens in blocks of 32: {kind}")
-    save(figure, out / f"growth-{model}")
+    save(figure, out / f"growth-{model}.png")
 
 
-def compile_seconds(layers: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Wall seconds of lowering and compiling a generation of LLaDA-8B cut to some layers, prompt 1024."""
-    found = []
-    for policy in (dj.policies.Policy(), dj.policies.DualCache()):
-        for n in layers:
-            spec = dataclasses.replace(dj.presets.model_spec("llada-8b"), layers=n)
-            model = dj.Model(abstract(spec, jnp.dtype(device.default_dtype())), spec)
-            layout = dj.Layout(1024, 256, 32, 256)
-            widths = policy.widths(layout) if policy.reuses else ()
-            plan = Plan(policy, dj.samplers.Confidence(), widths, stop_at_eos=False, trace=False)
-            tokens = jax.ShapeDtypeStruct((1, layout.length), jnp.int32)
-            valid = jax.ShapeDtypeStruct((1, layout.length), bool)
-            wall, cpu = time.perf_counter(), time.process_time()
-            denoise.lower(model, tokens, valid, None, layout=layout, plan=plan).compile()
-            case = {"policy": repr(policy), "layers": n, "step_variants": 1 + len(widths)}
-            found.append(case | {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu})
-            jax.clear_caches()
-    return found
+def compile_figure(report: dict[str, Any], out: Path):
+    """What compiling takes, against layers and against the step variants of a policy's program.
 
-
-def compile_figure(by_layers: dict[str, Any], by_policy: dict[str, Any], out: Path):
-    """Compile seconds (CPU time) against layers, and against the step variants of a policy's program."""
+    CPU time of lowering and compiling, over that of the exact decoder with all layers.
+    """
+    spent = lambda row: row["lower_cpu_s"] + row["compile_cpu_s"]
+    rows, full = report["rows"], report["layers"]
+    base = next(spent(row) for row in rows if (row["policy"], row["layers"]) == ("Policy()", full))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
-    for policy in dict.fromkeys(row["policy"] for row in by_layers["rows"]):
-        rows = [row for row in by_layers["rows"] if row["policy"] == policy]
-        left.plot([r["layers"] for r in rows], [r["cpu_s"] for r in rows], "o-", label=policy)
-    for row in by_policy["rows"]:
-        spent = row["lower_cpu_s"] + row["compile_cpu_s"]
-        right.plot(row["step_variants"], spent, "ko")
-        right.annotate(row["policy"].split("(")[0], (row["step_variants"], spent), fontsize=7)
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        mine = [row for row in rows if row["policy"] == policy]
+        name = policy.split("(")[0]
+        left.plot([r["layers"] for r in mine], [spent(r) / base for r in mine], "o-", label=name)
+        widest = next(row for row in mine if row["layers"] == full)
+        right.plot(widest["step_variants"], spent(widest) / base, "ko")
+        right.annotate(name, (widest["step_variants"], spent(widest) / base), fontsize=7)
     left.set_xlabel("layers")
-    right.set_xlabel("step variants in the program (32 layers)")
-    left.set_ylabel("seconds of CPU time, lowering and compiling")
+    right.set_xlabel(f"step variants in the program ({full} layers)")
+    left.set_ylabel(f"CPU time over the exact decoder's, {full} layers")
     left.legend(fontsize=8)
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{by_policy['model']}, {by_layers['device']}, jax {by_layers['jax']}: measured")
-    save(figure, out / "growth-compile")
+    figure.suptitle(f"{report['model']}, {report['device']}, jax {report['jax']}: measured")
+    save(figure, out / "growth-compile.png")
 
 
 def save(figure, path: Path):
-    """As PNG and SVG, without dates."""
-    matplotlib.rcParams["svg.hashsalt"] = "growth"  # the same file for the same figure
+    """As PNG."""
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in ("png", "svg"):
-        metadata = {"Date": None} if suffix == "svg" else {}
-        figure.savefig(path.with_suffix(f".{suffix}"), dpi=110, metadata=metadata)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(
     models: tuple[str, ...] = ("llada-8b", "dream-7b"),
     chip: str = "h100",
-    measured: Path | None = None,
-    compile_layers: Annotated[tuple[int, ...], tyro.conf.arg(name="compile")] = (),
-    results: Path = Path("bench/results"),
+    measured: tuple[Path, ...] = (),
+    compile_time: Annotated[Path | None, tyro.conf.arg(name="compile")] = None,
     out: Path = Path("docs/figures"),
 ):
     """Draws the figures.
@@ -163,16 +136,13 @@ def main(
       models: shapes.
       chip: name in `dllm_jax.roofline.HARDWARE`.
       measured: results of bench.generate, for the first model.
-      compile_layers: measure how long compiling takes with as many layers, and draw that too.
-      results: where compile_layers.json goes, and compile_time.json is.
+      compile_time: results of bench.compile_time with several layers, drawn too.
       out: folder of the figures.
     """
     for model in models:
-        predicted_figure(model, chip, out, measured if model == models[0] else None)
-    if compile_layers:
-        report = device.provenance(device.default_dtype()) | {"rows": compile_seconds(compile_layers)}
-        (results / "compile_layers.json").write_text(json.dumps(report, indent=1) + "\n")
-        compile_figure(report, json.loads((results / "compile_time.json").read_text()), out)
+        predicted_figure(model, chip, out, measured if model == models[0] else ())
+    if compile_time:
+        compile_figure(json.loads(compile_time.read_text()), out)
 
 
 if __name__ == "__main__":

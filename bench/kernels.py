@@ -10,7 +10,6 @@ have to be read and written at least. The implementations take turns.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import rich.console
 import tyro
 
-from bench import device
+from bench import device, report
 from bench.kernel_cases import FAMILIES, Family, Operands
 from dllm_jax.roofline import Hardware
 
@@ -51,6 +50,11 @@ class Options:
     calls: int | None = None
     out: Path | None = None
 
+    @property
+    def per_run(self) -> int:
+        """Calls per timed run."""
+        return self.calls or (1 if jax.devices()[0].platform == "cpu" else 20)
+
     def chosen(self) -> list[Family]:
         """The operations.
 
@@ -74,7 +78,7 @@ def function(family: Family, implementation: str, case: Operands) -> Callable[..
 
 def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, Any]]:
     """One row per operation, shape and implementation."""
-    calls = options.calls or (1 if dtype == "float32" else 20)
+    calls = options.per_run
     for family in options.chosen():
         for name, shape in list(family.shapes(options.small))[: options.most]:
             case = family.make(shape, jnp.dtype(dtype))
@@ -110,7 +114,7 @@ def rows(
     """Times of one shape's implementations, taken in turns."""
     if not serving:
         return []
-    repeated = {name: functools.partial(_several, run, calls) for name, run in serving.items()}
+    repeated = {name: functools.partial(device.several, run, calls) for name, run in serving.items()}
     times = {name: time.scaled(1 / calls) for name, time in device.interleaved(repeated, repeats).items()}
     moved = case.bytes(next(iter(serving.values()))())
     floor = max(moved / roof.bandwidth, case.flops / roof.flops)
@@ -123,17 +127,13 @@ def rows(
     return found
 
 
-def _several(run: Callable[[], Any], calls: int) -> Any:
-    return [run() for _ in range(calls)][-1]
-
-
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Measures the operations."""
-    dtype = options.dtype or device.default_dtype()
+    dtype = options.dtype or report.default_dtype()
     if jax.devices()[0].platform == "cpu" and not options.small:
         raise SystemExit("A CPU interprets the kernels: pass --small, the models' shapes would take hours.")
     roof = device.ceilings(dtype, **({"megabytes": 64, "side": 512} if options.small else {}))
-    where = device.provenance(dtype) | {"ceilings": dataclasses.asdict(roof), "calls": options.calls}
+    where = report.provenance(dtype) | {"ceilings": dataclasses.asdict(roof), "calls": options.per_run}
     console, found = rich.console.Console(width=160, highlight=False), []
     console.print(where)
     for row in measure(options, dtype, roof):
@@ -145,9 +145,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
             ratio = "" if row["over_xla"] is None else f"{row['over_xla']:6.2f} x xla"
             rates = f"{row['gb_per_s']:8.1f} GB/s {row['tflop_per_s']:7.2f} TFLOP/s {ratio}"
             console.print(f"{head} {row['us']['median']:10.1f} us {rates}")
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({**where, "rows": found}, indent=1) + "\n")
+        report.write(options.out, where, rows=found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dllm_jax.arithmetic import rope_table
 from dllm_jax.engine import denoise
 from dllm_jax.request import Request, prepare
 from dllm_jax.samplers import Sampler
+from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.step import State, initial, step
 
 
@@ -40,9 +41,19 @@ class Run:
     policy: dj.policies.Policy
     sampler: Sampler
 
+    @property
+    def chosen(self) -> Sampler:
+        """The sampler that decodes."""
+        return dj.samplers.RandomOrder() if self.policy.foresees else self.sampler
+
+    @property
+    def fixed_steps(self) -> bool:
+        """The number of steps is known beforehand: the sampler decodes as many tokens in each."""
+        return not isinstance(self.chosen, UntilDone)
+
     def request(self, model: dj.Model) -> Request:
         """As `dj.generate` prepares it."""
-        sampler = dj.samplers.RandomOrder() if self.policy.foresees else self.sampler
+        sampler = self.chosen
         lowest = min(model.spec.mask_id, model.spec.eos_id, model.spec.vocab)
         tokens = np.random.default_rng(0).integers(0, lowest, (self.batch, self.prompt))
         return prepare(
@@ -109,7 +120,8 @@ def kinds(model: dj.Model, request: Request, repeats: int, most: int = 4) -> Kin
     """Times single steps as the loop runs them, from the states they occur in.
 
     The state is donated from step to step, so the cache is changed in place. Up to `most` steps are queued
-    and share one waiting; each group starts anew, and what leads up to it is not timed.
+    and share one waiting, but of steps over the canvas only where all are: what follows a refresh may be of
+    another kind. Each group starts anew, and what leads up to it is not timed.
     """
     layout, plan = request.layout, request.plan
     noise = request.arrays[2]
@@ -135,7 +147,7 @@ def kinds(model: dj.Model, request: Request, repeats: int, most: int = 4) -> Kin
                 return state, width
         return state, None
 
-    def group(start: Callable[[], State], width: int | None) -> Time:
+    def group(start: Callable[[], State], width: int | None, most: int) -> Time:
         state = jax.block_until_ready(onwards(model, noise, start(), width))  # compiles
         once = seconds(lambda: onwards(model, noise, start(), width))
         calls = max(1, min(most, layout.steps, round(0.5 / once)))
@@ -149,9 +161,9 @@ def kinds(model: dj.Model, request: Request, repeats: int, most: int = 4) -> Kin
             taken.append((time.perf_counter() - begun) / calls)
         return Time.of(taken)
 
-    whole = group(fresh, None)
+    whole = group(fresh, None, 1 if plan.policy.reuses else most)
     width = until_part()[1] if plan.widths else None
-    part = None if width is None else group(lambda: until_part()[0], width)
+    part = None if width is None else group(lambda: until_part()[0], width, most)
     return Kinds(whole, part, width)
 
 

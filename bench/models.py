@@ -50,10 +50,12 @@ def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype)
     # a layer at a time; a table [v m] in at most 64 equal parts of its rows
     pieces = leaf.shape[0] if "layers" in name else math.gcd(leaf.shape[0], 64)
-    return _drawn(key, pieces, leaf.shape, leaf.dtype)
+    return drawn(key, pieces, leaf.shape, leaf.dtype)
 
 
-def _drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, small; `pieces` divides how many there are, and is how often some are drawn."""
+
     @jax.jit
     def draw(key):
         part = (math.prod(shape) // pieces,)

@@ -11,7 +11,6 @@ compared (tests/test_oracle_torch.py compares the logits). Runs take turns.
 
 import dataclasses
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import rich.console
 import tyro
 
 import dllm_jax as dj
-from bench import device, models
+from bench import device, models, report
 from bench.measure import Run, program
 from bench.torch_twin import Twin, twin
 from dllm_jax.block import unembed
@@ -95,20 +94,20 @@ def compare(model: dj.Model, theirs: Twin, options: Options) -> dict[str, Any]:
         for once in runs.values():
             jax.block_until_ready(once())  # compiles
         times = device.interleaved(runs, options.repeats)
-        ratio = times["theirs"].median / times["ours"].median
-        found[name] = {who: dataclasses.asdict(t) for who, t in times.items()} | {"theirs_over_ours": ratio}
+        ratio = {"theirs_over_ours": dataclasses.asdict(times["theirs"].over(times["ours"]))}
+        found[name] = {who: dataclasses.asdict(t) for who, t in times.items()} | ratio
     return found
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compares and prints."""
-    dtype = options.dtype or device.default_dtype()
+    dtype = options.dtype or report.default_dtype()
     spec = models.shape(options.shape)
     theirs = twin(spec, dtype, options.compiled)
     if jax.devices()[0].platform == "cpu":
         theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
     found = compare(models.random_model(spec, dtype), theirs, options)
-    where = device.provenance(dtype) | {
+    where = report.provenance(dtype) | {
         "model": f"{options.shape}, random weights",
         "prompt": options.prompt,
         "batch": options.batch,
@@ -122,9 +121,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         "cores": len(os.sched_getaffinity(0)),
     }
     rich.console.Console(highlight=False).print(where | found)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(where | found, indent=1) + "\n")
+    report.write(options.out, where, **found)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,30 @@
 """The benches run from end to end at the smallest size, and what they compute is right."""
 
 import dataclasses
+import functools
+import importlib
 import json
+import pathlib
+import re
+import shlex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 
 import dllm_jax as dj
-from bench import device, figures, generate, growth, kernels, measure, models
+from bench import device, figures, generate, growth, kernels, measure, models, prepared, tables
 from bench import roofline as plan
 from bench.kernel_cases import FAMILIES
+from bench.prepared import Limits
+from dllm_jax import roofline
 from dllm_jax.parameters import abstract
+from dllm_jax.record import Stats
 from dllm_jax.roofline import Hardware
 
-ROOF = Hardware("test", 1e12, 1e11, 1e12, "")
+ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
 
 
 def test_generate_tiny(tmp_path):
@@ -26,7 +35,7 @@ def test_generate_tiny(tmp_path):
         batches=(1,),
         length=8,
         block=4,
-        repeats=1,
+        limits=Limits(repeats=2),
         policies=("DualCache",),
         out=out,
     )
@@ -34,7 +43,12 @@ def test_generate_tiny(tmp_path):
     report = json.loads(out.read_text())
     exact, dual = report["rows"]
     assert (exact["policy"], dual["policy"]) == ("Policy()", "DualCache()")
-    assert exact["over_exact"] == 1.0
+    assert exact["over_exact"]["values"] == [1.0, 1.0]
+    pairs = zip(dual["exact_seconds"]["values"], dual["seconds"]["values"], strict=True)
+    assert dual["over_exact"]["values"] == [pytest.approx(base / ours) for base, ours in pairs]
+    assert exact["steps_added_up_s"] == pytest.approx(8e-3 * exact["whole_ms"]["median"])
+    assert dual["steps_added_up_s"] > 0
+    assert len(tables.ratios(report)) == 4
     assert (exact["part_ms"], exact["width"], dual["width"]) == (None, None, 4)
     assert (exact["forwards"], exact["refreshes"], dual["refreshes"]) == (8, 8, 2)
     for row in report["rows"]:
@@ -52,12 +66,70 @@ def test_what_does_not_fit_is_said():
     model = models.random_model(models.shape("tiny"), "float32")
     small = dataclasses.replace(ROOF, capacity=1e3)
     with pytest.raises(MemoryError, match="by prediction"):
-        figures.prepared(model, run, small, 1, 1.0)
+        prepared.prepared(model, run, small, Limits())
     rows = list(
         generate.measure(model, generate.Options(prompts=(16,), batches=(1,), length=8, block=4), small)
     )
     assert all("by prediction" in row["error"] for row in rows)
     assert len(rows) == len(dj.policies.ALL)
+
+
+def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> prepared.Prepared:
+    """A generation of 64 tokens whose steps take `whole_s` each, and which takes none itself."""
+    layout, counts = dj.Layout(16, 64, 32, 64), np.asarray([64])
+    stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
+    time = device.Time.of([whole_s])
+    run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
+    program = measure.Program(lambda: (None, stats, None), 0.0, 0.0, None)
+    predicted = roofline.work(models.shape("tiny"), policy, layout)
+    return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, None)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "by_steps"), [(dj.samplers.Confidence(), 640.0), (dj.samplers.Threshold(0.9), None)]
+)
+def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
+    """Steps are added up only where their number is known; without an exact decoder there is no ratio."""
+    exact, dual = (made(p, sampler, 10.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
+    limits = Limits(repeats=2)
+    too_long = prepared.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
+    assert too_long.once is None
+    found = figures.whole_run(dual, too_long, limits)
+    assert found["exact_by_steps_s"] == by_steps
+    assert (found["over_exact"] is None) == (by_steps is None)
+    assert figures.whole_run(exact, too_long, limits)["seconds"] is None
+    once = prepared.baseline(exact, limits)
+    assert once.once is not None
+    found = figures.whole_run(dual, once, limits)
+    assert found["exact_by_steps_s"] is None
+    assert found["exact_seconds"]["values"] == once.once.values
+    assert len(found["over_exact"]["values"]) == 2
+    assert figures.whole_run(exact, once, limits)["tokens_per_s"] > 0
+    assert figures.whole_run(dual, None, limits)["over_exact"] is None
+    assert (figures.stepwise(dual, ROOF)["predicted_s"] is None) == (by_steps is None)
+
+
+@pytest.mark.parametrize("policy", dj.policies.ALL, ids=lambda p: type(p).__name__)
+def test_steps_are_added_up_where_they_are_alike(policy):
+    alike = {"Policy", "DualCache", "DKVGreedy", "DKVPrefill", "SparseDLLM"}
+    assert made(policy, dj.samplers.Confidence(), 1.0).uniform is (type(policy).__name__ in alike)
+
+
+def commands() -> list[str]:
+    """Command lines of docs/performance.md."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    return re.findall(r"python -m (bench\.[^`\n]*)", text)
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_documented_commands_parse(command):
+    module, *arguments = shlex.split(command.split(" > ")[0].split("(")[0])
+    if module == "bench.peer_torch":
+        pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
+    main = importlib.import_module(module).main
+    called = functools.wraps(main)(lambda *given, **named: True)
+    needs = module in ("bench.tables",) and not arguments
+    assert needs or tyro.cli(called, args=arguments)
 
 
 def test_random_model():
@@ -78,8 +150,10 @@ def test_random_model():
 
 def test_times():
     taken = measure.Time.of([3.0, 1.0, 2.0])
-    assert (taken.median, taken.low, taken.high, taken.runs) == (2.0, 1.0, 3.0, 3)
+    assert (taken.median, taken.low, taken.high, taken.values) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
     assert taken.scaled(1e3).median == 2e3
+    assert taken.over(measure.Time.of([2.0])).values == (1.5, 0.5, 1.0)
+    assert taken.over(taken).values == (1.0, 1.0, 1.0)
     order = []
     device.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b", "a", "b"]
@@ -90,6 +164,8 @@ def test_times():
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", None),
         ("NVIDIA A100-SXM4-40GB", None),
         ("TPU v5 lite", "v5e"),
         ("TPU v5p", "v5p"),
@@ -126,6 +202,7 @@ def test_kernels_small():
         repeats=1,
         calls=1,
     )
+    assert dataclasses.replace(options, calls=None, dtype="bfloat16").per_run == 1  # on a CPU, at any dtype
     rows = list(kernels.measure(options, "float32", ROOF))
     assert [row["implementation"] for row in rows] == ["reference", "xla"]
     assert rows[1]["over_xla"] == 1.0
@@ -172,5 +249,5 @@ def test_peer_needs_torch_or_decodes_as_many_tokens():
         out = theirs.generate(tokens.clone(), options.run(), spec)
     assert torch.equal(out[:, :8], tokens[:, :8])
     found = peer_torch.compare(models.random_model(spec, "float32"), theirs, options)
-    assert found["forward"]["theirs_over_ours"] > 0
-    assert found["generation"]["ours"]["runs"] == 1
+    assert found["forward"]["theirs_over_ours"]["low"] > 0
+    assert len(found["generation"]["ours"]["values"]) == 1

@@ -10,6 +10,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import roofline
+from dllm_jax.canvas import begin
 from dllm_jax.parameters import abstract, count
 from dllm_jax.roofline.steps import layer_size, pair_size
 from tests.models import random_tokens, spec, tiny
@@ -116,14 +117,24 @@ SCHEDULED = [
     dj.policies.DKVGreedy(refresh_every=3),
     dj.policies.DLLMCache(prompt_every=6, response_every=3),
     dj.policies.SparseDLLM(),
+    dj.policies.MaskKV(prompt_every=6, response_every=3, budget=3),
+    dj.policies.ElasticCache(window=2, gamma=-1.0),
+    dj.policies.D2Cache(k=3, p=0.3),
 ]
+
+
+def variants(policy: dj.policies.Policy, computed: np.ndarray) -> list[float]:
+    """Rows of each step of a trace, rounded up to the width it ran in; infinite: over the canvas."""
+    rows = np.sum(computed, axis=1)
+    fits = lambda need: min((w for w in policy.widths(SIZE) if w >= need), default=math.inf)
+    return sorted(math.inf if need == SIZE.length else fits(need) for need in rows)
 
 
 @pytest.mark.rotate(every=3)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("policy", SCHEDULED, ids=lambda p: type(p).__name__)
 def test_schedule_is_the_engine_s(policy, family):
-    """As many whole steps, and no step with more rows than the widest predicted one of its kind."""
+    """As many steps over the canvas and of each width; of D2Cache, whose nucleus is data, no wider ones."""
     jax.clear_caches()
     model = tiny(family)
     sampler = dj.samplers.RandomOrder() if policy.foresees else dj.samplers.Confidence()
@@ -132,13 +143,50 @@ def test_schedule_is_the_engine_s(policy, family):
         policy=policy, sampler=sampler, key=jax.random.key(0) if sampler.draws else None, trace=True,
     )  # fmt: skip
     assert out.trace is not None
-    rows = np.sum(np.asarray(out.trace.computed)[:, 0], axis=1)
+    ran = variants(policy, np.asarray(out.trace.computed)[:, 0])
     steps = roofline.schedule(policy, model.spec, SIZE)
-    whole = sum(times for step, times in steps.items() if step.whole)
-    assert whole == np.sum(rows == SIZE.length)
-    widest = max((step.rows + step.valued for step in steps if not step.whole), default=0)
-    assert widest >= max(rows[rows < SIZE.length], default=0)
-    assert sum(steps.values()) == len(rows)
+    width = lambda step: math.inf if step.whole else round(step.rows + step.valued)
+    predicted = sorted(width(step) for step, times in steps.items() for _ in range(int(times)))
+    if isinstance(policy, dj.policies.D2Cache):
+        assert len(ran) == len(predicted)
+        assert all(mine <= most for mine, most in zip(ran, predicted, strict=True))
+        assert ran.count(math.inf) == 1
+    else:
+        assert ran == predicted
+
+
+@pytest.mark.parametrize(("model", "prompt"), [(LLADA, 4096), (LLADA, 16384), (DREAM, 4096)])
+def test_maskkv_reads_what_its_widest_head_may_keep(model, prompt):
+    """Every head is padded to it: 256 pairs per head on average, up to all heads' in one."""
+    layout, policy = dj.Layout(prompt, 256, 32, 256), dj.policies.MaskKV(budget=256)
+    tokens = jnp.zeros((1, layout.length), jnp.int32)
+    widest = policy.widest_head(begin(tokens, tokens == 0, model, layout))
+    slots = {step.slots for step in roofline.schedule(policy, model, layout) if not step.whole}
+    assert slots == {widest + 256} == {min(prompt, 256 * model.kv_heads) + 256}
+
+
+def test_copies_and_statistics_are_counted():
+    """Per step and layer: pairs moved besides those attended to, keys read again being half of one."""
+    layout = dj.Layout(4096, 256, 32, 256)
+
+    def moved(policy: dj.policies.Policy) -> float:
+        return next(step.moved for step in roofline.schedule(policy, LLADA, layout) if not step.whole)
+
+    assert moved(dj.policies.DualCache()) == moved(dj.policies.DLLMCache()) == 0
+    assert moved(dj.policies.DKVPrefill()) == 4096 + 4352
+    assert moved(dj.policies.SparseDLLM()) == 2160 + 2160 + 32
+    assert moved(dj.policies.MaskKV()) == 256 + 256 + 4352
+    assert moved(dj.policies.ElasticCache()) == 1.5 * 4352
+    assert moved(dj.policies.D2Cache()) == 0.5 * 4352
+
+
+def test_rollout_is_float32():
+    """d2Cache's first step at prompt 1024 of LLaDA-8B: 2 l^3 FLOPs per layer at the vector units' rate."""
+    layout = dj.Layout(1024, 256, 32, 256)
+    first = roofline.work(LLADA, dj.policies.D2Cache(), layout).steps[0][2]
+    assert first.wide_flops == 32 * 2 * 1280**3
+    narrow = dataclasses.replace(first, wide_flops=0).computing(H100)
+    assert first.computing(H100) == pytest.approx(narrow + first.wide_flops / 66.9e12)
 
 
 def test_assumptions_of_data_dependent_policies():
@@ -166,7 +214,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="batch=0"):
         roofline.work(small, dj.policies.Policy(), SIZE, batch=0)
     with pytest.raises(ValueError, match="bandwidth"):
-        roofline.Hardware("none", 1.0, 0.0, 1.0, "")
+        roofline.Hardware("none", 1.0, 0.0, 1.0, "", 1.0)
     with pytest.raises(ValueError, match="chips=0"):
         H100.times(0)
 

@@ -10,7 +10,8 @@ from dllm_jax.layout import Layout
 from dllm_jax.policies import Policy
 from dllm_jax.query_chunks import SCORE_BYTES
 from dllm_jax.roofline.hardware import Hardware
-from dllm_jax.roofline.schedule import Assumed, schedule
+from dllm_jax.roofline.schedule import schedule
+from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.steps import Cost, Number, Step, cost, layer_size
 from dllm_jax.spec import ModelSpec
 

@@ -20,7 +20,10 @@ class Step:
       written: pairs stored.
       valued: positions besides `rows` of which a layer computes only the values.
       branches: positions whose stored attention and MLP outputs a layer reads.
+      moved: pairs that a layer reads and writes besides: copies that join or gather them, and keys read
+        again (half a pair each) for statistics.
       products: FLOPs per layer besides, e.g. of attention maps recomputed for statistics.
+      wide: FLOPs per layer of products that are float32 at any dtype.
       scratch: bytes of statistics that exist during the step.
     """
 
@@ -31,7 +34,9 @@ class Step:
     written: Number = 0
     valued: Number = 0
     branches: Number = 0
+    moved: Number = 0
     products: Number = 0
+    wide: Number = 0
     scratch: Number = 0
 
 
@@ -42,11 +47,12 @@ class Cost:
     Attributes:
       weights: bytes of the layers and the vocabulary head, streamed once; of the embedding only the
         gathered rows.
-      pairs: bytes of keys and values read and written.
+      pairs: bytes of keys and values read and written, copies of them included.
       branches: bytes of stored branch outputs.
       logits: bytes of float32 logits, written once.
       dense_flops: of all products with weights.
       attention_flops: of scores and weighted values, and `Step.products`.
+      wide_flops: of products that are float32 at any dtype.
     """
 
     weights: Number
@@ -55,6 +61,7 @@ class Cost:
     logits: Number
     dense_flops: Number
     attention_flops: Number
+    wide_flops: Number
 
     @property
     def bytes(self) -> Number:
@@ -64,15 +71,24 @@ class Cost:
     @property
     def flops(self) -> Number:
         """All FLOPs."""
-        return self.dense_flops + self.attention_flops
+        return self.dense_flops + self.attention_flops + self.wide_flops
+
+    def moving(self, hardware: Hardware) -> float:
+        """Seconds of moving the bytes."""
+        return self.bytes / hardware.bandwidth
+
+    def computing(self, hardware: Hardware) -> float:
+        """Seconds of computing the FLOPs, those of float32 products at their own rate."""
+        narrow = self.dense_flops + self.attention_flops
+        return narrow / hardware.flops + self.wide_flops / hardware.float32
 
     def seconds(self, hardware: Hardware) -> float:
         """The longer of moving and computing."""
-        return max(self.bytes / hardware.bandwidth, self.flops / hardware.flops)
+        return max(self.moving(hardware), self.computing(hardware))
 
     def memory_bound(self, hardware: Hardware) -> bool:
         """Moving takes longer."""
-        return self.bytes / hardware.bandwidth > self.flops / hardware.flops
+        return self.moving(hardware) > self.computing(hardware)
 
 
 def kernel_size(spec: ModelSpec) -> int:
@@ -103,7 +119,7 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     """
     n, m, v = spec.layers, spec.width, spec.vocab
     streamed = n * layer_size(spec) + (m + v * m if step.candidates else 0)
-    pairs = step.slots + step.written
+    pairs = step.slots + step.written + step.moved
     value = m * spec.kv_heads * spec.head
     products = n * (step.rows * kernel_size(spec) + step.valued * value) + step.candidates * v * m
     scores = 4 * n * step.rows * step.slots * spec.heads * spec.head
@@ -114,4 +130,5 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
         logits=4 * batch * step.candidates * v,
         dense_flops=2 * batch * products,
         attention_flops=batch * (scores + n * step.products),
+        wide_flops=batch * n * step.wide,
     )
