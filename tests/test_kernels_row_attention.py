@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.attention import attention
-from pallas_kernels.row_attention import OPERATION, explain, reference, row_attention, xla
+from pallas_kernels.row_attention import OPERATION, explain, gpu, reference, row_attention, xla
 from pallas_kernels.row_attention.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
@@ -86,7 +86,7 @@ def check(shape: Shape, arrays, found):
     np.testing.assert_allclose(found.lse[..., rows], lse[..., rows], **TOLERANCE)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 4))
 @each_implementation
 def test_equals_float64(name, shape, dtype):
     arrays = operands(shape, dtype)
@@ -95,6 +95,14 @@ def test_equals_float64(name, shape, dtype):
             IMPLEMENTATIONS[name](*arrays)
         return
     check(shape, arrays, jax.jit(IMPLEMENTATIONS[name])(*arrays))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL[2:4], 1))
+def test_a_program_walks_over_several_tiles(shape, dtype, monkeypatch):
+    """With so few programs as long caches have; short ones leave one tile to each."""
+    monkeypatch.setattr(gpu, "PROGRAMS", 8)
+    arrays = operands(shape, dtype)
+    check(shape, arrays, jax.jit(functools.partial(gpu.row_attention, interpret=True))(*arrays))
 
 
 @pytest.mark.exhaustive

@@ -51,7 +51,7 @@ def explicit(x, index) -> np.ndarray:
     return copies
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
 @each_implementation
 def test_copies_bit_by_bit(name, shape, dtype):
     k, v, index = operands(shape, dtype)
@@ -138,7 +138,7 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimised):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:4]], 4))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:5]], 4))
 def test_lowers_for_cuda(shape, dtype):
     with ahead_of_time.h100():
         lowered = jax.jit(KERNELS["cuda"]).trace(*abstract(shape, dtype)).lower(lowering_platforms=("cuda",))

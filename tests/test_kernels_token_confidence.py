@@ -67,7 +67,7 @@ def check(found, expected):
         np.testing.assert_allclose(ours, wanted, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
 @each_implementation
 def test_equals_float64(name, shape, dtype):
     hidden, head = operands(shape, dtype)
