@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from pallas_kernels.refused import refuse
+
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -39,8 +41,13 @@ class Operation:
         Args:
           arrays: pytrees of arrays.
           options: static keywords.
-          implementation: "xla"; "pallas", an error where no kernel serves the shape; None takes the kernel on
-            `preferred` platforms if it serves the shape, else XLA, and logs the reason.
+          implementation: "xla"; "pallas"; None takes the kernel on `preferred` platforms if it serves the
+            shape, else XLA, and logs the reason.
+
+        Raises:
+          ValueError: another implementation.
+          NotImplementedError: with "pallas", while tracing if no kernel serves the shape, and while lowering
+            for a platform whose kernel does not; with the reasons.
         """
         if implementation not in (*get_args(Implementation), None):
             raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
@@ -54,7 +61,9 @@ class Operation:
             if not serving:
                 raise NotImplementedError("; ".join(f"{p}: {reason}" for p, reason in refused.items()))
             interpreted = functools.partial(next(iter(serving.values())), interpret=True)
-            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving})
+            like = jax.eval_shape(interpreted, *arrays)
+            others = {p: lambda *_, why=f"{p}: {why}": refuse(why, like) for p, why in refused.items()}
+            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving, **others})
         for p in self.preferred:
             if p in refused:
                 log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, refused[p])

@@ -145,6 +145,14 @@ def test_what_a_kernel_does_not_serve_is_said():
         jax.eval_shape(functools.partial(row_attention, implementation="pallas"), *half)
 
 
+def test_pallas_says_why_a_platform_cannot_though_another_can():
+    narrow = abstract(SMALL[-1], jnp.float32)
+    traced = jax.jit(functools.partial(row_attention, implementation="pallas")).trace(*narrow)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    with pytest.raises(NotImplementedError, match="cuda: head width 24 is not in"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
 def test_shapes_that_do_not_go_together():
     q, k, v, mask, lengths = operands(SMALL[0])
     with pytest.raises(ValueError, match=r"queries \(2, 5, 7, 64\) do not go with keys"):
