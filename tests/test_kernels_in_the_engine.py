@@ -92,6 +92,12 @@ def test_another_implementation_is_refused():
     assert dj.load(HERE / "models" / "llada-tiny", implementation="xla").implementation == "xla"
 
 
+def test_kernels_over_a_mesh_are_refused():
+    mesh = jax.make_mesh((1,), ("tp",))
+    with pytest.raises(ValueError, match="'pallas' does not go with a mesh: XLA cannot split a kernel"):
+        dj.load(HERE / "models" / "llada-tiny", mesh=mesh, implementation="pallas")
+
+
 def test_explain():
     model, layout = tiny("llada"), dj.Layout(8, 8, 4, 8)
     asked = lambda implementation: dataclasses.replace(model, implementation=implementation)
