@@ -153,7 +153,7 @@ def test_pallas_says_why_a_platform_cannot_though_another_can():
         traced.lower(lowering_platforms=("cuda",))
 
 
-def test_shapes_that_do_not_go_together():
+def test_shapes_that_do_not_go_together(unannotated):
     q, k, v, mask, lengths = operands(SMALL[0])
     with pytest.raises(ValueError, match=r"queries \(2, 5, 7, 64\) do not go with keys"):
         row_attention(q[:, :, :7], k, v)

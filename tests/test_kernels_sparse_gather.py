@@ -108,7 +108,7 @@ def test_what_a_kernel_does_not_serve_is_said():
         )
 
 
-def test_shapes_that_do_not_go_together():
+def test_shapes_that_do_not_go_together(unannotated):
     k, v, index = operands(SMALL[0])
     with pytest.raises(ValueError, match="must be alike"):
         sparse_gather(k, v[:, 1:], index)

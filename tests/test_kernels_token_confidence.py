@@ -207,7 +207,7 @@ def test_a_kernel_is_the_default_only_where_it_was_measured_to_be_faster():
     ],
     ids=str,
 )
-def test_bad_options(options, message):
+def test_bad_options(options, message, unannotated):
     with pytest.raises(ValueError, match=message):
         token_confidence(*operands(Shape(1, 3, 128, 300)), **options)
 
