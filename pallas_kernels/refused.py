@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -14,7 +15,7 @@ def refuse(reason: str, like: Any) -> Any:
       NotImplementedError: the reason; where it is lowered or run, not where it is traced.
     """
     leaves, tree = jax.tree.flatten(like)
-    avals = tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    avals = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
     return jax.tree.unflatten(tree, _refused.bind(reason=reason, avals=avals))
 
 

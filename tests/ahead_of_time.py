@@ -41,10 +41,8 @@ def h100() -> contextlib.AbstractContextManager:
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    by_compiler = (
-        jax.sharding.AxisType.Auto,
-    )  # arrays then have no explicit sharding that a kernel must keep
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), by_compiler, abstract_device=device)
+    auto = (jax.sharding.AxisType.Auto,)  # no explicit sharding that a kernel would have to keep
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), auto, abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -68,7 +68,7 @@ def test_by_default_the_program_is_that_without_kernels():
     assert tiny("llada").implementation is None
 
 
-@pytest.mark.parametrize("policy", some(["MaskKV", "D2Cache", "DualCache", "ElasticCache"], 2))
+@pytest.mark.parametrize("policy", some(["MaskKV", "D2Cache", "DualCache", "ElasticCache"], 1))
 def test_a_generation_has_kernels_only_if_asked(policy):
     def program(implementation):
         model = dataclasses.replace(tiny("llada"), implementation=implementation)

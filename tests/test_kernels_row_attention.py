@@ -145,6 +145,18 @@ def test_what_a_kernel_does_not_serve_is_said():
         jax.eval_shape(functools.partial(row_attention, implementation="pallas"), *half)
 
 
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2, 1, 16, 0), Shape(1, 0, 2, 1, 16, 3)], ids=["slots", "rows"])
+def test_nothing_to_attend_to_or_nobody_to_attend(shape):
+    q, k = (jnp.ones(x.shape) for x in abstract(shape, jnp.float32)[:2])
+    for run in (reference.row_attention, xla.row_attention):
+        out, lse = run(q, k, k)
+        assert (out.shape, lse.shape) == (q.shape, (1, 2, shape.rows))
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -jnp.inf)
+    reason = "xla: no slots" if shape.rows else "xla: no rows"
+    assert explain(q, k, k)["tpu"] == explain(q, k, k)["cuda"] == reason
+
+
 def test_pallas_says_why_a_platform_cannot_though_another_can():
     narrow = abstract(SMALL[-1], jnp.float32)
     traced = jax.jit(functools.partial(row_attention, implementation="pallas")).trace(*narrow)
