@@ -1,16 +1,23 @@
 """Which implementation every operation takes, and why."""
 
 import dataclasses
-from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.kernels import preferring
+from dllm_jax.arithmetic import rope_table
+from dllm_jax.attention import Mask
+from dllm_jax.block import Block, embed, walk
+from dllm_jax.cache import LayerView
+from dllm_jax.canvas import begin
+from dllm_jax.kernels import SEAMS, choices
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
-from pallas_kernels import Operation, received_attention, row_attention
+from dllm_jax.rows import Rows, compact, whole_rows
+from pallas_kernels import OPERATIONS, Operation, received_attention, row_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +25,12 @@ class Explanation:
     """A table; `print` it.
 
     Attributes:
-      rows: (operation, query rows of the step, platform, what it takes and why).
+      rows: (operation, query rows that it is called with, platform, what it takes and why).
+      unused: (operation, why it is not called).
     """
 
     rows: tuple[tuple[str, int, str, str], ...]
+    unused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         table = [("operation", "query rows", "platform", "implementation"), *self.rows]
@@ -30,14 +39,70 @@ class Explanation:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
         ]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*(line.rstrip() for line in lines), *map(": ".join, self.unused)])
+
+
+class Call(NamedTuple):
+    """An operation that a layer calls, with the shapes of its arrays."""
+
+    operation: Operation
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    mask: jax.ShapeDtypeStruct | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording(Block):
+    """A block that notes which operations are called.
+
+    Attributes:
+      calls: what was called so far.
+    """
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def attention(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+        """As `Block.attention`."""
+        self._note(row_attention.OPERATION, mask, q, k, v)
+        return super().attention(q, k, v, mask)
+
+    def received(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        weight: Float[Array, "b q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b k s"]:
+        """As `Block.received`."""
+        self._note(received_attention.RECEIVED, mask, q, k, lse, weight)
+        return super().received(q, k, lse, weight, mask)
+
+    def head_mean(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b q s"]:
+        """As `Block.head_mean`."""
+        self._note(received_attention.HEAD_MEAN, mask, q, k, lse)
+        return super().head_mean(q, k, lse, mask)
+
+    def _note(self, operation: Operation, mask: Mask | None, *arrays: Array) -> None:
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        self.calls.append(Call(operation, tuple(map(shape, arrays)), None if mask is None else shape(mask)))
 
 
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
-    """Which implementation attention, and what is read from it, takes in each kind of step on each platform.
+    """Which implementation attention, and what is read from it, takes in a generation on each platform.
 
-    Nothing is computed or compiled. Not every policy calls all of the operations. The slots are those of a
-    cache of all positions; policies that keep fewer are served alike.
+    Every kind of step is traced and what its layers call is noted; nothing is computed or compiled.
 
     Args:
       model: from `load`; its `implementation` counts.
@@ -49,37 +114,46 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
       a table.
     """
     policy = Policy() if policy is None else policy
-    return Explanation(
-        tuple(
-            (operation.name, rows, platform, reason)
-            for rows in (*policy.widths(layout), layout.length)
-            for operation, arrays in _calls(model, batch, layout, rows)
-            for platform, reason in _choices(model, layout, operation, arrays).items()
-        )
+    widths = (*policy.widths(layout), None) if policy.reuses else (None,)
+    calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
+    rows = dict.fromkeys(
+        (call.operation.name, call.arrays[0].shape[1], platform, reason)
+        for call in calls
+        for platform, reason in choices(*call, model.implementation).items()
     )
+    called = {call.operation.name for call in calls}
+    seams = {operation.name for operation in SEAMS}
+    why = lambda name: "not called by this policy" if name in seams else "not used by the engine"
+    names = (operation.name for operation in OPERATIONS)
+    return Explanation(tuple(rows), tuple((name, why(name)) for name in names if name not in called))
 
 
-def _calls(model: Model, batch: int, layout: Layout, rows: int) -> Iterator[tuple[Operation, tuple]]:
-    """The operations that a step of so many rows may call, and the shapes of their arrays."""
-    spec, struct = model.spec, jax.ShapeDtypeStruct
-    q = struct((batch, rows, spec.heads, spec.head), model.dtype)
-    k = struct((batch, layout.length, spec.kv_heads, spec.head), model.dtype)
-    lse = struct((batch, spec.heads, rows), jnp.float32)
-    weight = struct((batch, rows), jnp.float32)
-    mask = struct((batch, layout.length), jnp.bool_) if layout.padded else None
-    yield row_attention.OPERATION, (q, k, k, mask, None)
-    yield received_attention.RECEIVED, (q, k, lse, weight, mask, None)
-    yield received_attention.HEAD_MEAN, (q, k, lse, mask, None)
+def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int | None) -> list[Call]:
+    """What the layers call in a step over `width` rows, or over the whole canvas (None)."""
+    calls: list[Call] = []
 
+    def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
+        canvas = begin(tokens, valid, model.spec, layout)
+        rows = (
+            whole_rows(canvas.active, layout.length)
+            if width is None
+            else Rows(compact(canvas.valid, width), whole=False)
+        )
+        cache = policy.init(model.spec, layout, batch, model.dtype)
+        cache = policy.prepare(policy.survey(cache, canvas, model, tokens), canvas, rows)
 
-def _choices(model: Model, layout: Layout, operation: Operation, arrays: tuple) -> dict[str, str]:
-    """What each platform takes."""
-    explained = preferring(operation, model.implementation).explain(arrays, {})
-    choices: dict[str, str] = {str(platform): reason for platform, reason in explained.items()}
-    if model.implementation == "xla":
-        return dict.fromkeys(choices, "xla: as asked for")
-    if layout.padded and not model.spec.pad_rows_attend:
-        return dict.fromkeys(choices, "xla: the mask differs between query rows")
-    if choices["cpu"] == "pallas":
-        choices["cpu"] = "pallas, interpreted"
-    return choices
+        def layer(block, carry):
+            x, stack, shared = carry
+            block = Recording(block.weights, block.spec, block.rope, block.layer, block.implementation, calls)
+            x, view, shared = policy.layer(block, x, LayerView(stack, block.layer), shared, rows, canvas)
+            return x, view.stack, shared
+
+        carry = embed(model.params, rows.take(tokens)), cache.layers, cache.shared
+        rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
+        return walk(model.params, model.spec, rope, layer, carry, model.implementation)
+
+    shape = batch, layout.length
+    jax.eval_shape(
+        layers, model, jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
+    )
+    return calls

@@ -9,13 +9,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax import attention as plain
 from dllm_jax.attention import Mask
 from pallas_kernels import Implementation, Operation, received_attention, row_attention
+from pallas_kernels.choice import Shapes
 from pallas_kernels.row_attention import RowAttention
+
+SEAMS: tuple[Operation, ...] = (
+    row_attention.OPERATION,
+    received_attention.RECEIVED,
+    received_attention.HEAD_MEAN,
+)
 
 
 def attention(
@@ -66,6 +74,31 @@ def preferring(operation: Operation, implementation: Implementation | None) -> O
     return operation
 
 
+def choices(
+    operation: Operation,
+    arrays: tuple[Shapes, ...],
+    mask: Bool[Shapes, "#b #k #q s"] | None,
+    implementation: Implementation | None,
+) -> dict[str, str]:
+    """What an operation takes on each platform for arrays of these shapes, and why it is not a kernel."""
+    chosen = preferring(operation, implementation)
+    keys = None if mask is None else jax.eval_shape(_key_mask, mask, arrays[1])
+    explained = chosen.explain((*arrays, keys, None), {})
+    found: dict[str, str] = {str(platform): reason for platform, reason in explained.items()}
+    if implementation == "xla":
+        return dict.fromkeys(found, "xla: as asked for")
+    if chosen.preferred and _differs(mask):
+        return dict.fromkeys(found, "xla: the mask differs between query rows")
+    if found["cpu"] == "pallas":
+        found["cpu"] = "pallas, interpreted"
+    return found
+
+
+def _differs(mask: Bool[Shapes, "#b #k #q s"] | None) -> bool:
+    """Query rows see different slots, which no kernel serves."""
+    return mask is not None and mask.shape[2] != 1
+
+
 def _run(
     operation: Operation,
     without: Callable[..., Any],
@@ -75,7 +108,7 @@ def _run(
 ) -> Any:
     """The operation, or `without(*arrays, mask)` where no kernel is wanted."""
     operation = preferring(operation, implementation)
-    if not operation.preferred or (mask is not None and mask.shape[2] != 1):
+    if not operation.preferred or _differs(mask):
         return without(*arrays, mask)
 
     def xla(*args):

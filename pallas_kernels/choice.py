@@ -2,16 +2,32 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 
+from pallas_kernels.refused import refuse
+
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
+Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are looked at
 
 log = logging.getLogger(__name__)
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called, as Pallas' backends are.
+
+    Importing them takes time, and a platform's backend may be absent where another's is needed.
+    """
+
+    def call(*arrays, **options):
+        return getattr(importlib.import_module(module), name)(*arrays, **options)
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,27 +55,33 @@ class Operation:
         Args:
           arrays: pytrees of arrays.
           options: static keywords.
-          implementation: "xla"; "pallas", an error where no kernel serves the shape; None takes the kernel on
-            `preferred` platforms if it serves the shape, else XLA, and logs the reason.
+          implementation: "xla"; "pallas"; None takes the kernel on `preferred` platforms if it serves the
+            shape, else XLA, and logs the reason.
+
+        Raises:
+          ValueError: another implementation.
+          NotImplementedError: with "pallas", while tracing if no kernel serves the shape, and while lowering
+            for a platform whose kernel does not; with the reasons.
         """
         if implementation not in (*get_args(Implementation), None):
             raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
         xla = functools.partial(self.xla, **options)
         if implementation == "xla":
             return xla(*arrays)
-        bound = {p: functools.partial(kernel, **options) for p, kernel in self.kernels.items()}
+        asked = self.kernels if implementation == "pallas" else self.preferred
+        bound = {p: functools.partial(self.kernels[p], **options) for p in asked}
         refused = {p: reason for p in bound if (reason := _refusal(bound[p], arrays))}
         serving = {p: kernel for p, kernel in bound.items() if p not in refused}
         if implementation == "pallas":
             if not serving:
                 raise NotImplementedError("; ".join(f"{p}: {reason}" for p, reason in refused.items()))
             interpreted = functools.partial(next(iter(serving.values())), interpret=True)
-            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving})
-        for p in self.preferred:
-            if p in refused:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, refused[p])
-        chosen = {p: kernel for p, kernel in serving.items() if p in self.preferred}
-        return jax.lax.platform_dependent(*arrays, **chosen, default=xla)
+            like = jax.eval_shape(interpreted, *arrays)
+            others = {p: lambda *_, why=f"{p}: {why}": refuse(why, like) for p, why in refused.items()}
+            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving, **others})
+        for p, reason in refused.items():
+            log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, reason)
+        return jax.lax.platform_dependent(*arrays, **serving, default=xla)
 
     def explain(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> dict[Platform, str]:
         """What `run(.., None)` takes on each platform for arrays (or their shapes), and why not a kernel."""

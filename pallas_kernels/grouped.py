@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.choice import Shapes
+
 KeyMask = Bool[Array, "b s"] | Bool[Array, "b k s"]
+KeyMaskShape = Bool[Shapes, "b s"] | Bool[Shapes, "b k s"]
 
 
 def checked(
-    q: Float[Array, "b q h d"],
-    k: Float[Array, "b s k d"],
-    mask: KeyMask | None,
-    lengths: Int[Array, "b k"] | None,
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    mask: KeyMaskShape | None,
+    lengths: Int[Shapes, "b k"] | None,
 ) -> None:
     """Refuses what does not go together.
 
@@ -61,10 +64,10 @@ def by_kv_head(q: Float[Array, "b q h *d"], kv_heads: int) -> Float[Array, "b k 
     return grouped.reshape(batch, kv_heads, -1, *q.shape[3:])
 
 
-def by_query(rows: Float[Array, "b k r *d"], count: int) -> Float[Array, "b q h *d"]:
-    """The inverse of `by_kv_head` for `count` query rows."""
-    heads = rows.reshape(rows.shape[0], -1, count, *rows.shape[3:])
-    return jnp.moveaxis(heads, 2, 1)
+def by_query(rows: Float[Array, "b k r *d"], count: int, heads: int) -> Float[Array, "b q h *d"]:
+    """The inverse of `by_kv_head` for `count` query rows of so many heads."""
+    heads_apart = rows.reshape(rows.shape[0], heads, count, *rows.shape[3:])
+    return jnp.moveaxis(heads_apart, 2, 1)
 
 
 def scores(q: Float[Array, "*b r d"], k: Float[Array, "*b t d"]) -> Float[Array, "*b r t"]:
@@ -92,7 +95,8 @@ def served(widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[
     """Refuses what a kernel for these head widths does not serve.
 
     Raises:
-      NotImplementedError: another head width, no slots, other dtypes than float32 and bfloat16, or two.
+      NotImplementedError: another head width, no slots, no rows, other dtypes than float32 and bfloat16, or
+        two of them.
     """
     arrays = {**others, "k": k}
     dtypes = {x.dtype for x in arrays.values()}
@@ -103,3 +107,5 @@ def served(widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[
         raise NotImplementedError(f"head width {k.shape[3]} is not in {widths}")
     if not k.shape[1]:
         raise NotImplementedError("no slots")
+    if not arrays["q"].shape[1]:
+        raise NotImplementedError("no rows")

@@ -37,11 +37,13 @@ def _unstored():
 
 
 def h100() -> contextlib.AbstractContextManager:
-    """Lowering for an H100; jax 0.10 needs to know nothing about the GPU."""
+    """Tracing and lowering for an H100; jax 0.10 needs to know nothing about the GPU."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+    auto = (jax.sharding.AxisType.Auto,)  # no explicit sharding that a kernel would have to keep
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), auto, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import pathlib
 import zlib
 
 import jax
+import jaxtyping
 import pytest
 
 from tests.programs import forget_in_time
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(config, items):
 def forget_programs():
     yield
     forget_in_time()
+
+
+@pytest.fixture
+def unannotated():
+    """Calls as users do, without checks of annotations, for tests of the errors that users see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.attention import attention
-from pallas_kernels.row_attention import OPERATION, explain, reference, row_attention, xla
+from pallas_kernels.row_attention import OPERATION, explain, gpu, reference, row_attention, xla
 from pallas_kernels.row_attention.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
@@ -86,7 +86,7 @@ def check(shape: Shape, arrays, found):
     np.testing.assert_allclose(found.lse[..., rows], lse[..., rows], **TOLERANCE)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 4))
 @each_implementation
 def test_equals_float64(name, shape, dtype):
     arrays = operands(shape, dtype)
@@ -95,6 +95,14 @@ def test_equals_float64(name, shape, dtype):
             IMPLEMENTATIONS[name](*arrays)
         return
     check(shape, arrays, jax.jit(IMPLEMENTATIONS[name])(*arrays))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL[2:4], 1))
+def test_a_program_walks_over_several_tiles(shape, dtype, monkeypatch):
+    """With so few programs as long caches have; short ones leave one tile to each."""
+    monkeypatch.setattr(gpu, "PROGRAMS", 8)
+    arrays = operands(shape, dtype)
+    check(shape, arrays, jax.jit(functools.partial(gpu.row_attention, interpret=True))(*arrays))
 
 
 @pytest.mark.exhaustive
@@ -137,7 +145,27 @@ def test_what_a_kernel_does_not_serve_is_said():
         jax.eval_shape(functools.partial(row_attention, implementation="pallas"), *half)
 
 
-def test_shapes_that_do_not_go_together():
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2, 1, 16, 0), Shape(1, 0, 2, 1, 16, 3)], ids=["slots", "rows"])
+def test_nothing_to_attend_to_or_nobody_to_attend(shape):
+    q, k = (jnp.ones(x.shape) for x in abstract(shape, jnp.float32)[:2])
+    for run in (reference.row_attention, xla.row_attention):
+        out, lse = run(q, k, k)
+        assert (out.shape, lse.shape) == (q.shape, (1, 2, shape.rows))
+        np.testing.assert_array_equal(out, 0)
+        np.testing.assert_array_equal(lse, -jnp.inf)
+    reason = "xla: no slots" if shape.rows else "xla: no rows"
+    assert explain(q, k, k)["tpu"] == explain(q, k, k)["cuda"] == reason
+
+
+def test_pallas_says_why_a_platform_cannot_though_another_can():
+    narrow = abstract(SMALL[-1], jnp.float32)
+    traced = jax.jit(functools.partial(row_attention, implementation="pallas")).trace(*narrow)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    with pytest.raises(NotImplementedError, match="cuda: head width 24 is not in"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+def test_shapes_that_do_not_go_together(unannotated):
     q, k, v, mask, lengths = operands(SMALL[0])
     with pytest.raises(ValueError, match=r"queries \(2, 5, 7, 64\) do not go with keys"):
         row_attention(q[:, :, :7], k, v)

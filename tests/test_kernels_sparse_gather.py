@@ -51,7 +51,7 @@ def explicit(x, index) -> np.ndarray:
     return copies
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
 @each_implementation
 def test_copies_bit_by_bit(name, shape, dtype):
     k, v, index = operands(shape, dtype)
@@ -108,7 +108,7 @@ def test_what_a_kernel_does_not_serve_is_said():
         )
 
 
-def test_shapes_that_do_not_go_together():
+def test_shapes_that_do_not_go_together(unannotated):
     k, v, index = operands(SMALL[0])
     with pytest.raises(ValueError, match="must be alike"):
         sparse_gather(k, v[:, 1:], index)
@@ -138,7 +138,7 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimised):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:4]], 4))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:5]], 4))
 def test_lowers_for_cuda(shape, dtype):
     with ahead_of_time.h100():
         lowered = jax.jit(KERNELS["cuda"]).trace(*abstract(shape, dtype)).lower(lowering_platforms=("cuda",))

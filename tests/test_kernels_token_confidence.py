@@ -67,7 +67,7 @@ def check(found, expected):
         np.testing.assert_allclose(ours, wanted, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
 @each_implementation
 def test_equals_float64(name, shape, dtype):
     hidden, head = operands(shape, dtype)
@@ -183,6 +183,13 @@ def test_what_a_kernel_does_not_serve_falls_through_to_xla_and_says_so(caplog):
         token_confidence(*operands(SMALL[0], jnp.float16), implementation="pallas")
 
 
+def test_no_rows():
+    hidden, head = jnp.ones((1, 0, 128)), jnp.ones((300, 128))
+    for function in (reference.token_confidence, xla.token_confidence):
+        assert [x.shape for x in function(hidden, head)] == [(1, 0)] * 4
+    assert explain(hidden, head)["tpu"] == explain(hidden, head)["cuda"] == "xla: no rows"
+
+
 def test_a_kernel_is_the_default_only_where_it_was_measured_to_be_faster():
     arrays = operands(SMALL[0])
     chosen = dataclasses.replace(OPERATION, preferred=("tpu",))
@@ -207,7 +214,7 @@ def test_a_kernel_is_the_default_only_where_it_was_measured_to_be_faster():
     ],
     ids=str,
 )
-def test_bad_options(options, message):
+def test_bad_options(options, message, unannotated):
     with pytest.raises(ValueError, match=message):
         token_confidence(*operands(Shape(1, 3, 128, 300)), **options)
 

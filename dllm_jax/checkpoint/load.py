@@ -42,7 +42,7 @@ def load(
         None puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, see `Model`.
+      implementation: of attention, see `Model`; "pallas" not with a mesh.
 
     Returns:
       the model, `params` shaped like `dllm_jax.parameters.abstract(spec, dtype)`.
@@ -50,9 +50,11 @@ def load(
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, an unknown implementation, or (check_finite) tensors with NaN or
-        infinity; each by name.
+        a factor that is not positive, an unknown implementation or kernels over a mesh, or (check_finite)
+        tensors with NaN or infinity; each by name.
     """
+    if mesh is not None and implementation == "pallas":
+        raise ValueError("implementation='pallas' does not go with a mesh: XLA cannot split a kernel over it")
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))

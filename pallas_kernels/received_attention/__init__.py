@@ -2,15 +2,22 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation
-from pallas_kernels.grouped import KeyMask, checked
-from pallas_kernels.received_attention import gpu, tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.received_attention import xla
 
-__all__ = ["HEAD_MEAN", "RECEIVED", "head_mean", "received"]
+__all__ = ["HEAD_MEAN", "RECEIVED", "explain_head_mean", "explain_received", "head_mean", "received"]
 
-RECEIVED = Operation(name="received", xla=xla.received, kernels={"tpu": tpu.received, "cuda": gpu.received})
-HEAD_MEAN = Operation(
-    name="head_mean", xla=xla.head_mean, kernels={"tpu": tpu.head_mean, "cuda": gpu.head_mean}
+RECEIVED, HEAD_MEAN = (
+    Operation(
+        name=name,
+        xla=plain,
+        kernels={
+            "tpu": imported("pallas_kernels.received_attention.tpu", name),
+            "cuda": imported("pallas_kernels.received_attention.gpu", name),
+        },
+    )
+    for name, plain in (("received", xla.received), ("head_mean", xla.head_mean))
 )
 
 
@@ -32,7 +39,7 @@ def received(
       weight: of each query row, float32.
       mask: slots that may be attended to, for all kv heads or for each; None means all.
       lengths: each kv head may read its first `lengths` slots; None means all.
-      implementation: see `pallas_kernels.choice.Operation.run`; `RECEIVED.explain` says what None takes.
+      implementation: see `pallas_kernels.choice.Operation.run`.
     """
     checked(q, k, mask, lengths)
     return RECEIVED.run((q, k, lse, weight, mask, lengths), {}, implementation)
@@ -49,3 +56,28 @@ def head_mean(
     """See `pallas_kernels.received_attention.reference.head_mean`; arguments as of `received`."""
     checked(q, k, mask, lengths)
     return HEAD_MEAN.run((q, k, lse, mask, lengths), {}, implementation)
+
+
+def explain_received(
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    lse: Float[Shapes, "b h q"],
+    weight: Float[Shapes, "b q"],
+    mask: KeyMaskShape | None = None,
+    lengths: Int[Shapes, "b k"] | None = None,
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    checked(q, k, mask, lengths)
+    return RECEIVED.explain((q, k, lse, weight, mask, lengths), {})
+
+
+def explain_head_mean(
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    lse: Float[Shapes, "b h q"],
+    mask: KeyMaskShape | None = None,
+    lengths: Int[Shapes, "b k"] | None = None,
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    checked(q, k, mask, lengths)
+    return HEAD_MEAN.explain((q, k, lse, mask, lengths), {})

@@ -32,8 +32,8 @@ def received(
     """As the reference; each program walks over the rows with its 64 keys.
 
     Raises:
-      NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, or other dtypes than float32 and
-        bfloat16, or two of them.
+      NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no rows, or other dtypes than
+        float32 and bfloat16, or two of them.
     """
     checked(q, k, mask, lengths)
     served(WIDTHS, k, q=q)

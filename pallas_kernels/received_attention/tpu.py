@@ -29,8 +29,8 @@ def received(
     """As the reference; K is read once and wanted heads first, see `row_attention`.
 
     Raises:
-      NotImplementedError: heads wider than 256 or no multiple of 8, no slots, or other dtypes than float32
-        and bfloat16, or two of them.
+      NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no rows, or other
+        dtypes than float32 and bfloat16, or two of them.
     """
     checked(q, k, mask, lengths)
     served(WIDTHS, k, q=q)

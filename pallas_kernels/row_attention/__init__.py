@@ -2,9 +2,9 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform
-from pallas_kernels.grouped import KeyMask, checked
-from pallas_kernels.row_attention import gpu, tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.row_attention import xla
 from pallas_kernels.row_attention.reference import RowAttention
 
 __all__ = ["OPERATION", "RowAttention", "explain", "row_attention"]
@@ -12,7 +12,10 @@ __all__ = ["OPERATION", "RowAttention", "explain", "row_attention"]
 OPERATION = Operation(
     name="row_attention",
     xla=xla.row_attention,
-    kernels={"tpu": tpu.row_attention, "cuda": gpu.row_attention},
+    kernels={
+        "tpu": imported("pallas_kernels.row_attention.tpu", "row_attention"),
+        "cuda": imported("pallas_kernels.row_attention.gpu", "row_attention"),
+    },
 )
 
 
@@ -39,11 +42,11 @@ def row_attention(
 
 
 def explain(
-    q: Float[Array, "b q h d"],
-    k: Float[Array, "b s k d"],
-    v: Float[Array, "b s k d"],
-    mask: KeyMask | None = None,
-    lengths: Int[Array, "b k"] | None = None,
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    v: Float[Shapes, "b s k d"],
+    mask: KeyMaskShape | None = None,
+    lengths: Int[Shapes, "b k"] | None = None,
 ) -> dict[Platform, str]:
     """The implementation each platform takes by default, and the reason if it is not a kernel."""
     checked(q, k, mask, lengths)

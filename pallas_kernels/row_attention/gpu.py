@@ -33,8 +33,8 @@ def row_attention(
     """As the reference; K and V are read where they lie, up to the last visible slot.
 
     Raises:
-      NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, or other dtypes than float32 and
-        bfloat16, or two of them.
+      NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no rows, or other dtypes than
+        float32 and bfloat16, or two of them.
     """
     checked(q, k, mask, lengths)
     served(WIDTHS, k, q=q, v=v)

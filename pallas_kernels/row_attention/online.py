@@ -35,7 +35,7 @@ def start(shape: tuple[int, ...]) -> Running:
 def seen(
     before: Running,
     scores: Float[Array, "*b r t"],
-    visible: Bool[Array, "*b #r t"],
+    visible: Bool[Array, "*#b #r t"],
     v: Float[Array, "*b t d"],
 ) -> Running:
     """With one more tile.

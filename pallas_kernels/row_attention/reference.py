@@ -48,7 +48,7 @@ def row_attention(
     seen = visible(k, mask, lengths)[..., None, :]
     rows = by_kv_head(q, k.shape[2])
     logits = jnp.where(seen, scores(rows, heads_first(k)), -jnp.inf)
-    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
@@ -62,4 +62,4 @@ def shaped(
 ) -> RowAttention:
     """Rows of all kv heads as the result."""
     batch, rows, heads = q.shape[:3]
-    return RowAttention(by_query(out, rows).astype(q.dtype), lse.reshape(batch, heads, rows))
+    return RowAttention(by_query(out, rows, heads).astype(q.dtype), lse.reshape(batch, heads, rows))

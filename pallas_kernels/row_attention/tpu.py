@@ -31,8 +31,8 @@ def row_attention(
     K and V are wanted heads first, [b k s d]: a bitcast where XLA lays the cache out so, else a copy.
 
     Raises:
-      NotImplementedError: heads wider than 256 or no multiple of 8, no slots, or other dtypes than float32
-        and bfloat16, or two of them.
+      NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no rows, or other
+        dtypes than float32 and bfloat16, or two of them.
     """
     checked(q, k, mask, lengths)
     served(WIDTHS, k, q=q, v=v)

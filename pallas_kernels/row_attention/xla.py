@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped import KeyMask, by_kv_head, checked, scores, visible
-from pallas_kernels.row_attention import online
+from pallas_kernels.row_attention import online, reference
 from pallas_kernels.row_attention.reference import RowAttention, shaped
 
 SCORE_BYTES = 2**28  # float32 scores of one tile: 256 MiB
@@ -25,6 +25,8 @@ def row_attention(
     """
     checked(q, k, mask, lengths)
     slots = k.shape[1]
+    if not slots:
+        return reference.row_attention(q, k, v)
     rows, allowed = by_kv_head(q, k.shape[2]), visible(k, mask, lengths)
     tile = min(tile or max(SCORE_BYTES // max(4 * q.size // q.shape[3], 1), 128), slots)
 

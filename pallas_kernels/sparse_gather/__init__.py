@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform
-from pallas_kernels.sparse_gather import gpu, tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.sparse_gather import xla
 from pallas_kernels.sparse_gather.reference import checked
 
 __all__ = ["OPERATION", "explain", "sparse_gather"]
@@ -11,7 +11,10 @@ __all__ = ["OPERATION", "explain", "sparse_gather"]
 OPERATION = Operation(
     name="sparse_gather",
     xla=xla.sparse_gather,
-    kernels={"tpu": tpu.sparse_gather, "cuda": gpu.sparse_gather},
+    kernels={
+        "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
+        "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),
+    },
 )
 
 
@@ -34,7 +37,7 @@ def sparse_gather(
 
 
 def explain(
-    k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]
+    k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]
 ) -> dict[Platform, str]:
     """The implementation each platform takes by default, and the reason if it is not a kernel."""
     checked(k, v, index)

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import Shapes
+
 
 def sparse_gather(
     k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]
@@ -26,7 +28,7 @@ def sparse_gather(
     return take(k), take(v)
 
 
-def checked(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
+def checked(k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]) -> None:
     """Refuses what does not go together.
 
     Raises:

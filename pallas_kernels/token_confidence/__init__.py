@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.choice import Implementation, Operation, Platform
-from pallas_kernels.token_confidence import gpu, tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.token_confidence import xla
 from pallas_kernels.token_confidence.reference import TokenConfidence, checked
 
 __all__ = ["OPERATION", "TokenConfidence", "explain", "token_confidence"]
@@ -11,7 +11,10 @@ __all__ = ["OPERATION", "TokenConfidence", "explain", "token_confidence"]
 OPERATION = Operation(
     name="token_confidence",
     xla=xla.token_confidence,
-    kernels={"tpu": tpu.token_confidence, "cuda": gpu.token_confidence},
+    kernels={
+        "tpu": imported("pallas_kernels.token_confidence.tpu", "token_confidence"),
+        "cuda": imported("pallas_kernels.token_confidence.gpu", "token_confidence"),
+    },
 )
 
 
@@ -36,8 +39,8 @@ def token_confidence(
 
 
 def explain(
-    hidden: Float[Array, "b c m"],
-    head: Float[Array, "v m"],
+    hidden: Float[Shapes, "b c m"],
+    head: Float[Shapes, "v m"],
     valid: int | None = None,
     forbidden: int | None = None,
 ) -> dict[Platform, str]:

@@ -32,8 +32,8 @@ def token_confidence(
     was seen.
 
     Raises:
-      NotImplementedError: the width is no multiple of 64, the head has fewer than 128 rows, or other dtypes
-        than float32 and bfloat16, or two of them.
+      NotImplementedError: no rows, the width is no multiple of 64, the head has fewer than 128 rows, or other
+        dtypes than float32 and bfloat16, or two of them.
     """
     valid = checked(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -74,6 +74,8 @@ def _kernel(rows_ref, head_ref, *parts, valid, forbidden):
 def _row_tile(rows: Float[Array, "r m"], head: Float[Array, "v m"]) -> int:
     if rows.dtype != head.dtype or rows.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"hidden {rows.dtype} and head {head.dtype}: both float32 or both bfloat16")
+    if not rows.shape[0]:
+        raise NotImplementedError("no rows")
     if rows.shape[1] % DEPTH:
         raise NotImplementedError(f"width {rows.shape[1]}: a multiple of {DEPTH}")
     if head.shape[0] < TOKENS:

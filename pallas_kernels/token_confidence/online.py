@@ -10,7 +10,7 @@ NO_TOKEN = 2**30
 
 
 class Running(NamedTuple):
-    """Sums over the tiles seen, one column per row.
+    """Sums over the tiles seen, one column per row; of n ranges of tokens apart, see `merged`, or of all.
 
     Attributes:
       token: lowest id with the largest logit.
@@ -21,12 +21,12 @@ class Running(NamedTuple):
       weighted: sum of e (logit - top).
     """
 
-    token: Int[Array, "r 1"]
-    best: Float[Array, "r 1"]
-    second: Float[Array, "r 1"]
-    top: Float[Array, "r 1"]
-    total: Float[Array, "r 1"]
-    weighted: Float[Array, "r 1"]
+    token: Int[Array, "*n r 1"]
+    best: Float[Array, "*n r 1"]
+    second: Float[Array, "*n r 1"]
+    top: Float[Array, "*n r 1"]
+    total: Float[Array, "*n r 1"]
+    weighted: Float[Array, "*n r 1"]
 
 
 def start(rows: int) -> Running:
@@ -95,7 +95,9 @@ def merged(parts: Running) -> Running:
     )
 
 
-def outcome(running: Running) -> tuple[Int[Array, "r 1"], *tuple[Float[Array, "r 1"], ...]]:
+def outcome(
+    running: Running,
+) -> tuple[Int[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"]]:
     """Token, probability, margin and negative entropy, once all tiles are seen."""
     probability = jnp.exp(running.best - running.top) / running.total
     other = jnp.exp(running.second - running.top) / running.total

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import Shapes
+
 
 class TokenConfidence(NamedTuple):
     """The best token of each row and three confidences, larger = surer, as in `dllm_jax.samplers.scores`.
@@ -70,7 +72,7 @@ def _at(values: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array,
     return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
 
 
-def checked(head: Float[Array, "v m"], valid: int | None, forbidden: int | None) -> int:
+def checked(head: Float[Shapes, "v m"], valid: int | None, forbidden: int | None) -> int:
     """Size of the vocabulary.
 
     Raises:

@@ -27,8 +27,8 @@ def token_confidence(
     """As the reference; the head is read once per 256 rows (LLaDA-8B, float32: 256).
 
     Raises:
-      NotImplementedError: the width is no multiple of 128, or 128 rows of it exceed 4 MiB; or other dtypes
-        than float32 and bfloat16, or two of them.
+      NotImplementedError: no rows; the width is no multiple of 128, or 128 rows of it exceed 4 MiB; or other
+        dtypes than float32 and bfloat16, or two of them.
     """
     valid = checked(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -88,6 +88,8 @@ def _tiles(rows: Float[Array, "r m"], head: Float[Array, "v m"], valid: int) -> 
     if rows.dtype != head.dtype or rows.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"hidden {rows.dtype} and head {head.dtype}: both float32 or both bfloat16")
     count, width = rows.shape
+    if not count:
+        raise NotImplementedError("no rows")
     most = TILE_BYTES // (width * rows.dtype.itemsize)
     if width % LANES or most < LANES:
         raise NotImplementedError(f"width {width}: a multiple of {LANES}, of {rows.dtype} up to {most} rows")

@@ -23,7 +23,7 @@ def token_confidence(
     """
     valid = checked(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = min(tile or max(LOGIT_BYTES // (4 * rows.shape[0]), 128), head.shape[0])
+    tile = min(tile or max(LOGIT_BYTES // max(4 * rows.shape[0], 1), 128), head.shape[0])
     last = head.shape[0] - tile
 
     def step(running, first):

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform
-from pallas_kernels.topk_evict import gpu, tpu, xla
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.topk_evict import xla
 from pallas_kernels.topk_evict.reference import checked
 
 __all__ = ["OPERATION", "explain", "topk_evict"]
@@ -11,7 +11,10 @@ __all__ = ["OPERATION", "explain", "topk_evict"]
 OPERATION = Operation(
     name="topk_evict",
     xla=xla.topk_evict,
-    kernels={"tpu": tpu.topk_evict, "cuda": gpu.topk_evict},
+    kernels={
+        "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
+        "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),
+    },
 )
 
 
@@ -38,9 +41,9 @@ def topk_evict(
 
 
 def explain(
-    score: Float[Array, "b k l"],
-    among: Bool[Array, "b l"],
-    count: Int[Array, "b k"],
+    score: Float[Shapes, "b k l"],
+    among: Bool[Shapes, "b l"],
+    count: Int[Shapes, "b k"],
     width: int,
     pool: int = 1,
 ) -> dict[Platform, str]:

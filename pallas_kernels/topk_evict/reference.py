@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.choice import Shapes
+
 
 def topk_evict(
     score: Float[Array, "b k l"],
@@ -53,7 +55,7 @@ def pooled(
     return index, jnp.where(members[:, None], best, -jnp.inf)
 
 
-def checked(score: Float[Array, "b k l"], width: int, pool: int) -> int:
+def checked(score: Float[Shapes, "b k l"], width: int, pool: int) -> int:
     """The width.
 
     Raises:
