@@ -10,7 +10,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import roofline
-from dllm_jax.canvas import begin
 from dllm_jax.parameters import abstract, count
 from dllm_jax.roofline.steps import layer_size, pair_size
 from tests.models import random_tokens, spec, tiny
@@ -155,14 +154,15 @@ def test_schedule_is_the_engine_s(policy, family):
         assert ran == predicted
 
 
-@pytest.mark.parametrize(("model", "prompt"), [(LLADA, 4096), (LLADA, 16384), (DREAM, 4096)])
-def test_maskkv_reads_what_its_widest_head_may_keep(model, prompt):
-    """Every head is padded to it: 256 pairs per head on average, up to all heads' in one."""
-    layout, policy = dj.Layout(prompt, 256, 32, 256), dj.policies.MaskKV(budget=256)
-    tokens = jnp.zeros((1, layout.length), jnp.int32)
-    widest = policy.widest_head(begin(tokens, tokens == 0, model, layout))
-    slots = {step.slots for step in roofline.schedule(policy, model, layout) if not step.whole}
-    assert slots == {widest + 256} == {min(prompt, 256 * model.kv_heads) + 256}
+@pytest.mark.parametrize("prompt", [4096, 16384])
+@pytest.mark.parametrize(("uneven", "chunks"), [(1, 1), (3, 3), (1000, 32)])
+def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
+    """In chunks of 256, up to the pairs of all 32 heads of a layer in one."""
+    layout = dj.Layout(prompt, 256, 32, 256)
+    policy = dj.policies.MaskKV(budget=256, layers=dj.eviction.UniformLayers())
+    steps = roofline.schedule(policy, LLADA, layout, roofline.Assumed(uneven=uneven))
+    slots = {step.slots for step in steps if not step.whole}
+    assert slots == {min(chunks * 256, prompt) + 256}
 
 
 def test_copies_and_statistics_are_counted():
@@ -175,7 +175,7 @@ def test_copies_and_statistics_are_counted():
     assert moved(dj.policies.DualCache()) == moved(dj.policies.DLLMCache()) == 0
     assert moved(dj.policies.DKVPrefill()) == 4096 + 4352
     assert moved(dj.policies.SparseDLLM()) == 2160 + 2160 + 32
-    assert moved(dj.policies.MaskKV()) == 256 + 256 + 4352
+    assert moved(dj.policies.MaskKV(layers=dj.eviction.UniformLayers())) == 2 * 256
     assert moved(dj.policies.ElasticCache()) == 1.5 * 4352
     assert moved(dj.policies.D2Cache()) == 0.5 * 4352
 

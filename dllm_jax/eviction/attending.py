@@ -37,7 +37,7 @@ def attend_to_kept(
       widest: the most pairs that a head may have.
       least: a chunk has as many if a head may have them.
     """
-    chunk, layer = max(min(max(budget, least), widest), 1), block.layer  # widest is 0 without a prompt
+    chunk, layer = slots_of_chunk(budget, widest, least), block.layer
     longest = jnp.max(kept.length[layer])
 
     def add(state):
@@ -49,6 +49,11 @@ def attend_to_kept(
     o, lse = given
     start = jnp.int32(0), o.astype(jnp.float32), lse
     return jax.lax.while_loop(lambda state: state[0] < longest, add, start)[1].astype(q.dtype)
+
+
+def slots_of_chunk(budget: int, widest: int, least: int = LEAST) -> int:
+    """Slots of each head in a chunk; 1 where there is no prompt, so that `widest` is 0."""
+    return max(min(max(budget, least), widest), 1)
 
 
 def prompt_pairs(

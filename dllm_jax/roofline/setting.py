@@ -17,16 +17,21 @@ class Assumed:
         steps; 0 is the least.
       nucleus: share of the canvas in d2Cache's nucleus; None takes the policy's p, as if influence were
         uniform: the most there can be.
+      uneven: pairs that the widest head of a layer keeps over the average of its heads in MaskKV; 1 is the
+        least.
     """
 
     widened: Number = 0
     nucleus: Number | None = None
+    uneven: Number = 1
 
     def __post_init__(self):
         for name in ("widened", "nucleus"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must lie in [0, 1]")
+        if self.uneven < 1:
+            raise ValueError(f"uneven={self.uneven} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from dllm_jax import policies as p
+from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.drift import KeyCosine
 from dllm_jax.roofline.setting import Setting
 from dllm_jax.roofline.steps import Number, Step
@@ -31,20 +34,21 @@ class Kept:
 
 
 def kept(policy: p.MaskKV, at: Setting) -> Kept:
-    """Kept pairs are gathered, every head padded to what the widest may keep, and joined with the response.
+    """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
-    Gathering and joining are taken as one copy. A refresh copies prompt and response, and computes the
-    scores once more for the votes.
+    A refresh copies prompt and response, and computes the scores once more for the votes.
     """
     layout = at.layout
     table = policy.table(at.spec, layout)
     widest = policy.layers.widest(table, policy.budget, layout.prompt)
     widest = policy.heads.most(widest, at.spec.kv_heads, layout.prompt)
-    budget, slots = float(table[-1].mean()), widest + layout.response
+    chunk = slots_of_chunk(policy.budget, widest)
+    longest = np.minimum(table[-1] * at.assumed.uneven, widest)
+    unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(table[-1].mean())
     again = at.again(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
     refresh = at.whole(budget + layout.response, moved=moved, products=again)
-    return Kept(slots, budget + layout.response + slots, refresh)
+    return Kept(unpacked + layout.response, 2 * unpacked, refresh)
 
 
 def elastic(policy: p.ElasticCache, at: Setting) -> Iterator[Step]:
