@@ -1,10 +1,10 @@
 """Compiles whole generations of a real model's shape without allocating it: seconds, bytes, program size.
 
-python bench/compile_time.py llada-8b --json bench/results/compile_time.json
+python -m bench.compile_time llada-8b --json FILE
+python -m bench.compile_time llada-8b --layers 2 8 32 --policies Policy DualCache --json FILE
 """
 
-import datetime
-import json
+import dataclasses
 import resource
 import time
 from pathlib import Path
@@ -17,6 +17,7 @@ import rich.table
 import tyro
 
 import dllm_jax as dj
+from bench import report
 from dllm_jax.engine import denoise
 from dllm_jax.parameters import abstract
 from dllm_jax.step import Plan
@@ -39,6 +40,7 @@ def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, bat
         raise RuntimeError(f"{jax.devices()[0].device_kind} does not say what a program takes")
     return {
         "policy": repr(policy),
+        "sampler": repr(sampler),
         "step_variants": 1 + len(widths),
         "lower_cpu_s": round(middle - cpu, 2),
         "compile_cpu_s": round(_cpu() - middle, 2),
@@ -55,30 +57,48 @@ def main(
     block: int = 32,
     batch: int = 1,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    layers: tuple[int, ...] = (),
+    policies: tuple[str, ...] = (),
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ):
+    """Compiles and prints.
+
+    Args:
+      name: of a model's shape.
+      prompt: positions.
+      length: response positions.
+      block: positions per block.
+      batch: sequences.
+      dtype: of the weights.
+      layers: cut to so many, one after another; the model's own if empty.
+      policies: class names, all if empty.
+      json_file: where the results go.
+    """
     spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
-    model = dj.Model(abstract(spec, jnp.dtype(dtype)), spec)
-    rows = [compiled(model, layout, policy, batch) for policy in dj.policies.ALL]
-    where = {
+    if unknown := set(policies) - {type(policy).__name__ for policy in dj.policies.ALL}:
+        raise SystemExit(f"unknown policies: {', '.join(sorted(unknown))}")
+    rows = []
+    for policy in dj.policies.ALL:
+        for n in layers or (spec.layers,):
+            if not policies or type(policy).__name__ in policies:
+                cut = dataclasses.replace(spec, layers=n)
+                row = compiled(dj.Model(abstract(cut, jnp.dtype(dtype)), cut), layout, policy, batch)
+                rows.append(row | {"layers": n})
+                jax.clear_caches()
+    where = report.provenance(dtype) | {
         "model": name,
         "layers": spec.layers,
-        "dtype": dtype,
         "batch": batch,
         "prompt": prompt,
         "length": length,
         "block": block,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
     }
-    table = rich.table.Table(*rows[0], title=", ".join(f"{k} {v}" for k, v in where.items()))
+    columns = [name for name in rows[0] if name != "sampler"]
+    table = rich.table.Table(*columns, title=", ".join(f"{k} {v}" for k, v in where.items()))
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row[name]) for name in columns))
     rich.console.Console().print(table)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({**where, "rows": rows}, indent=2) + "\n")
+    report.write(json_file, where, rows=rows)
 
 
 def _cpu() -> float:

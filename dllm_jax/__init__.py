@@ -23,6 +23,7 @@ from dllm_jax.layout import Layout as Layout
 from dllm_jax.generate import Output as Output
 from dllm_jax.generate import generate as generate
 from dllm_jax.generate import infill as infill
+from dllm_jax.explain import explain as explain
 from dllm_jax.chat import chat as chat
 
 # Few compiled programs for requests of all lengths

@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dllm_jax import kernels
 from dllm_jax.arithmetic import Rope, einsum, rms_norm, rotate
+from dllm_jax.attention import Mask
 from dllm_jax.parameters import Params
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
+from pallas_kernels import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer's weights as four pure functions; with `attention` between them they make a layer.
+    """One layer's weights as pure functions; `qk`, `value`, `attention`, `out`, `mlp` make a layer.
 
     The residual stream goes in un-normed and what comes out is the branch alone, so a policy decides what
     is added, cached or skipped. The block knows nothing of caches.
@@ -26,12 +29,14 @@ class Block:
       spec: the model.
       rope: rotary tables of all canvas positions.
       layer: index of this layer, traced.
+      implementation: of `attention`, `received` and `head_mean`, see `Model`.
     """
 
     weights: dict[str, Array]
     spec: ModelSpec
     rope: Rope
     layer: Int[Array, ""]
+    implementation: Implementation | None = None
 
     def qk(
         self, x: Float[Array, "b q m"], rows: Rows
@@ -45,6 +50,37 @@ class Block:
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
         """Values of the rows with inputs x."""
         return self._project("v", self._attention_input(x))
+
+    def attention(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+        """Attention and its log-sum-exp, see `dllm_jax.attention.attention`."""
+        return kernels.attention(q, k, v, mask, self.implementation)
+
+    def received(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        weight: Float[Array, "b q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b k s"]:
+        """Attention that each key receives, see `dllm_jax.attention.received`."""
+        return kernels.received(q, k, lse, weight, mask, self.implementation)
+
+    def head_mean(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b q s"]:
+        """Attention weights averaged over query heads, see `dllm_jax.attention.head_mean`."""
+        return kernels.head_mean(q, k, lse, mask, self.implementation)
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The attention branch: output projection of the heads."""
@@ -76,11 +112,18 @@ def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> F
     return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
 
 
-def walk(params: Params, spec: ModelSpec, rope: Rope, layer: Callable[[Block, Any], Any], carry: Any) -> Any:
+def walk(
+    params: Params,
+    spec: ModelSpec,
+    rope: Rope,
+    layer: Callable[[Block, Any], Any],
+    carry: Any,
+    implementation: Implementation | None = None,
+) -> Any:
     """Runs `layer(block, carry) -> carry` over all layers as one `lax.scan`."""
 
     def body(carry, weights_and_index):
         weights, index = weights_and_index
-        return layer(Block(weights, spec, rope, index), carry), None
+        return layer(Block(weights, spec, rope, index, implementation), carry), None
 
     return jax.lax.scan(body, carry, (params["layers"], jnp.arange(spec.layers)))[0]

@@ -12,6 +12,7 @@ from dllm_jax.block import Block, embed, unembed, walk
 from dllm_jax.parameters import Params
 from dllm_jax.rows import Rows, whole_rows
 from dllm_jax.spec import ModelSpec
+from pallas_kernels import Implementation
 
 
 @jax.tree_util.register_dataclass
@@ -22,10 +23,18 @@ class Model:
     Attributes:
       params: see `dllm_jax.parameters`.
       spec: static.
+      implementation: of the attention in a generation's steps, static: "xla", "pallas" (kernels wherever
+        they serve, interpreted on CPUs), or None, kernels where they were measured to be faster (nowhere
+        yet). Whole passes (`forward`, training) are XLA's. `dllm_jax.explain` says what it comes to.
     """
 
     params: Params
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
+    implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self):
+        if self.implementation not in (None, "xla", "pallas"):
+            raise ValueError(f"implementation={self.implementation!r} must be 'xla', 'pallas' or None")
 
     @property
     def dtype(self) -> jnp.dtype:

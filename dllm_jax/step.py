@@ -129,7 +129,8 @@ def _network(
         return x, view.stack, shared
 
     x = embed(model.params, rows.take(_inputs(plan, canvas)))
-    x, layers, shared = walk(model.params, model.spec, rope, layer, (x, cache.layers, cache.shared))
+    carry = x, cache.layers, cache.shared
+    x, layers, shared = walk(model.params, model.spec, rope, layer, carry, model.implementation)
     return x, Cache(layers, shared)
 
 

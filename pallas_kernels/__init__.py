@@ -1,1 +1,17 @@
-"""Pallas kernels, one folder per operation. None yet: the engine runs on XLA alone."""
+"""Operations with kernels of their own, one folder per operation; docs/design.md, "Kernels", says how.
+
+`from pallas_kernels.token_confidence import token_confidence`. Nothing here depends on `dllm_jax`.
+"""
+
+from pallas_kernels import received_attention, row_attention, sparse_gather, token_confidence, topk_evict
+from pallas_kernels.choice import Implementation as Implementation
+from pallas_kernels.choice import Operation as Operation
+
+OPERATIONS: tuple[Operation, ...] = (
+    row_attention.OPERATION,
+    received_attention.RECEIVED,
+    received_attention.HEAD_MEAN,
+    sparse_gather.OPERATION,
+    topk_evict.OPERATION,
+    token_confidence.OPERATION,
+)

@@ -4,6 +4,7 @@ import pathlib
 import zlib
 
 import jax
+import jaxtyping
 import pytest
 
 from tests.programs import forget_in_time
@@ -18,7 +19,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--exhaustive", action="store_true", help="run every combination of the tests marked `rotate`"
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of the tests marked `rotate`, and those marked `exhaustive`",
     )
 
 
@@ -26,12 +29,14 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "rotate(every=1): runs in part, see conftest.py; all with --exhaustive"
     )
+    config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):
     """Of the families, samplers, batches and rows of a test marked `rotate` one runs, another in the next test.
 
-    With `every=n` this is so for every n-th policy only, other ones in the next test.
+    With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
+    `exhaustive` do not run.
     """
     if config.getoption("exhaustive"):
         return
@@ -43,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
             groups.setdefault((item.originalname, mark.kwargs.get("every", 1)), {}).setdefault(
                 key, []
             ).append(item)
-    left_out = set()
+    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
     for (name, every), policies in groups.items():
         for i, (key, group) in enumerate(policies.items()):
             turn = (i + zlib.crc32(name.encode())) % every == 0
@@ -57,6 +62,14 @@ def pytest_collection_modifyitems(config, items):
 def forget_programs():
     yield
     forget_in_time()
+
+
+@pytest.fixture
+def unannotated():
+    """Calls as users do, without checks of annotations, for tests of the errors that users see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

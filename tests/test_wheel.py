@@ -18,6 +18,7 @@ assert dj.presets["sparse-dllm/llada-8b-instruct/gsm8k"].policy == dj.policies.S
 model = dj.load(dj.embedded.path("tiny-llada"))
 out = dj.generate(model, [[1, 5, 20]], length=4, block=2, policy=dj.policies.DualCache())
 assert out.tokens.shape == (1, 7)
+assert not [name for name in sys.modules if name.startswith("jax.experimental.pallas")]  # slow to import
 print("works")
 """
 

@@ -18,6 +18,7 @@ from dllm_jax.model import Model
 from dllm_jax.parameters import Params
 from dllm_jax.sharding import AXES, leaves, place, shape, sharding
 from dllm_jax.spec import ModelSpec
+from pallas_kernels import Implementation
 
 
 def load(
@@ -26,6 +27,7 @@ def load(
     mesh: Mesh | None = None,
     rope_factor: float | int = 1.0,
     check_finite: bool = False,
+    implementation: Implementation | None = None,
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
 
@@ -40,6 +42,7 @@ def load(
         None puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
+      implementation: of attention, see `Model`; "pallas" not with a mesh.
 
     Returns:
       the model, `params` shaped like `dllm_jax.parameters.abstract(spec, dtype)`.
@@ -47,12 +50,15 @@ def load(
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, or (check_finite) tensors with NaN or infinity; each by name.
+        a factor that is not positive, an unknown implementation or kernels over a mesh, or (check_finite)
+        tensors with NaN or infinity; each by name.
     """
+    if mesh is not None and implementation == "pallas":
+        raise ValueError("implementation='pallas' does not go with a mesh: XLA cannot split a kernel over it")
     source = open_checkpoint(path)
-    spec = scale_rope(source.spec, rope_factor)
+    empty = Model({}, scale_rope(source.spec, rope_factor), implementation)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
-    return Model(fill(source, target, mesh, check_finite), spec)
+    return dataclasses.replace(empty, params=fill(source, target, mesh, check_finite))
 
 
 def scale_rope(spec: ModelSpec, factor: float | int) -> ModelSpec:

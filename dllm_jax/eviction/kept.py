@@ -26,15 +26,19 @@ class Kept(NamedTuple):
     length: Int[Array, "n b k"]
     budget: Int[Array, "n b"]
 
-    def slots(self, layer: Int[Array, ""], width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
-        """The slots of one layer's heads, each padded to `width` (slot s), and which are real."""
-        order = jnp.arange(width)
+    def slots(
+        self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
+    ) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
+        """Slots of a layer's heads from each one's `first` on, padded to `width`, and which are real."""
+        order = first + jnp.arange(width)
         real = order < self.length[layer][..., None]
         return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
 
-    def read(self, layer: Int[Array, ""], width: int) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
-        """Keys and values [b w k d] of one layer, padded to `width` per head, and which are real."""
-        slots, real = self.slots(layer, width)
+    def read(
+        self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
+    ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
+        """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real."""
+        slots, real = self.slots(layer, width, first)
         take = lambda a: jnp.swapaxes(a[_row(slots), self._clipped(slots)], 1, 2)
         return take(self.k), take(self.v), real[:, :, None]
 

@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.attention import Mask, received
+from dllm_jax.attention import Mask
+from dllm_jax.block import Block
 from dllm_jax.canvas import Canvas
 from dllm_jax.rows import Rows
 
@@ -103,6 +104,7 @@ class SnapKV(MaskVotes):
 
 def evidence(
     voter: MaskVotes,
+    block: Block,
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
     lse: Float[Array, "b h q"],
@@ -114,6 +116,7 @@ def evidence(
 
     Args:
       voter: who votes.
+      block: the layer.
       q: queries of the rows.
       k: keys of all positions, in canvas order.
       lse: log-sum-exp of the rows' attention to them.
@@ -128,7 +131,7 @@ def evidence(
     p = canvas.layout.prompt
     here = rows.index < canvas.layout.length
     weigh = lambda who: (rows.take(who) & here).astype(jnp.float32)
-    given = lambda who: received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
+    given = lambda who: block.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
     masked = canvas.masked & canvas.valid
     seen = given(masked)
     to_prompt = jnp.sum(seen[..., :p], axis=-1)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
@@ -78,7 +77,7 @@ class Policy:
         """
         q, k = block.qk(x, rows)
         kv, now = kv.update(rows, KV(k, block.value(x)))
-        o, _ = attention(q, now.k, now.v, canvas.attends(rows))
+        o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
         x = x + block.out(o)
         return x + block.mlp(x), kv, shared
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.attention import attention, head_mean
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
@@ -121,10 +120,10 @@ class D2Cache(Policy):
         q, k = block.qk(x, rows)
         kv, now = kv.update(rows, KV(k, block.value(x)))
         mask = canvas.attends(rows)
-        o, lse = attention(q, now.k, now.v, mask)
+        o, lse = block.attention(q, now.k, now.v, mask)
 
         def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
-            return rollout.roll(rolled, head_mean(q, now.k, lse, mask), rows, canvas.valid)
+            return rollout.roll(rolled, block.head_mean(q, now.k, lse, mask), rows, canvas.valid)
 
         if self.rollout_layers is None:
             rolled = roll(shared.rolled)

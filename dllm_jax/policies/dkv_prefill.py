@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.attention import attention, key_mask
+from dllm_jax.attention import key_mask
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
@@ -55,7 +55,7 @@ class DKVPrefill(Policy):
             now = jax.tree.map(lambda old, a: jnp.concatenate([old, a], axis=1), kv.read(), now)
             computed = rows.index < canvas.layout.length
             mask = key_mask(jnp.concatenate([canvas.valid[:, :kept], computed], axis=1))
-        o, _ = attention(q, now.k, now.v, mask)
+        o, _ = block.attention(q, now.k, now.v, mask)
         x = x + block.out(o)
         return x + block.mlp(x), kv, shared
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
@@ -159,7 +158,7 @@ class DLLMCache(Policy):
         q, k = block.qk(x, some)
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
-        return attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
+        return block.attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
 
 
 def write_keys(kv: LayerView, rows: Rows, k: Float[Array, "b w k d"], canvas: Canvas) -> LayerView:

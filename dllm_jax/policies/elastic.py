@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.attention import received, weights
+from dllm_jax.attention import weights
 from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
@@ -119,7 +119,7 @@ class ElasticCache(Policy):
         similarity = self.test.similarity(before, now, tested.index < canvas.layout.length, canvas.valid)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
         voting = rows.take(self.voters(canvas)) & (rows.index < canvas.layout.length)
-        votes = received(q, k, lse, voting.astype(jnp.float32), canvas.attends(rows))
+        votes = block.received(q, k, lse, voting.astype(jnp.float32), canvas.attends(rows))
         top = most_attended(jnp.sum(votes, axis=1), canvas.valid & ~self.undecided(canvas), self.track)
         shared = Drift(
             shared.attended,

@@ -8,15 +8,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax import eviction
-from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import Cache, LayerView
 from dllm_jax.canvas import Canvas
+from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.dllm_cache import DLLMCache, Store, branches, write_keys
-from dllm_jax.rows import Rows, scatter
+from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
 
@@ -97,26 +97,19 @@ class MaskKV(DLLMCache):
         q, k = block.qk(x, some)
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
-        prompt_passes = rows.index.shape[1] > self.widths(layout)[0]
-        width = layout.prompt if prompt_passes else self.widest_head(canvas)
-        prompt_k, prompt_v, seen = shared.read(layer, width)
+        seen = canvas.valid[:, None, None, layout.prompt :]
+        if rows.index.shape[1] <= self.widths(layout)[0]:
+            given = block.attention(q, now.k, now.v, seen)
+            o = attend_to_kept(block, q, shared, given, self.budget, self.widest_head(canvas))
+            return o, kv, shared
         due = canvas.due(self.prompt_every) & canvas.active[:, None]
-        if prompt_passes:
-            pick = lambda old, index, new: jnp.where(
-                due[..., None, None], scatter(jnp.zeros_like(old), index, new), old
-            )
-            prompt_k, prompt_v = pick(prompt_k, some.index, k), pick(prompt_v, rows.index, value)
-            seen = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :width], seen)
+        prompt_k, prompt_v, real = prompt_pairs(shared, layer, due, (some, k), (rows, value), canvas)
         keys = jnp.concatenate([prompt_k, now.k], axis=1)
-        response_seen = jnp.broadcast_to(
-            canvas.valid[:, None, None, layout.prompt :], (*seen.shape[:3], layout.response)
-        )
-        mask = jnp.concatenate([seen, response_seen], axis=-1)
-        o, lse = attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
-        if prompt_passes:
-            votes, preference = eviction.evidence(self.votes, q, keys, lse, mask, some, canvas)
-            shared = self.evict(shared, layer, votes, preference, due, canvas)
-            shared = shared.renew(layer, prompt_k, prompt_v, self.widest_head(canvas), due)
+        mask = jnp.concatenate([real, jnp.broadcast_to(seen, (*real.shape[:3], layout.response))], axis=-1)
+        o, lse = block.attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
+        votes, preference = eviction.evidence(self.votes, block, q, keys, lse, mask, some, canvas)
+        shared = self.evict(shared, layer, votes, preference, due, canvas)
+        shared = shared.renew(layer, prompt_k, prompt_v, self.widest_head(canvas), due)
         return o, kv, shared
 
     def evict(
@@ -141,7 +134,7 @@ class MaskKV(DLLMCache):
         return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
 
     def widest_head(self, canvas: Canvas) -> int:
-        """The most pairs a head may keep, to which a layer's heads are padded for attention."""
+        """The most pairs a head may keep."""
         widest = self.layers.widest(self.table(canvas.spec, canvas.layout), self.budget, canvas.layout.prompt)
         return self.heads.most(widest, canvas.spec.kv_heads, canvas.layout.prompt)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.attention import Mask, attention, key_mask
+from dllm_jax.attention import Mask, key_mask
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
@@ -87,12 +87,12 @@ class SparseDLLM(Policy):
         q, k = block.qk(x, rows)
         now = KV(k, block.value(x))
         if rows.whole:
-            o, _ = attention(q, now.k, now.v, canvas.attends(rows))
+            o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
             kv = self._store(kv, q, now, canvas)
         else:
             stored = kv.read()
             keys = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, now)
-            o, _ = attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
+            o, _ = block.attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
         x = x + block.out(o)
         return x + block.mlp(x), kv, shared
 

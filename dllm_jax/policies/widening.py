@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.attention import attention
 from dllm_jax.block import Block
 from dllm_jax.cache import KV, LayerView
 from dllm_jax.canvas import Canvas
@@ -87,6 +86,6 @@ def _compute(
     """The layer at the rows; of their K/V only those of `kept` (a subset, in the same slots) are stored."""
     q, k = block.qk(x, rows)
     kv, now = kv.update(kept, KV(k, block.value(x)))
-    o, lse = attention(q, now.k, now.v, canvas.attends(rows))
+    o, lse = block.attention(q, now.k, now.v, canvas.attends(rows))
     x = x + block.out(o)
     return x + block.mlp(x), q, lse, kv.stack

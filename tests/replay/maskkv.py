@@ -175,7 +175,7 @@ def _look(model: dj.Model, canvas: Canvas, voter):
         x, votes, preference = carry
         q, k = block.qk(x, rows)
         o, lse = attention(q, k, block.value(x), mask)
-        given, prefers = eviction.evidence(voter, q, k, lse, mask, rows, canvas)
+        given, prefers = eviction.evidence(voter, block, q, k, lse, mask, rows, canvas)
         x = x + block.out(o)
         return x + block.mlp(x), votes.at[block.layer].set(given), preference.at[block.layer].set(prefers)
 

@@ -1,0 +1,152 @@
+"""Times generations: all policies over prompt lengths and batches, beside the exact decoder and the roofline.
+
+    python -m bench.generate --shape llada-8b --out bench/results/generate_h100.json
+    python -m bench.generate --model PATH --policies DualCache MaskKV --prompts 1024 --batches 1
+    python -m bench.generate --shape tiny --prompts 32 --batches 1 --length 16 --block 8     (on a CPU)
+
+Single steps are timed by kind (`bench.measure.kinds`): over the canvas, and the first one that is not. Whole
+generations take turns with the exact decoder's. Percentages are of what the device reaches in the same run,
+in a copy or a product with a vector (bandwidth) and in a square product (arithmetic).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import rich.console
+import rich.table
+import tyro
+
+import dllm_jax as dj
+from bench import device, models, report
+from bench.figures import stepwise, storage, whole_run
+from bench.measure import Run
+from bench.prepared import Exact, Limits, baseline, prepared
+from dllm_jax.roofline import Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+      shape: whose shape the random weights have: llada-8b, dream-7b; tiny, small (for CPUs).
+      model: a checkpoint instead: a directory or hub id.
+      dtype: bfloat16 on accelerators and float32 on CPUs if not given.
+      policies: class names, with their defaults; all if empty.
+      prompts: prompt lengths.
+      batches: sequences at a time.
+      length: response positions.
+      block: positions per block.
+      steps: denoising steps, as many as positions if not given.
+      threshold: decode with `Threshold` instead of a fixed number of tokens per step.
+      limits: how often generations are timed, and up to where exact ones are.
+      out: JSON file, written anew after every measurement.
+    """
+
+    shape: str = "llada-8b"
+    model: str | None = None
+    dtype: str | None = None
+    policies: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = (1024, 4096, 16384, 32768)
+    batches: tuple[int, ...] = (1, 8, 32)
+    length: int = 256
+    block: int = 32
+    steps: int | None = None
+    threshold: float | None = None
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()  # noqa: RUF009 (frozen)
+    out: Path | None = None
+
+    def chosen(self) -> list[dj.policies.Policy]:
+        """The policies besides the exact decoder.
+
+        Raises:
+          ValueError: a name that is none.
+        """
+        names = [type(policy).__name__ for policy in dj.policies.ALL]
+        if unknown := set(self.policies) - set(names):
+            raise ValueError(f"policies={unknown} are not among {', '.join(names)}")
+        wanted = self.policies or names
+        return [p for p in dj.policies.ALL if p.reuses and type(p).__name__ in wanted]
+
+    def run(self, prompt: int, batch: int, policy: dj.policies.Policy) -> Run:
+        """One generation of the grid."""
+        sampler = (
+            dj.samplers.Confidence() if self.threshold is None else dj.samplers.Threshold(self.threshold)
+        )
+        steps = self.steps or self.length
+        return Run(prompt, batch, self.length, self.block, steps, policy, sampler)
+
+
+def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[str, Any]]:
+    """One row per prompt, batch and policy, the exact decoder first."""
+    for prompt in options.prompts:
+        for batch in options.batches:
+            exact: Exact | None = None
+            for policy in (dj.policies.Policy(), *options.chosen()):
+                run = options.run(prompt, batch, policy)
+                case = {"policy": repr(policy), "prompt": prompt, "batch": batch, "sampler": repr(run.chosen)}
+                try:
+                    mine = prepared(model, run, roof, options.limits)
+                    if not policy.reuses:
+                        exact = baseline(mine, options.limits)
+                except MemoryError as error:
+                    yield case | {"error": str(error)}
+                    continue
+                figures = whole_run(mine, exact, options.limits)
+                yield case | stepwise(mine, roof) | figures | storage(mine)
+
+
+def print_row(console: rich.console.Console, found: dict[str, Any]):
+    """The most important figures of a row on one line."""
+    name = f"{found['policy'].split('(')[0]:12} prompt {found['prompt']:5} batch {found['batch']:3}"
+    if "error" in found:
+        console.print(f"{name}  {found['error']}")
+        return
+    parts = [name]
+    for kind in ("whole", "part"):
+        if time := found[f"{kind}_ms"]:
+            parts.append(
+                f"{kind} {time['median']:8.2f} ms (predicted {found[f'{kind}_predicted_ms']:.2f}, bandwidth "
+                f"{found[f'{kind}_bandwidth']:.0%}, arithmetic {found[f'{kind}_arithmetic']:.0%})"
+            )
+    if "tokens_per_s" in found:
+        parts.append(f"{found['tokens_per_s']:.1f} tokens/s")
+    if ratio := found["over_exact"]:
+        parts.append(f"{ratio['median']:.2f} x exact ({ratio['low']:.2f} to {ratio['high']:.2f})")
+    console.print("  ".join(parts))
+
+
+def main(options: Annotated[Options, tyro.conf.arg(name="")]):
+    """Measures the grid."""
+    dtype = options.dtype or report.default_dtype()
+    if options.model:
+        model = dj.load(options.model, dtype=dtype)
+    else:
+        model = models.random_model(models.shape(options.shape), dtype)
+    small = options.shape == "tiny" and not options.model
+    roof = device.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
+    where = report.provenance(dtype) | {
+        "model": options.model or f"{options.shape}, random weights",
+        "spec": dataclasses.asdict(model.spec),
+        "length": options.length,
+        "block": options.block,
+        "steps": options.steps or options.length,
+        "threshold": options.threshold,
+        "limits": dataclasses.asdict(options.limits),
+        "ceilings": dataclasses.asdict(roof),
+        "data_sheet": device.nominal(jax.devices()[0].device_kind),
+    }
+    console = rich.console.Console(width=200, highlight=False)
+    console.print({k: v for k, v in where.items() if k != "spec"})
+    rows = []
+    for found in measure(model, options, roof):
+        rows.append(found)
+        print_row(console, found)
+        report.write(options.out, where, rows=rows)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,147 @@
+"""Operands, bytes and FLOPs of the operations in `pallas_kernels`, at the shapes that their tests use."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels.received_attention.reference as received_reference
+import pallas_kernels.received_attention.shapes as received_shapes
+import pallas_kernels.row_attention.reference as row_reference
+import pallas_kernels.row_attention.shapes as row_shapes
+import pallas_kernels.sparse_gather.reference as gather_reference
+import pallas_kernels.sparse_gather.shapes as gather_shapes
+import pallas_kernels.token_confidence.reference as token_reference
+import pallas_kernels.token_confidence.shapes as token_shapes
+import pallas_kernels.topk_evict.reference as topk_reference
+import pallas_kernels.topk_evict.shapes as topk_shapes
+from pallas_kernels import OPERATIONS, Operation
+
+OPERATION: Mapping[str, Operation] = {operation.name: operation for operation in OPERATIONS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One call.
+
+    Attributes:
+      arrays: on the device.
+      options: static keywords.
+      flops: of the products; 0 where there are none.
+      read: bytes that have to be read, None for those of all arrays.
+    """
+
+    arrays: tuple[Any, ...]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flops: float = 0.0
+    read: float | None = None
+
+    def bytes(self, out: Any) -> float:
+        """Bytes that have to be read and written at least, given the result's shapes."""
+        size = lambda tree: float(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree)))
+        return (size(self.arrays) if self.read is None else self.read) + size(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An operation with its shapes.
+
+    Attributes:
+      operation: all its implementations.
+      reference: its meaning in plain jnp.
+      small: shapes for CPUs.
+      models: shapes of real models, by name.
+      make: operands of a shape, in a dtype.
+    """
+
+    operation: Operation
+    reference: Callable[..., Any]
+    small: list[Any]
+    models: Mapping[str, Any]
+    make: Callable[[Any, Any], Operands]
+
+    def shapes(self, small: bool) -> Iterator[tuple[str, Any]]:
+        """Names and shapes."""
+        yield from ((str(tuple(s)), s) for s in self.small) if small else self.models.items()
+
+
+def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _queries(shape: row_shapes.Shape, dtype: Any) -> tuple[Any, ...]:
+    """q, k, v, mask, lengths; every tenth slot is hidden by a mask, the last tenth by lengths."""
+    batch, slots, kv_heads = shape.batch, shape.slots, shape.kv_heads
+    q = _normal(0, (batch, shape.rows, shape.heads, shape.head), dtype)
+    k, v = (_normal(seed, (batch, slots, kv_heads, shape.head), dtype) for seed in (1, 2))
+    mask = lengths = None
+    if shape.seen in ("keys", "keys per head", "both"):
+        per_head = shape.seen != "keys"
+        kept = jnp.arange(slots) % 10 != 9
+        mask = jnp.broadcast_to(kept, (batch, kv_heads, slots) if per_head else (batch, slots))
+    if shape.seen in ("lengths", "both"):
+        lengths = jnp.full((batch, kv_heads), max(slots * 9 // 10, 1), jnp.int32)
+    return q, k, v, mask, lengths
+
+
+def _product(shape: row_shapes.Shape) -> float:
+    """FLOPs of the scores, hidden slots included."""
+    return 2.0 * shape.batch * shape.rows * shape.slots * shape.heads * shape.head
+
+
+def _attention(shape: row_shapes.Shape, dtype: Any) -> Operands:
+    return Operands(_queries(shape, dtype), flops=2 * _product(shape))
+
+
+def _afterwards(weighted: bool) -> Callable[[row_shapes.Shape, Any], Operands]:
+    def make(shape: row_shapes.Shape, dtype: Any) -> Operands:
+        q, k, _, mask, lengths = _queries(shape, dtype)
+        # any number serves as log-sum-exp here: the work is the same
+        lse = jnp.full((shape.batch, shape.heads, shape.rows), 10.0, jnp.float32)
+        weight = (jnp.ones((shape.batch, shape.rows), jnp.float32),) if weighted else ()
+        return Operands((q, k, lse, *weight, mask, lengths), flops=_product(shape))
+
+    return make
+
+
+def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
+    pairs = (shape.batch, shape.slots, shape.kv_heads, shape.head)
+    k, v = _normal(0, pairs, dtype), _normal(1, pairs, dtype)
+    kept = min(shape.width, shape.slots)
+    order = jax.random.uniform(jax.random.key(2), (shape.batch, shape.kv_heads, shape.slots))
+    index = jnp.sort(jnp.argsort(order, axis=-1)[..., :kept], axis=-1).astype(jnp.int32)
+    missing = ((0, 0), (0, 0), (0, shape.width - kept))
+    index = jnp.pad(index, missing, constant_values=shape.slots)
+    read = index.nbytes + 2.0 * k.dtype.itemsize * index[..., :kept].size * shape.head
+    return Operands((k, v, index), read=read)
+
+
+def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
+    score = _normal(0, (shape.batch, shape.heads, shape.length), jnp.float32)
+    among = jnp.ones((shape.batch, shape.length), bool)
+    count = jnp.full((shape.batch, shape.heads), max(shape.width * 3 // 4, 1), jnp.int32)
+    return Operands((score, among, count), dict(width=shape.width, pool=shape.pool))
+
+
+def _confidence(shape: token_shapes.Shape, dtype: Any) -> Operands:
+    hidden = _normal(0, (shape.batch, shape.rows, shape.width), dtype)
+    head = 0.02 * _normal(1, (shape.vocabulary, shape.width), dtype)
+    options = dict(valid=shape.valid or shape.vocabulary, forbidden=shape.forbidden)
+    flops = 2.0 * shape.batch * shape.rows * shape.width * shape.vocabulary
+    return Operands((hidden, head), options, flops)
+
+
+def _family(name: str, reference: Callable[..., Any], shapes: Any, make: Any) -> Family:
+    return Family(OPERATION[name], reference, shapes.SMALL, shapes.MODELS, make)
+
+
+FAMILIES = (
+    _family("row_attention", row_reference.row_attention, row_shapes, _attention),
+    _family("received", received_reference.received, received_shapes, _afterwards(True)),
+    _family("head_mean", received_reference.head_mean, received_shapes, _afterwards(False)),
+    _family("sparse_gather", gather_reference.sparse_gather, gather_shapes, _gather),
+    _family("topk_evict", topk_reference.topk_evict, topk_shapes, _evict),
+    _family("token_confidence", token_reference.token_confidence, token_shapes, _confidence),
+)

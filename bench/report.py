@@ -1,0 +1,48 @@
+"""Where results were taken, and how they are stored."""
+
+import datetime
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+
+
+def provenance(dtype: str) -> dict[str, Any]:
+    """Device, driver where it is known, versions, date: goes into every result."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "driver": driver(device.platform),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "dtype": dtype,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def driver(platform: str) -> str | None:
+    """Version of the accelerator's driver, None where it is not known."""
+    file = Path("/proc/driver/nvidia/version")
+    if platform == "gpu" and file.exists():
+        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
+        return found.group() if found else None
+    return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
+
+
+@functools.cache
+def default_dtype() -> str:
+    """bfloat16 on accelerators; float32 on a CPU, where bfloat16 is emulated."""
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def write(path: Path | None, where: dict[str, Any], **results: Any):
+    """A JSON file of where and what, its folder made if there is none; nothing without a path."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(where | results, indent=1) + "\n")

@@ -1,0 +1,120 @@
+"""What generations must take on hardware that is not at hand: the plan of `dllm_jax.roofline`.
+
+python -m bench.roofline
+python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
+python -m bench.roofline --batches 1 --markdown     (the tables of docs/performance.md)
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.console
+import rich.table
+import tyro
+
+from bench import report
+from bench.plan import Plan, rows
+from dllm_jax.roofline import HARDWARE
+
+HEADINGS = (
+    "policy",
+    "prompt",
+    "batch",
+    "whole",
+    "part",
+    "ms/token",
+    "x exact",
+    "waits",
+    "cache",
+    "all GB",
+    "fits",
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as text, in the order of HEADINGS."""
+    part = "-" if row["part_ms"] is None else short(row["part_ms"])
+    return [
+        row["policy"],
+        str(row["prompt"]),
+        str(row["batch"]),
+        short(row["whole_ms"]),
+        part,
+        short(row["ms_per_token"]),
+        short(row["over_exact"]),
+        f"{row['memory_bound']:.0%}",
+        f"{row['cache_gb']:.1f}",
+        f"{row['memory_gb']:.0f}",
+        "yes" if row["fits"] else "no",
+    ]
+
+
+def short(value: float) -> str:
+    """Three digits or so."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, Any]]):
+    """One table per model and hardware."""
+    for model in plan.models:
+        for name in plan.hardware:
+            chip = HARDWARE[name].times(plan.chips)
+            title = f"{model} on {chip.name}, length {plan.length}, block {plan.block}, {plan.dtype}"
+            table = rich.table.Table(title=title)
+            for heading in HEADINGS:
+                table.add_column(heading, justify="left" if heading == "policy" else "right")
+            mine = [r for r in found if (r["model"], r["hardware"]) == (model, name)]
+            for policy in dict.fromkeys(r["policy"] for r in mine):
+                for r in mine:
+                    if r["policy"] == policy:
+                        table.add_row(*cells(r))
+                table.add_section()
+            console.print(table)
+    console.print(
+        "Milliseconds of a step over the canvas (whole) and of the others on average (part); of the batch's "
+        "tokens (ms/token); generations per time over the exact decoder's (x exact); share of the time that "
+        "waits for memory (waits). Lower bounds at the full rates of the data sheets, see dllm_jax/roofline."
+    )
+
+
+def print_markdown(plan: Plan, found: list[dict[str, Any]]):
+    """Per model, hardware and batch: ms of the part step, ms per token, ratio over the exact decoder."""
+    for model in plan.models:
+        for name in plan.hardware:
+            for batch in plan.batches:
+                print(f"\n{model}, {HARDWARE[name].times(plan.chips).name}, batch {batch}:\n")
+                print("| policy |" + "".join(f" prompt {prompt} |" for prompt in plan.prompts))
+                print("|---|" + "---:|" * len(plan.prompts))
+                about = {"model": model, "hardware": name, "batch": batch}
+                mine = [r for r in found if about.items() <= r.items()]
+                for policy in dict.fromkeys(r["policy"] for r in mine):
+                    row = [markdown_cell(r) for r in mine if r["policy"] == policy]
+                    print(f"| `{policy}` | " + " | ".join(row) + " |")
+
+
+def markdown_cell(row: dict[str, Any]) -> str:
+    """Part step (of the exact decoder the whole one) / ms per token (ratio); a star: does not fit."""
+    step = row["whole_ms"] if row["part_ms"] is None else row["part_ms"]
+    text = f"{short(step)} / {short(row['ms_per_token'])} ({short(row['over_exact'])}x)"
+    return text if row["fits"] else text + " *"
+
+
+def main(
+    plan: Annotated[Plan, tyro.conf.arg(name="")],
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    markdown: bool = False,
+):
+    """Prints the plan, with --markdown as short tables."""
+    found = list(rows(plan))
+    if markdown:
+        print_markdown(plan, found)
+    else:
+        print_plan(rich.console.Console(width=100), plan, found)
+    if json_file:
+        sources = {name: dataclasses.asdict(HARDWARE[name]) for name in plan.hardware}
+        report.write(json_file, {"hardware": sources}, rows=found)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

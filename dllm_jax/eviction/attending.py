@@ -1,0 +1,94 @@
+"""What a step attends to of the prompt: the kept pairs, or all of it where it is recomputed.
+
+Kept pairs are taken in chunks of each head's. Heads keep different numbers of them, and unpacked to one
+width all would be as wide as the widest head may be, which is the whole prompt if one head can win a
+layer's budget. In chunks the widest head that there is decides, at run time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.block import Block
+from dllm_jax.canvas import Canvas
+from dllm_jax.eviction.kept import Kept
+from dllm_jax.rows import Rows, scatter
+
+LEAST = 128  # slots of a chunk: fewer would not fill the hardware
+
+
+def attend_to_kept(
+    block: Block,
+    q: Float[Array, "b q h d"],
+    kept: Kept,
+    given: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
+    budget: int,
+    widest: int,
+    least: int = LEAST,
+) -> Float[Array, "b q h d"]:
+    """Attention of the queries to a layer's kept pairs and to what `given` attended to.
+
+    Args:
+      block: the layer.
+      q: queries.
+      kept: the pairs.
+      given: outcome and log-sum-exp of attention to other pairs.
+      budget: pairs of a head on average, and the size of a chunk.
+      widest: the most pairs that a head may have.
+      least: a chunk has as many if a head may have them.
+    """
+    chunk, layer = slots_of_chunk(budget, widest, least), block.layer
+    longest = jnp.max(kept.length[layer])
+
+    def add(state):
+        done, o, lse = state
+        k, v, real = kept.read(layer, chunk, done)
+        part, part_lse = block.attention(q, k, v, real)
+        return done + chunk, *joined((o, lse), (part.astype(jnp.float32), part_lse))
+
+    o, lse = given
+    start = jnp.int32(0), o.astype(jnp.float32), lse
+    return jax.lax.while_loop(lambda state: state[0] < longest, add, start)[1].astype(q.dtype)
+
+
+def slots_of_chunk(budget: int, widest: int, least: int = LEAST) -> int:
+    """Slots of each head in a chunk; 1 where there is no prompt, so that `widest` is 0."""
+    return max(min(max(budget, least), widest), 1)
+
+
+def prompt_pairs(
+    kept: Kept,
+    layer: Int[Array, ""],
+    due: Bool[Array, "b 1"],
+    keys: tuple[Rows, Float[Array, "b w k d"]],
+    values: tuple[Rows, Float[Array, "b q k d"]],
+    canvas: Canvas,
+) -> tuple[Float[Array, "b p k d"], Float[Array, "b p k d"], Bool[Array, "b #k 1 p"]]:
+    """Keys, values and which are real: the whole fresh prompt in rows where it is due, else the kept pairs.
+
+    Args:
+      kept: the pairs.
+      layer: whose.
+      due: rows whose prompt is recomputed; all of it is among the fresh rows.
+      keys: fresh rotated keys, and where they stand.
+      values: fresh values, and where they stand.
+      canvas: the canvas.
+    """
+    prompt = canvas.layout.prompt
+    old_k, old_v, real = kept.read(layer, prompt)
+    fresh = lambda old, rows, new: jnp.where(
+        due[..., None, None], scatter(jnp.zeros_like(old), rows.index, new), old
+    )
+    real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :prompt], real)
+    return fresh(old_k, *keys), fresh(old_v, *values), real
+
+
+def joined(
+    one: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
+    other: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """Outcome and log-sum-exp of attention to both sets of pairs; 0 and -inf where both are empty."""
+    lse = jnp.logaddexp(one[1], other[1])
+    safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    share = lambda part: jnp.swapaxes(jnp.exp(part - safe), 1, 2)[..., None]
+    return one[0] * share(one[1]) + other[0] * share(other[1]), lse

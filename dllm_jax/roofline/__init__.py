@@ -1,0 +1,23 @@
+"""What a generation must cost: bytes, FLOPs and milliseconds predicted from shapes alone.
+
+    plan = work(spec, policy, layout, batch=1)  # steps of each kind, what each moves and computes
+    plan.on(HARDWARE["h100"]).ms_per_token
+
+A step takes the longer of moving its bytes and computing its FLOPs, both at the full rate of the hardware: a
+lower bound. Counted as well: what policies move of K/V besides, copies that join and gather pairs included.
+Not counted: activations between the operations of a layer, the re-reading of keys for every chunk of query
+rows, softmax, norms, sampling, launches, collectives. What a policy decides from data is assumed, see
+`Assumed`.
+"""
+
+from dllm_jax.roofline.hardware import HARDWARE as HARDWARE
+from dllm_jax.roofline.hardware import Hardware as Hardware
+from dllm_jax.roofline.predict import Memory as Memory
+from dllm_jax.roofline.predict import Prediction as Prediction
+from dllm_jax.roofline.predict import Work as Work
+from dllm_jax.roofline.predict import work as work
+from dllm_jax.roofline.schedule import schedule as schedule
+from dllm_jax.roofline.setting import Assumed as Assumed
+from dllm_jax.roofline.steps import Cost as Cost
+from dllm_jax.roofline.steps import Step as Step
+from dllm_jax.roofline.steps import cost as cost

@@ -1,0 +1,75 @@
+"""Peak rates of accelerators as their vendors publish them."""
+
+import dataclasses
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Rates of one chip, or of several that share the work ideally.
+
+    Attributes:
+      name: for people.
+      flops: matrix FLOP/s in the dtype at hand; of the table, dense bfloat16 with float32 sums.
+      bandwidth: bytes/s of the main memory.
+      capacity: bytes of the main memory.
+      source: where the figures are from.
+      float32: FLOP/s of float32 products at the highest precision, which statistics take at any dtype.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    capacity: float
+    source: str
+    float32: float
+
+    def __post_init__(self):
+        for field in ("flops", "bandwidth", "capacity", "float32"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)} must be positive")
+
+    @property
+    def knee(self) -> float:
+        """FLOPs per byte from which on computing takes longer than moving."""
+        return self.flops / self.bandwidth
+
+    def times(self, chips: int) -> "Hardware":
+        """`chips` of these with the weights, heads and K/V spread over them; communication is free."""
+        if chips < 1:
+            raise ValueError(f"chips={chips} must be at least 1")
+        return Hardware(
+            f"{chips} x {self.name}" if chips > 1 else self.name,
+            chips * self.flops,
+            chips * self.bandwidth,
+            chips * self.capacity,
+            self.source,
+            chips * self.float32,
+        )
+
+
+_GARDEN = "https://www.glennklockwood.com/garden"
+_TPU = "https://docs.cloud.google.com/tpu/docs"
+_H = f"{_GARDEN}/peak-FLOPS; bandwidth and capacity {_GARDEN}/processors"
+
+GIB = 2.0**30
+
+
+def _tpu(name: str, flops: float, bandwidth: float, capacity: float, page: str) -> Hardware:
+    """float32 at the highest precision is taken as six bfloat16 products: no vendor's figure."""
+    return Hardware(name, flops, bandwidth, capacity, f"{_TPU}/{page}; float32: a sixth", flops / 6)
+
+
+HARDWARE = MappingProxyType(
+    {
+        "h100": Hardware("H100 SXM", 989.4e12, 3.35e12, 80e9, f"{_H}/H100", 66.9e12),
+        "h200": Hardware("H200 SXM", 989.4e12, 4.8e12, 141e9, f"{_H}/H200; float32 as H100", 66.9e12),
+        "a100": Hardware("A100 SXM 80 GB", 312e12, 2.039e12, 80e9, f"{_GARDEN}/processors/A100", 19.5e12),
+        "v5e": _tpu("TPU v5e", 197e12, 0.819e12, 16e9, "v5e"),
+        "v5p": _tpu("TPU v5p", 459e12, 2.765e12, 95 * GIB, "tpu7x (comparison table)"),
+        "v6e": _tpu("TPU v6e", 918e12, 1.638e12, 32 * GIB, "tpu7x (comparison table)"),
+        "v7x": _tpu("TPU7x", 2307e12, 7.38e12, 192 * GIB, "tpu7x (a chip, which JAX sees as two devices)"),
+    }
+)
+"""By short name. Google's pages were read in November 2026, and for NVIDIA pages that quote its data sheets,
+not the data sheets themselves. float32 of GPUs is the rate of vector units (no TF32)."""

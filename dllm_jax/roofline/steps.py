@@ -1,0 +1,134 @@
+"""What one denoising step moves and computes."""
+
+import dataclasses
+
+from dllm_jax.roofline.hardware import Hardware
+from dllm_jax.spec import ModelSpec
+
+Number = float | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One kind of step, per sequence; numbers of positions may be averages over layers.
+
+    Attributes:
+      whole: it recomputes the canvas (a full refresh).
+      rows: positions that pass through whole layers, the padding of the step's static width included.
+      slots: pairs they attend to, their own included; each is read once per layer.
+      candidates: positions that meet the vocabulary.
+      written: pairs stored.
+      valued: positions besides `rows` of which a layer computes only the values.
+      branches: positions whose stored attention and MLP outputs a layer reads.
+      moved: pairs that a layer reads and writes besides: copies that join or gather them, and keys read
+        again (half a pair each) for statistics.
+      products: FLOPs per layer besides, e.g. of attention maps recomputed for statistics.
+      wide: FLOPs per layer of products that are float32 at any dtype.
+      scratch: bytes of statistics that exist during the step.
+    """
+
+    whole: bool
+    rows: Number
+    slots: Number
+    candidates: Number
+    written: Number = 0
+    valued: Number = 0
+    branches: Number = 0
+    moved: Number = 0
+    products: Number = 0
+    wide: Number = 0
+    scratch: Number = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Bytes moved to or from the main memory, and FLOPs, of a step of the whole batch.
+
+    Attributes:
+      weights: bytes of the layers and the vocabulary head, streamed once; of the embedding only the
+        gathered rows.
+      pairs: bytes of keys and values read and written, copies of them included.
+      branches: bytes of stored branch outputs.
+      logits: bytes of float32 logits, written once.
+      dense_flops: of all products with weights.
+      attention_flops: of scores and weighted values, and `Step.products`.
+      wide_flops: of products that are float32 at any dtype.
+    """
+
+    weights: Number
+    pairs: Number
+    branches: Number
+    logits: Number
+    dense_flops: Number
+    attention_flops: Number
+    wide_flops: Number
+
+    @property
+    def bytes(self) -> Number:
+        """All bytes."""
+        return self.weights + self.pairs + self.branches + self.logits
+
+    @property
+    def flops(self) -> Number:
+        """All FLOPs."""
+        return self.dense_flops + self.attention_flops + self.wide_flops
+
+    def moving(self, hardware: Hardware) -> float:
+        """Seconds of moving the bytes."""
+        return self.bytes / hardware.bandwidth
+
+    def computing(self, hardware: Hardware) -> float:
+        """Seconds of computing the FLOPs, those of float32 products at their own rate."""
+        narrow = self.dense_flops + self.attention_flops
+        return narrow / hardware.flops + self.wide_flops / hardware.float32
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The longer of moving and computing."""
+        return max(self.moving(hardware), self.computing(hardware))
+
+    def memory_bound(self, hardware: Hardware) -> bool:
+        """Moving takes longer."""
+        return self.moving(hardware) > self.computing(hardware)
+
+
+def kernel_size(spec: ModelSpec) -> int:
+    """Scalars of one layer's matrices."""
+    heads = 2 * spec.heads + 2 * spec.kv_heads
+    return spec.width * (heads * spec.head + 3 * spec.hidden)
+
+
+def layer_size(spec: ModelSpec) -> int:
+    """Scalars of one layer, norms and biases included."""
+    biases = (spec.heads + 2 * spec.kv_heads) * spec.head if spec.qkv_bias else 0
+    return kernel_size(spec) + 2 * spec.width + biases
+
+
+def pair_size(spec: ModelSpec) -> int:
+    """Scalars of one position's keys and values in all layers."""
+    return 2 * spec.layers * spec.kv_heads * spec.head
+
+
+def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
+    """What a step of `batch` sequences costs.
+
+    Args:
+      step: per sequence.
+      spec: the model.
+      batch: sequences.
+      itemsize: bytes of a parameter, activation or stored scalar.
+    """
+    n, m, v = spec.layers, spec.width, spec.vocab
+    streamed = n * layer_size(spec) + (m + v * m if step.candidates else 0)
+    pairs = step.slots + step.written + step.moved
+    value = m * spec.kv_heads * spec.head
+    products = n * (step.rows * kernel_size(spec) + step.valued * value) + step.candidates * v * m
+    scores = 4 * n * step.rows * step.slots * spec.heads * spec.head
+    return Cost(
+        weights=itemsize * (streamed + batch * step.rows * m),
+        pairs=itemsize * batch * pairs * pair_size(spec),
+        branches=itemsize * batch * n * step.branches * 2 * m,
+        logits=4 * batch * step.candidates * v,
+        dense_flops=2 * batch * products,
+        attention_flops=batch * (scores + n * step.products),
+        wide_flops=batch * n * step.wide,
+    )

@@ -1,0 +1,83 @@
+"""What attention shows afterwards, from its log-sum-exp: who received it, and its mean over heads."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.received_attention import xla
+
+__all__ = ["HEAD_MEAN", "RECEIVED", "explain_head_mean", "explain_received", "head_mean", "received"]
+
+RECEIVED, HEAD_MEAN = (
+    Operation(
+        name=name,
+        xla=plain,
+        kernels={
+            "tpu": imported("pallas_kernels.received_attention.tpu", name),
+            "cuda": imported("pallas_kernels.received_attention.gpu", name),
+        },
+    )
+    for name, plain in (("received", xla.received), ("head_mean", xla.head_mean))
+)
+
+
+def received(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    weight: Float[Array, "b q"],
+    mask: KeyMask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "b k s"]:
+    """See `pallas_kernels.received_attention.reference.received`, which defines the meaning.
+
+    Args:
+      q: queries; head i reads kv head i // (h // k).
+      k: keys, in the same dtype.
+      lse: log sum exp of the scaled scores, as `row_attention` gives it.
+      weight: of each query row, float32.
+      mask: slots that may be attended to, for all kv heads or for each; None means all.
+      lengths: each kv head may read its first `lengths` slots; None means all.
+      implementation: see `pallas_kernels.choice.Operation.run`.
+    """
+    checked(q, k, mask, lengths)
+    return RECEIVED.run((q, k, lse, weight, mask, lengths), {}, implementation)
+
+
+def head_mean(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    mask: KeyMask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "b q s"]:
+    """See `pallas_kernels.received_attention.reference.head_mean`; arguments as of `received`."""
+    checked(q, k, mask, lengths)
+    return HEAD_MEAN.run((q, k, lse, mask, lengths), {}, implementation)
+
+
+def explain_received(
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    lse: Float[Shapes, "b h q"],
+    weight: Float[Shapes, "b q"],
+    mask: KeyMaskShape | None = None,
+    lengths: Int[Shapes, "b k"] | None = None,
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    checked(q, k, mask, lengths)
+    return RECEIVED.explain((q, k, lse, weight, mask, lengths), {})
+
+
+def explain_head_mean(
+    q: Float[Shapes, "b q h d"],
+    k: Float[Shapes, "b s k d"],
+    lse: Float[Shapes, "b h q"],
+    mask: KeyMaskShape | None = None,
+    lengths: Int[Shapes, "b k"] | None = None,
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    checked(q, k, mask, lengths)
+    return HEAD_MEAN.explain((q, k, lse, mask, lengths), {})

@@ -1,0 +1,44 @@
+"""The pairs that an eviction keeps, copied behind one another."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.sparse_gather import xla
+from pallas_kernels.sparse_gather.reference import checked
+
+__all__ = ["OPERATION", "explain", "sparse_gather"]
+
+OPERATION = Operation(
+    name="sparse_gather",
+    xla=xla.sparse_gather,
+    kernels={
+        "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
+        "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),
+    },
+)
+
+
+def sparse_gather(
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    index: Int[Array, "b k w"],
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
+    """See `pallas_kernels.sparse_gather.reference.sparse_gather`, which defines the meaning.
+
+    Args:
+      k: keys.
+      v: values, in the same dtype.
+      index: slot of each copy; s where there is none, which writes zeros.
+      implementation: see `pallas_kernels.choice.Operation.run`.
+    """
+    checked(k, v, index)
+    return OPERATION.run((k, v, index), {}, implementation)
+
+
+def explain(
+    k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    checked(k, v, index)
+    return OPERATION.explain((k, v, index), {})

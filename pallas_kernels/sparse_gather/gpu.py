@@ -1,0 +1,63 @@
+"""`sparse_gather` for NVIDIA GPUs (Pallas, Triton): one program per 64 copies of a head.
+
+Never run on a GPU yet, only interpreted, and lowered for CUDA; Pallas' Triton backend is deprecated since
+jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sparse_gather.reference import checked
+
+TILE = 64  # copies
+
+
+def sparse_gather(
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    index: Int[Array, "b k w"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
+    """As the reference; reads only the rows that are kept.
+
+    Raises:
+      NotImplementedError: a head width that is no power of two, no copies, or other dtypes than float32 and
+        bfloat16.
+    """
+    checked(k, v, index)
+    batch, slots, kv_heads, head = k.shape
+    if k.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"{k.dtype}: float32 or bfloat16")
+    if head != pl.next_power_of_2(head):
+        raise NotImplementedError(f"head width {head} is no power of two")
+    width = index.shape[2]
+    if not width:
+        raise NotImplementedError("no copies")
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, -width % TILE)), constant_values=slots)
+    copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
+    found = pl.pallas_call(
+        functools.partial(_kernel, slots=slots),
+        grid=(batch, kv_heads, index.shape[2] // TILE),
+        in_specs=[pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h, j)), pl.BlockSpec(), pl.BlockSpec()],
+        out_specs=[pl.BlockSpec((1, TILE, 1, head), lambda b, h, j: (b, j, h, 0))] * 2,
+        out_shape=[copies, copies],
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="sparse_gather",
+    )(index.astype(jnp.int32), k, v)
+    return found[0][:, :width], found[1][:, :width]
+
+
+def _kernel(index_ref, k_ref, v_ref, *out_refs, slots):
+    b, h = pl.program_id(0), pl.program_id(1)
+    place = index_ref[0, 0][:, None]
+    real = place < slots
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, k_ref.shape[3]), 1)
+    for source, target in zip((k_ref, v_ref), out_refs, strict=True):
+        rows = source.at[b, jnp.where(real, place, 0), h, column]
+        target[0, :, 0, :] = plt.load(rows, mask=real, other=0.0)

@@ -1,0 +1,105 @@
+"""What is carried from one vocabulary tile to the next; the same for every implementation."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+LOWEST = -1e30  # below any logit, and still finite when subtracted
+NO_TOKEN = 2**30
+
+
+class Running(NamedTuple):
+    """Sums over the tiles seen, one column per row; of n ranges of tokens apart, see `merged`, or of all.
+
+    Attributes:
+      token: lowest id with the largest logit.
+      best: that logit.
+      second: the second largest, as large as `best` for a tie.
+      top: largest logit, the forbidden token's included.
+      total: sum of e = exp(logit - top).
+      weighted: sum of e (logit - top).
+    """
+
+    token: Int[Array, "*n r 1"]
+    best: Float[Array, "*n r 1"]
+    second: Float[Array, "*n r 1"]
+    top: Float[Array, "*n r 1"]
+    total: Float[Array, "*n r 1"]
+    weighted: Float[Array, "*n r 1"]
+
+
+def start(rows: int) -> Running:
+    """Nothing seen yet."""
+    column = lambda value: jnp.full((rows, 1), value, jnp.float32)
+    nothing = column(-jnp.inf)
+    token = jnp.zeros((rows, 1), jnp.int32)
+    return Running(token, nothing, nothing, column(LOWEST), column(0), column(0))
+
+
+def seen(
+    before: Running,
+    logits: Float[Array, "r t"],
+    ids: Int[Array, "r t"],
+    first: int | Int[Array, ""],
+    valid: int,
+    forbidden: int | None,
+) -> Running:
+    """With one more tile.
+
+    Args:
+      before: the tiles with lower ids.
+      logits: of this tile; anything where ids lie outside of [first, valid).
+      ids: tokens of the tile.
+      first: lowest id that is new.
+      valid: size of the vocabulary.
+      forbidden: a token that cannot be the best one.
+    """
+    new = (ids >= first) & (ids < valid)
+    logits = jnp.where(new, logits, -jnp.inf)
+    candidates = logits if forbidden is None else jnp.where(ids == forbidden, -jnp.inf, logits)
+    best = jnp.max(candidates, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(candidates == best, ids, NO_TOKEN), axis=1, keepdims=True)
+    second = jnp.max(jnp.where(ids == token, -jnp.inf, candidates), axis=1, keepdims=True)
+
+    top = jnp.maximum(before.top, jnp.max(logits, axis=1, keepdims=True))
+    shift = before.top - top
+    scale = jnp.exp(shift)
+    below = jnp.where(new, logits - top, 0.0)
+    weight = jnp.where(new, jnp.exp(below), 0.0)
+    return Running(
+        token=jnp.where(best > before.best, token, before.token),
+        best=jnp.maximum(best, before.best),
+        second=jnp.maximum(jnp.minimum(best, before.best), jnp.maximum(second, before.second)),
+        top=top,
+        total=before.total * scale + jnp.sum(weight, axis=1, keepdims=True),
+        weighted=(before.weighted + shift * before.total) * scale
+        + jnp.sum(weight * below, axis=1, keepdims=True),
+    )
+
+
+def merged(parts: Running) -> Running:
+    """One from those of several ranges of tokens [n r 1], the ranges ascending."""
+    first = jnp.argmax(parts.best, axis=0, keepdims=True)
+    winner = jnp.arange(parts.best.shape[0])[:, None, None] == first
+    top = jnp.max(parts.top, axis=0)
+    shift = parts.top - top
+    scale = jnp.exp(shift)
+    return Running(
+        token=jnp.take_along_axis(parts.token, first, axis=0)[0],
+        best=jnp.max(parts.best, axis=0),
+        second=jnp.max(jnp.where(winner, parts.second, parts.best), axis=0),
+        top=top,
+        total=jnp.sum(parts.total * scale, axis=0),
+        weighted=jnp.sum((parts.weighted + shift * parts.total) * scale, axis=0),
+    )
+
+
+def outcome(
+    running: Running,
+) -> tuple[Int[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"]]:
+    """Token, probability, margin and negative entropy, once all tiles are seen."""
+    probability = jnp.exp(running.best - running.top) / running.total
+    other = jnp.exp(running.second - running.top) / running.total
+    entropy = running.weighted / running.total - jnp.log(running.total)
+    return running.token, probability, probability - other, entropy

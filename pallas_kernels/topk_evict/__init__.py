@@ -1,0 +1,52 @@
+"""The positions of the best scores of each head: what an eviction keeps."""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.topk_evict import xla
+from pallas_kernels.topk_evict.reference import checked
+
+__all__ = ["OPERATION", "explain", "topk_evict"]
+
+OPERATION = Operation(
+    name="topk_evict",
+    xla=xla.topk_evict,
+    kernels={
+        "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
+        "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),
+    },
+)
+
+
+def topk_evict(
+    score: Float[Array, "b k l"],
+    among: Bool[Array, "b l"],
+    count: Int[Array, "b k"],
+    width: int,
+    pool: int = 1,
+    implementation: Implementation | None = None,
+) -> Int[Array, "b k {width}"]:
+    """See `pallas_kernels.topk_evict.reference.topk_evict`, which defines the meaning.
+
+    Args:
+      score: importance of each position for each kv head, float32; larger is kept first.
+      among: positions that may be kept.
+      count: how many each head keeps; at most `width` are.
+      width: static width of the result.
+      pool: odd window of the maximum over neighbours; 1 pools nothing.
+      implementation: see `pallas_kernels.choice.Operation.run`.
+    """
+    options = dict(width=checked(score, width, pool), pool=pool)
+    return OPERATION.run((score, among, count), options, implementation)
+
+
+def explain(
+    score: Float[Shapes, "b k l"],
+    among: Bool[Shapes, "b l"],
+    count: Int[Shapes, "b k"],
+    width: int,
+    pool: int = 1,
+) -> dict[Platform, str]:
+    """The implementation each platform takes by default, and the reason if it is not a kernel."""
+    options = dict(width=checked(score, width, pool), pool=pool)
+    return OPERATION.explain((score, among, count), options)

@@ -1,0 +1,58 @@
+"""`topk_evict` for NVIDIA GPUs (Pallas, Triton): one program per row, which stays in registers.
+
+Never run on a GPU yet, only interpreted, and lowered for CUDA; Pallas' Triton backend is deprecated since
+jax 0.11.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.topk_evict import bisection, xla
+
+MOST = 2**15  # positions: 128 registers of each of 256 threads
+WARPS = 8
+
+
+def topk_evict(
+    score: Float[Array, "b k l"],
+    among: Bool[Array, "b l"],
+    count: Int[Array, "b k"],
+    width: int,
+    pool: int = 1,
+    interpret: bool = False,
+) -> Int[Array, "b k {width}"]:
+    """As the reference; pooling and the listing of what is kept are left to XLA.
+
+    Raises:
+      NotImplementedError: more than 32 768 positions.
+    """
+    if score.shape[2] > MOST:
+        raise NotImplementedError(f"{score.shape[2]} positions: at most {MOST}")
+    return xla.topk_evict(score, among, count, width, pool, functools.partial(_best, interpret=interpret))
+
+
+def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool) -> Bool[Array, "r l"]:
+    rows, length = score.shape
+    padding = max(pl.next_power_of_2(length), 32 * WARPS) - length
+    padded = jnp.pad(score, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    row = lambda columns: pl.BlockSpec((1, columns), lambda i: (i, 0))
+    keep = pl.pallas_call(
+        _kernel,
+        grid=(rows,),
+        in_specs=[row(padded.shape[1]), row(1)],
+        out_specs=row(padded.shape[1]),
+        out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.int32),
+        compiler_params=plt.CompilerParams(num_warps=WARPS),
+        interpret=interpret,
+        name="topk_evict",
+    )(padded, count)
+    return keep[:, :length] != 0
+
+
+def _kernel(score_ref, count_ref, keep_ref):
+    keep_ref[...] = bisection.best(score_ref[...], count_ref[...]).astype(jnp.int32)

@@ -1,0 +1,54 @@
+"""`topk_evict` for TPUs (Pallas, Mosaic): all rounds of the bisection on 8 rows that stay in VMEM."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.topk_evict import bisection, xla
+
+LANES, ROWS = 128, 8
+MOST_BYTES = 2**22  # of scores held at once; with the mask and what is loaded meanwhile about five times that
+VMEM_BYTES = 48 * 2**20
+
+
+def topk_evict(
+    score: Float[Array, "b k l"],
+    among: Bool[Array, "b l"],
+    count: Int[Array, "b k"],
+    width: int,
+    pool: int = 1,
+    interpret: bool = False,
+) -> Int[Array, "b k {width}"]:
+    """As the reference; pooling and the listing of what is kept are left to XLA.
+
+    Raises:
+      NotImplementedError: more than 131 072 positions.
+    """
+    if ROWS * score.shape[2] * 4 > MOST_BYTES:
+        raise NotImplementedError(f"{score.shape[2]} positions: at most {MOST_BYTES // (4 * ROWS)}")
+    return xla.topk_evict(score, among, count, width, pool, functools.partial(_best, interpret=interpret))
+
+
+def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool) -> Bool[Array, "r l"]:
+    rows, length = score.shape
+    padded = jnp.pad(score, ((0, 0), (0, -length % LANES)), constant_values=-jnp.inf)
+    wide = pl.BlockSpec((ROWS, padded.shape[1]), lambda i: (i, 0))
+    keep = pl.pallas_call(
+        _kernel,
+        grid=(pl.cdiv(rows, ROWS),),
+        in_specs=[wide, pl.BlockSpec((ROWS, 1), lambda i: (i, 0))],
+        out_specs=wide,
+        out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.int32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_BYTES),
+        interpret=interpret,
+        name="topk_evict",
+    )(padded, count)
+    return keep[:, :length] != 0
+
+
+def _kernel(score_ref, count_ref, keep_ref):
+    keep_ref[...] = bisection.best(score_ref[...], count_ref[...]).astype(jnp.int32)

@@ -1,0 +1,253 @@
+"""The benches run from end to end at the smallest size, and what they compute is right."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+import re
+import shlex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+
+import dllm_jax as dj
+from bench import device, figures, generate, growth, kernels, measure, models, prepared, tables
+from bench import roofline as plan
+from bench.kernel_cases import FAMILIES
+from bench.prepared import Limits
+from dllm_jax import roofline
+from dllm_jax.parameters import abstract
+from dllm_jax.record import Stats
+from dllm_jax.roofline import Hardware
+
+ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
+
+
+def test_generate_tiny(tmp_path):
+    out = tmp_path / "found.json"
+    options = generate.Options(
+        shape="tiny",
+        prompts=(16,),
+        batches=(1,),
+        length=8,
+        block=4,
+        limits=Limits(repeats=2),
+        policies=("DualCache",),
+        out=out,
+    )
+    generate.main(options)
+    report = json.loads(out.read_text())
+    exact, dual = report["rows"]
+    assert (exact["policy"], dual["policy"]) == ("Policy()", "DualCache()")
+    assert exact["over_exact"]["values"] == [1.0, 1.0]
+    pairs = zip(dual["exact_seconds"]["values"], dual["seconds"]["values"], strict=True)
+    assert dual["over_exact"]["values"] == [pytest.approx(base / ours) for base, ours in pairs]
+    assert exact["steps_added_up_s"] == pytest.approx(8e-3 * exact["whole_ms"]["median"])
+    assert dual["steps_added_up_s"] > 0
+    assert len(tables.ratios(report)) == 4
+    assert (exact["part_ms"], exact["width"], dual["width"]) == (None, None, 4)
+    assert (exact["forwards"], exact["refreshes"], dual["refreshes"]) == (8, 8, 2)
+    for row in report["rows"]:
+        assert row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+        assert row["tokens_per_s"] == pytest.approx(8 / row["seconds"]["median"])
+        assert row["tokens_before_eos_per_s"] <= row["tokens_per_s"]
+        assert row["program_bytes"] > 0
+        assert row["whole_predicted_ms"] > 0
+    assert report["date"]
+    assert report["ceilings"]["bandwidth"] > 0
+
+
+def test_what_does_not_fit_is_said():
+    run = generate.Options(shape="tiny", length=8, block=4).run(16, 1, dj.policies.Policy())
+    model = models.random_model(models.shape("tiny"), "float32")
+    small = dataclasses.replace(ROOF, capacity=1e3)
+    with pytest.raises(MemoryError, match="by prediction"):
+        prepared.prepared(model, run, small, Limits())
+    rows = list(
+        generate.measure(model, generate.Options(prompts=(16,), batches=(1,), length=8, block=4), small)
+    )
+    assert all("by prediction" in row["error"] for row in rows)
+    assert len(rows) == len(dj.policies.ALL)
+
+
+def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> prepared.Prepared:
+    """A generation of 64 tokens whose steps take `whole_s` each, and which takes none itself."""
+    layout, counts = dj.Layout(16, 64, 32, 64), np.asarray([64])
+    stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
+    time = device.Time.of([whole_s])
+    run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
+    program = measure.Program(lambda: (None, stats, None), 0.0, 0.0, None)
+    predicted = roofline.work(models.shape("tiny"), policy, layout)
+    return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, None)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "by_steps"), [(dj.samplers.Confidence(), 640.0), (dj.samplers.Threshold(0.9), None)]
+)
+def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
+    """Steps are added up only where their number is known; without an exact decoder there is no ratio."""
+    exact, dual = (made(p, sampler, 10.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
+    limits = Limits(repeats=2)
+    too_long = prepared.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
+    assert too_long.once is None
+    found = figures.whole_run(dual, too_long, limits)
+    assert found["exact_by_steps_s"] == by_steps
+    assert (found["over_exact"] is None) == (by_steps is None)
+    assert figures.whole_run(exact, too_long, limits)["seconds"] is None
+    once = prepared.baseline(exact, limits)
+    assert once.once is not None
+    found = figures.whole_run(dual, once, limits)
+    assert found["exact_by_steps_s"] is None
+    assert found["exact_seconds"]["values"] == once.once.values
+    assert len(found["over_exact"]["values"]) == 2
+    assert figures.whole_run(exact, once, limits)["tokens_per_s"] > 0
+    assert figures.whole_run(dual, None, limits)["over_exact"] is None
+    assert (figures.stepwise(dual, ROOF)["predicted_s"] is None) == (by_steps is None)
+
+
+@pytest.mark.parametrize("policy", dj.policies.ALL, ids=lambda p: type(p).__name__)
+def test_steps_are_added_up_where_they_are_alike(policy):
+    alike = {"Policy", "DualCache", "DKVGreedy", "DKVPrefill", "SparseDLLM"}
+    assert made(policy, dj.samplers.Confidence(), 1.0).uniform is (type(policy).__name__ in alike)
+
+
+def commands() -> list[str]:
+    """Command lines of docs/performance.md."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    return re.findall(r"python -m (bench\.[^`\n]*)", text)
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_documented_commands_parse(command):
+    module, *arguments = shlex.split(command.split(" > ")[0].split("(")[0])
+    if module == "bench.peer_torch":
+        pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
+    main = importlib.import_module(module).main
+    called = functools.wraps(main)(lambda *given, **named: True)
+    needs = module in ("bench.tables",) and not arguments
+    assert needs or tyro.cli(called, args=arguments)
+
+
+def test_random_model():
+    dtype = "bfloat16"
+    spec = models.shape("tiny", qkv_bias=True, layers=3)
+    model = models.random_model(spec, dtype)
+    wanted = abstract(spec, dtype)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), model.params) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), wanted
+    )
+    assert models.size(model) == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(wanted))
+    layers = np.asarray(model.params["layers"]["gate"], np.float32)
+    assert np.std(layers) == pytest.approx(0.02, rel=0.05)
+    assert not np.allclose(layers[0], layers[1])
+    with pytest.raises(ValueError, match="shape='huge'"):
+        models.shape("huge")
+
+
+def test_times():
+    taken = measure.Time.of([3.0, 1.0, 2.0])
+    assert (taken.median, taken.low, taken.high, taken.values) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
+    assert taken.scaled(1e3).median == 2e3
+    assert taken.over(measure.Time.of([2.0])).values == (1.5, 0.5, 1.0)
+    assert taken.over(taken).values == (1.0, 1.0, 1.0)
+    order = []
+    device.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
+    assert order == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("cpu", None),
+    ],
+)
+def test_data_sheet_of_a_device(kind, key):
+    assert device.nominal(kind) == key
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)
+def test_kernel_operands_fit_every_implementation(family):
+    case = family.make(family.small[0], jnp.float32)
+    results = [jax.eval_shape(kernels.function(family, i, case), *case.arrays) for i in ("reference", "xla")]
+    first, second = (jax.tree.map(lambda a: (a.shape, a.dtype), result) for result in results)
+    assert first == second
+    assert case.bytes(results[0]) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)
+def test_kernel_operands_of_real_models(family):
+    for _, shape in family.shapes(small=False):
+        made = jax.eval_shape(lambda s=shape: family.make(s, jnp.bfloat16).arrays)
+        assert all(a.size for a in jax.tree.leaves(made))
+
+
+def test_kernels_small():
+    options = kernels.Options(
+        operations=("topk_evict",),
+        implementations=("reference", "xla"),
+        small=True,
+        most=1,
+        repeats=1,
+        calls=1,
+    )
+    assert dataclasses.replace(options, calls=None, dtype="bfloat16").per_run == 1  # on a CPU, at any dtype
+    rows = list(kernels.measure(options, "float32", ROOF))
+    assert [row["implementation"] for row in rows] == ["reference", "xla"]
+    assert rows[1]["over_xla"] == 1.0
+    with pytest.raises(ValueError, match="nothing"):
+        kernels.Options(operations=("nothing",)).chosen()
+
+
+def test_plan(tmp_path):
+    asked = plan.Plan(models=("llada-8b",), hardware=("h100", "v5e"), prompts=(1024,), batches=(1,))
+    plan.main(asked, tmp_path / "plan.json")
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert len(report["rows"]) == 2 * len(dj.policies.ALL)
+    fits = {row["hardware"]: row["fits"] for row in report["rows"]}
+    assert fits == {"h100": True, "v5e": False}
+    exact = report["rows"][0]
+    assert (exact["policy"], exact["over_exact"]) == ("Policy", 1.0)
+    with pytest.raises(ValueError, match="z80"):
+        plan.Plan(hardware=("z80",))
+
+
+def test_growth_has_a_knee():
+    spec = dj.presets.model_spec("llada-8b")
+    flat = growth.rows_ms(spec, 256, "h100") / growth.rows_ms(spec, 8, "h100")
+    steep = growth.rows_ms(spec, 1024, "h100") / growth.rows_ms(spec, 512, "h100")
+    assert flat < 1.1
+    assert steep == pytest.approx(2, rel=0.05)
+
+
+def test_peer_needs_torch_or_decodes_as_many_tokens():
+    torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
+    from bench import peer_torch
+
+    torch.set_num_threads(1)  # more of them spin where the cores are taken
+    spec = models.shape("tiny")
+    theirs = peer_torch.twin(spec, "float32", None)
+    options = peer_torch.Options(shape="tiny", prompt=8, length=4, block=2, repeats=1)
+    tokens = torch.full((2, 12), spec.mask_id)
+    tokens[:, :8] = 1
+    with torch.inference_mode():
+        full = theirs.logits(tokens, slice(None))
+        changed = tokens.clone()
+        changed[:, -1] = 2
+        assert not torch.equal(full[:, 0], theirs.logits(changed, slice(None))[:, 0])  # not causal
+        out = theirs.generate(tokens.clone(), options.run(), spec)
+    assert torch.equal(out[:, :8], tokens[:, :8])
+    found = peer_torch.compare(models.random_model(spec, "float32"), theirs, options)
+    assert found["forward"]["theirs_over_ours"]["low"] > 0
+    assert len(found["generation"]["ours"]["values"]) == 1

@@ -1,0 +1,137 @@
+"""Kernels behind a layer's seams: nothing changes by default, and recorded traces replay with them."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+import dllm_jax as dj
+from dllm_jax import attention, kernels
+from dllm_jax.explain import Explanation
+from tests.kernel_cases import some
+from tests.models import tiny
+from tests.replay.case import Case, find
+from tests.replay.methods import METHODS
+
+HERE = pathlib.Path(__file__).parent / "goldens"
+
+
+class WithKernels(Case):
+    """A recorded case, replayed with a model whose attention is done by kernels."""
+
+    def model(self, **spec_changes) -> dj.Model:
+        return dataclasses.replace(super().model(**spec_changes), implementation="pallas")
+
+
+def shortest(method: str) -> Case:
+    cases = [case for case in find(HERE, method) if case.status == "conform"]
+    return min(cases, key=lambda case: case.arrays["tokens"].size)
+
+
+@pytest.mark.parametrize("method", some(["maskkv", "fast-dllm-dual", "d2cache", "elastic", "sparse-dllm"], 1))
+def test_recorded_traces_replay_with_kernels(method):
+    METHODS[method](WithKernels(shortest(method).folder))
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def all_three(q, k, v, mask, weight, implementation):
+    out, lse = kernels.attention(q, k, v, mask, implementation)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    received = kernels.received(q, k, lse, weight, mask, implementation)
+    return out, received, kernels.head_mean(q, k, lse, mask, implementation)
+
+
+@pytest.mark.parametrize("size", some([[1, 2, 1, 9], [2, 1, 1, 9], [2, 2, 5, 9], None], 1), ids=str)
+def test_all_masks_give_the_same(size):
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 5))
+    )
+    mask = None if size is None else jnp.asarray(rng.random(size) < 0.7)
+    found, wanted = (all_three(q, k, v, mask, weight, which) for which in ("pallas", "xla"))
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_by_default_the_program_is_that_without_kernels():
+    k = jax.ShapeDtypeStruct((2, 9, 2, 16), jnp.float32)
+    q = jax.ShapeDtypeStruct((2, 5, 4, 16), jnp.float32)
+    mask = jax.ShapeDtypeStruct((2, 1, 1, 9), jnp.bool_)
+    ours = jax.make_jaxpr(lambda *arrays: kernels.attention(*arrays, None))(q, k, k, mask)
+    assert str(ours) == str(jax.make_jaxpr(attention.attention)(q, k, k, mask))
+    assert tiny("llada").implementation is None
+
+
+@pytest.mark.parametrize("policy", some(["MaskKV", "D2Cache", "DualCache", "ElasticCache"], 1))
+def test_a_generation_has_kernels_only_if_asked(policy):
+    def program(implementation):
+        model = dataclasses.replace(tiny("llada"), implementation=implementation)
+        chosen = getattr(dj.policies, policy)()
+        prompt = jnp.zeros((1, 8), jnp.int32)
+        generate = lambda p: dj.generate(model, p, length=8, block=4, steps=4, policy=chosen).tokens
+        return str(jax.make_jaxpr(generate)(prompt))
+
+    found = program("pallas")
+    assert "name=row_attention" in found
+    assert ("name=received" in found) == (policy in ("MaskKV", "ElasticCache"))
+    assert ("name=head_mean" in found) == (policy == "D2Cache")
+    assert "pallas_call" not in program(None)
+
+
+def test_another_implementation_is_refused():
+    refused = ValueError, TypeCheckError  # the latter where annotations are checked, as in these tests
+    with pytest.raises(refused, match="implementation"):
+        dataclasses.replace(tiny("llada"), implementation="triton")
+    with pytest.raises(refused, match="implementation"):
+        dj.load(HERE / "models" / "llada-tiny", implementation="mosaic")
+    assert dj.load(HERE / "models" / "llada-tiny", implementation="xla").implementation == "xla"
+
+
+def test_kernels_over_a_mesh_are_refused():
+    mesh = jax.make_mesh((1,), ("tp",))
+    with pytest.raises(ValueError, match="'pallas' does not go with a mesh: XLA cannot split a kernel"):
+        dj.load(HERE / "models" / "llada-tiny", mesh=mesh, implementation="pallas")
+
+
+def explained(model: dj.Model, implementation=None, policy=None, padded=False) -> Explanation:
+    layout = dj.Layout(8, 8, 4, 8, padded=padded)
+    return dj.explain(dataclasses.replace(model, implementation=implementation), 1, layout, policy)
+
+
+def test_explain():
+    model = tiny("llada")
+    by_default = explained(model, policy=dj.policies.DualCache())
+    assert {row[3] for row in by_default.rows if row[2] == "cpu"} == {"xla: no kernel for this platform"}
+    assert {row[:2] for row in by_default.rows} == {("row_attention", 4), ("row_attention", 16)}
+    assert ("received", "not called by this policy") in by_default.unused
+    assert ("topk_evict", "not used by the engine") in by_default.unused
+    assert {row[3] for row in explained(model, "xla").rows} == {"xla: as asked for"}
+    asked = explained(model, "pallas")
+    wanted = {(row[2], row[3]) for row in asked.rows}
+    assert ("cpu", "pallas, interpreted") in wanted
+    assert ("cuda", f"xla: head width {model.spec.head} is not in (16, 32, 64, 128)") in wanted
+    lines = str(asked).splitlines()
+    assert lines[0].split() == ["operation", "query", "rows", "platform", "implementation"]
+    assert lines[-1] == "token_confidence: not used by the engine"
+
+
+def test_explain_tells_what_each_policy_calls():
+    called = lambda policy: {row[0] for row in explained(tiny("llada"), policy=policy()).rows}
+    assert called(dj.policies.MaskKV) == {"row_attention", "received"}
+    assert called(dj.policies.D2Cache) == {"row_attention", "head_mean"}
+    cache = explained(tiny("llada"), policy=dj.policies.DLLMCache()).rows
+    assert len(set(cache)) == len(cache)
+
+
+def test_explain_looks_at_the_masks_of_each_step():
+    """Padded Dream: rows of a whole step see different slots; those of Sparse-dLLM's other steps do not."""
+    rows = explained(tiny("dream"), "pallas", dj.policies.SparseDLLM(), padded=True).rows
+    reasons = {n: {row[3] for row in rows if row[1:3] == (n, "tpu")} for n in {row[1] for row in rows}}
+    assert reasons[16] == {"xla: the mask differs between query rows"}
+    assert "pallas" in set().union(*reasons.values())

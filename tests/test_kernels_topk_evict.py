@@ -1,0 +1,166 @@
+"""`topk_evict`: every implementation against plain Python sorting; all comparisons are exact."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dllm_jax import rows, selection
+from pallas_kernels.topk_evict import OPERATION, explain, reference, topk_evict, xla
+from pallas_kernels.topk_evict.shapes import MODELS, SMALL, Shape
+
+from . import ahead_of_time
+from .kernel_cases import some
+
+KERNELS = OPERATION.kernels
+IMPLEMENTATIONS = {
+    "reference": reference.topk_evict,
+    "xla": xla.topk_evict,
+    **{platform: functools.partial(kernel, interpret=True) for platform, kernel in KERNELS.items()},
+}
+each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+
+
+def operands(shape: Shape, ties: bool = False):
+    """Scores of either sign, NaN outside of `among`; counts from 0 to beyond what there is."""
+    rng = np.random.default_rng(shape.length)
+    size = shape.batch, shape.heads, shape.length
+    score = rng.integers(-2, 3, size) * 0.5 if ties else rng.standard_normal(size)
+    among = rng.random((shape.batch, shape.length)) < 0.7
+    count = rng.integers(0, shape.width + 1, (shape.batch, shape.heads))
+    count.flat[0], count.flat[-1] = 0, shape.width
+    score = np.where(among[:, None], score, np.nan).astype(np.float32)
+    return jnp.asarray(score), jnp.asarray(among), jnp.asarray(count, jnp.int32)
+
+
+def explicit(score, among, count, width, pool=1):
+    """One head at a time, by Python's stable sort."""
+    score, among, count = map(np.asarray, (score, among, count))
+    length = score.shape[2]
+    kept = np.full((*score.shape[:2], width), length)
+    for b, h in np.ndindex(*score.shape[:2]):
+        members = np.flatnonzero(among[b])
+        near = lambda i, values: values[max(0, i - pool // 2) : i + pool // 2 + 1].max()
+        value = {p: near(i, score[b, h, members]) for i, p in enumerate(members)}
+        best = sorted((p for p in members if value[p] > -np.inf), key=lambda p: -value[p])
+        best = sorted(best[: min(count[b, h], width)])
+        kept[b, h, : len(best)] = best
+    return kept
+
+
+@functools.cache
+def jitted(name, width, pool=1):
+    return jax.jit(functools.partial(IMPLEMENTATIONS[name], width=width, pool=pool))
+
+
+@pytest.mark.parametrize(
+    ("shape", "ties"),
+    some(
+        [
+            *zip(SMALL, [True, False] * len(SMALL), strict=False),
+            *zip(SMALL, [False, True] * len(SMALL), strict=False),
+        ],
+        2,
+    ),
+    ids=str,
+)
+@each_implementation
+def test_equals_sorting(name, shape, ties):
+    arrays = operands(shape, ties)
+    found = jitted(name, shape.width, shape.pool)(*arrays)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, explicit(*arrays, shape.width, shape.pool))
+
+
+special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, np.inf])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    hnp.arrays(np.float32, (2, 2, 11), elements=special.map(np.float32)),
+    hnp.arrays(bool, (2, 11)),
+    hnp.arrays(np.int32, (2, 2), elements=st.integers(0, 12)),
+)
+def test_every_float_has_its_place(score, among, count):
+    expected = explicit(score, among, count, 8, pool=3)
+    for name in IMPLEMENTATIONS:
+        np.testing.assert_array_equal(jitted(name, 8, 3)(score, among, count), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("name", some(IMPLEMENTATIONS, 1))
+def test_is_what_selection_computes(name):
+    score, among, count = operands(Shape(2, 3, 40, 12), ties=True)
+    found = jitted(name, 12, 3)(score, among, count)
+    for head in range(3):
+        pooled = selection.max_pool(score[:, head], among, 3)
+        best = selection.best(pooled, jnp.minimum(count[:, head], 12))
+        np.testing.assert_array_equal(found[:, head], rows.compact(best, 12))
+
+
+@pytest.mark.exhaustive
+@each_implementation
+def test_no_member_and_none_wanted(name):
+    score, among, count = operands(Shape(1, 2, 9, 4))
+    np.testing.assert_array_equal(jitted(name, 4)(score, jnp.zeros_like(among), count), 9)
+    np.testing.assert_array_equal(jitted(name, 4)(score, among, jnp.zeros_like(count)), 9)
+
+
+@pytest.mark.parametrize("implementation", some(["pallas", None, "xla"], 1))
+def test_every_choice_gives_the_same(implementation):
+    arrays = operands(SMALL[1])
+    chosen = functools.partial(topk_evict, width=SMALL[1].width, implementation=implementation)
+    np.testing.assert_array_equal(jax.jit(chosen)(*arrays), explicit(*arrays, SMALL[1].width))
+
+
+def test_what_a_kernel_does_not_serve_is_said():
+    shapes = abstract(Shape(1, 1, 2**15 + 1, 4))
+    assert explain(*shapes, 4)["cuda"] == "xla: 32769 positions: at most 32768"
+    shapes = abstract(Shape(1, 1, 2**17 + 1, 4))
+    assert explain(*shapes, 4)["tpu"] == "xla: 131073 positions: at most 131072"
+    with pytest.raises(NotImplementedError, match="131073 positions"):
+        jax.eval_shape(functools.partial(topk_evict, width=4, implementation="pallas"), *shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(width=0), "width=0 must be at least 1"),
+        (dict(width=4, pool=2), "pool=2 must be odd and positive"),
+        (dict(width=4, pool=-1), "pool=-1 must be odd and positive"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, message):
+    score, among, count = operands(Shape(1, 2, 9, 4))
+    with pytest.raises(ValueError, match=message):
+        topk_evict(score, among, count, **options)
+    with pytest.raises(ValueError, match="score is bfloat16, must be float32"):
+        topk_evict(score.astype(jnp.bfloat16), among, count, 4)
+
+
+def abstract(shape: Shape) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.length), jnp.float32),
+        jax.ShapeDtypeStruct((shape.batch, shape.length), jnp.bool_),
+        jax.ShapeDtypeStruct((shape.batch, shape.heads), jnp.int32),
+    ]
+
+
+@pytest.mark.parametrize("shape", some([*reversed(MODELS.values()), *SMALL], 2), ids=str)
+def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, optimised):
+    call = functools.partial(KERNELS["tpu"], width=shape.width, pool=shape.pool)
+    assert "tpu_custom_call" in ahead_of_time.compiled_for_v5e(call, *abstract(shape)).as_text()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("shape", some([*MODELS.values(), *SMALL], 3), ids=str)
+def test_lowers_for_cuda(shape):
+    call = functools.partial(KERNELS["cuda"], width=shape.width, pool=shape.pool)
+    with ahead_of_time.h100():
+        lowered = jax.jit(call).trace(*abstract(shape)).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()

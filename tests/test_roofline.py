@@ -1,0 +1,230 @@
+"""The predicted costs: anchors worked out by hand, and schedules against what the engine does."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import roofline
+from dllm_jax.parameters import abstract, count
+from dllm_jax.roofline.steps import layer_size, pair_size
+from tests.models import random_tokens, spec, tiny
+
+LLADA, DREAM = (dj.presets.model_spec(name) for name in ("llada-8b", "dream-7b"))
+H100 = roofline.HARDWARE["h100"]
+
+
+def step_cost(model: dj.ModelSpec, rows: int, slots: int, candidates: int, batch: int = 1) -> roofline.Cost:
+    return roofline.cost(roofline.Step(False, rows, slots, candidates), model, batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes", "gigaflops", "kib"), [(LLADA, 14.99, 14.99, 512), (DREAM, 14.14, 14.14, 56)]
+)
+def test_anchors_of_real_models(model, gigabytes, gigaflops, kib):
+    row = step_cost(model, 1, 0, 1)
+    assert row.weights / 1e9 == pytest.approx(gigabytes, abs=0.006)
+    assert row.dense_flops / 1e9 == pytest.approx(gigaflops, abs=0.006)
+    assert 2 * pair_size(model) == kib * 1024
+    table = model.vocab * model.width
+    size = model.layers * layer_size(model) + 2 * table + model.width
+    assert size == count(abstract(model))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "part", "whole"),
+    [
+        ("h100", 4.69, 20.3),
+        ("h200", 3.27, 20.3),
+        ("a100", 7.70, 64.3),
+        ("v5e", 19.2, 101.8),
+        ("v5p", 5.68, 43.7),
+        ("v6e", 9.58, 21.8),
+        ("v7x", 2.13, 8.7),
+    ],
+)
+def test_steps_of_llada(hardware, part, whole):
+    """32 rows over 1280 slots, and all 1280 positions with all logits."""
+    hardware = roofline.HARDWARE[hardware]
+    assert 1e3 * step_cost(LLADA, 32, 1280, 32).seconds(hardware) == pytest.approx(part, rel=4e-3)
+    assert 1e3 * step_cost(LLADA, 1280, 1280, 1280).seconds(hardware) == pytest.approx(whole, rel=4e-3)
+
+
+def test_batches_share_the_weights():
+    one, many = step_cost(LLADA, 32, 1280, 32), step_cost(LLADA, 32, 1280, 32, batch=8)
+    assert many.flops == 8 * one.flops
+    assert many.pairs == 8 * one.pairs
+    assert many.weights == pytest.approx(one.weights, rel=1e-3)
+
+
+def test_no_vocabulary_head_without_candidates():
+    saved = step_cost(LLADA, 32, 1280, 32).weights - step_cost(LLADA, 32, 1280, 0).weights
+    assert saved == 2 * LLADA.width * (LLADA.vocab + 1)
+
+
+def test_knee():
+    """Rows from which a step of LLaDA-8B waits for arithmetic: about 300 on an H100."""
+    bound = [step_cost(LLADA, rows, 1280, 32).memory_bound(H100) for rows in range(16, 640, 16)]
+    knee = 16 + 16 * bound.index(False)
+    assert all(bound[: bound.index(False)])
+    assert not any(bound[bound.index(False) :])
+    assert 280 < knee < 360
+    assert H100.knee == pytest.approx(295, abs=1)
+
+
+def test_chips_share_ideally():
+    layout = dj.Layout(1024, 256, 32, 256)
+    work = roofline.work(LLADA, dj.policies.DualCache(), layout)
+    assert not work.memory.fits(roofline.HARDWARE["v5e"])
+    assert work.memory.fits(roofline.HARDWARE["v5e"].times(2))
+    assert work.on(H100.times(4)).seconds == pytest.approx(work.on(H100).seconds / 4)
+    assert H100.times(2).name == "2 x H100 SXM"
+
+
+def test_generation_adds_up():
+    """DualCache at prompt 1024: 8 whole steps and 248 of the block."""
+    layout = dj.Layout(1024, 256, 32, 256)
+    prediction = roofline.work(LLADA, dj.policies.DualCache(), layout, batch=2).on(H100)
+    assert prediction.part_ms is not None
+    total = 8 * prediction.whole_ms + 248 * prediction.part_ms
+    assert 1e3 * prediction.seconds == pytest.approx(total)
+    assert prediction.ms_per_token == pytest.approx(total / 512)
+
+
+@pytest.mark.parametrize("policy", dj.policies.ALL, ids=lambda p: type(p).__name__)
+def test_every_policy_is_cheaper_than_the_exact_decoder(policy):
+    layout = dj.Layout(4096, 256, 32, 256)
+    exact = roofline.work(LLADA, dj.policies.Policy(), layout).on(H100)
+    work = roofline.work(LLADA, policy, layout)
+    assert sum(steps for _, steps, _ in work.steps) == 256
+    assert work.on(H100).seconds <= exact.seconds
+    assert work.memory.cache > 0 or not policy.reuses
+
+
+SIZE = dj.Layout(12, 16, 8, 16)
+SCHEDULED = [
+    dj.policies.Policy(),
+    dj.policies.PrefixCache(),
+    dj.policies.DualCache(),
+    dj.policies.DKVDecode(refresh_every=4),
+    dj.policies.DKVPD(refresh_every=4),
+    dj.policies.DKVPrefill(),
+    dj.policies.DKVGreedy(refresh_every=3),
+    dj.policies.DLLMCache(prompt_every=6, response_every=3),
+    dj.policies.SparseDLLM(),
+    dj.policies.MaskKV(prompt_every=6, response_every=3, budget=3),
+    dj.policies.ElasticCache(window=2, gamma=-1.0),
+    dj.policies.D2Cache(k=3, p=0.3),
+]
+
+
+def variants(policy: dj.policies.Policy, computed: np.ndarray) -> list[float]:
+    """Rows of each step of a trace, rounded up to the width it ran in; infinite: over the canvas."""
+    rows = np.sum(computed, axis=1)
+    fits = lambda need: min((w for w in policy.widths(SIZE) if w >= need), default=math.inf)
+    return sorted(math.inf if need == SIZE.length else fits(need) for need in rows)
+
+
+@pytest.mark.rotate(every=3)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("policy", SCHEDULED, ids=lambda p: type(p).__name__)
+def test_schedule_is_the_engine_s(policy, family):
+    """As many steps over the canvas and of each width; of D2Cache, whose nucleus is data, no wider ones."""
+    jax.clear_caches()
+    model = tiny(family)
+    sampler = dj.samplers.RandomOrder() if policy.foresees else dj.samplers.Confidence()
+    out = dj.generate(
+        model, random_tokens(model.spec, 1, SIZE.prompt), length=SIZE.response, block=SIZE.block,
+        policy=policy, sampler=sampler, key=jax.random.key(0) if sampler.draws else None, trace=True,
+    )  # fmt: skip
+    assert out.trace is not None
+    ran = variants(policy, np.asarray(out.trace.computed)[:, 0])
+    steps = roofline.schedule(policy, model.spec, SIZE)
+    width = lambda step: math.inf if step.whole else round(step.rows + step.valued)
+    predicted = sorted(width(step) for step, times in steps.items() for _ in range(int(times)))
+    if isinstance(policy, dj.policies.D2Cache):
+        assert len(ran) == len(predicted)
+        assert all(mine <= most for mine, most in zip(ran, predicted, strict=True))
+        assert ran.count(math.inf) == 1
+    else:
+        assert ran == predicted
+
+
+@pytest.mark.parametrize("prompt", [4096, 16384])
+@pytest.mark.parametrize(("uneven", "chunks"), [(1, 1), (3, 3), (1000, 32)])
+def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
+    """In chunks of 256, up to the pairs of all 32 heads of a layer in one."""
+    layout = dj.Layout(prompt, 256, 32, 256)
+    policy = dj.policies.MaskKV(budget=256, layers=dj.eviction.UniformLayers())
+    steps = roofline.schedule(policy, LLADA, layout, roofline.Assumed(uneven=uneven))
+    slots = {step.slots for step in steps if not step.whole}
+    assert slots == {min(chunks * 256, prompt) + 256}
+
+
+def test_copies_and_statistics_are_counted():
+    """Per step and layer: pairs moved besides those attended to, keys read again being half of one."""
+    layout = dj.Layout(4096, 256, 32, 256)
+
+    def moved(policy: dj.policies.Policy) -> float:
+        return next(step.moved for step in roofline.schedule(policy, LLADA, layout) if not step.whole)
+
+    assert moved(dj.policies.DualCache()) == moved(dj.policies.DLLMCache()) == 0
+    assert moved(dj.policies.DKVPrefill()) == 4096 + 4352
+    assert moved(dj.policies.SparseDLLM()) == 2160 + 2160 + 32
+    assert moved(dj.policies.MaskKV(layers=dj.eviction.UniformLayers())) == 2 * 256
+    assert moved(dj.policies.ElasticCache()) == 1.5 * 4352
+    assert moved(dj.policies.D2Cache()) == 0.5 * 4352
+
+
+def test_rollout_is_float32():
+    """d2Cache's first step at prompt 1024 of LLaDA-8B: 2 l^3 FLOPs per layer at the vector units' rate."""
+    layout = dj.Layout(1024, 256, 32, 256)
+    first = roofline.work(LLADA, dj.policies.D2Cache(), layout).steps[0][2]
+    assert first.wide_flops == 32 * 2 * 1280**3
+    narrow = dataclasses.replace(first, wide_flops=0).computing(H100)
+    assert first.computing(H100) == pytest.approx(narrow + first.wide_flops / 66.9e12)
+
+
+def test_assumptions_of_data_dependent_policies():
+    layout = dj.Layout(1024, 256, 32, 256)
+
+    def ms(policy: dj.policies.Policy, **assumed: float) -> float:
+        return roofline.work(LLADA, policy, layout, assumed=roofline.Assumed(**assumed)).on(H100).ms_per_token
+
+    elastic, d2 = dj.policies.ElasticCache(), dj.policies.D2Cache()
+    assert ms(elastic) < ms(elastic, widened=0.5) < ms(elastic, widened=1) <= 1.1 * ms(dj.policies.Policy())
+    assert ms(d2, nucleus=0) < ms(d2) == ms(d2, nucleus=d2.p) < ms(d2, nucleus=0.9)
+    with pytest.raises(ValueError, match="widened=2"):
+        roofline.Assumed(widened=2)
+
+
+def test_refusals():
+    @dataclasses.dataclass(frozen=True)
+    class Own(dj.policies.Policy):
+        def select(self, cache, canvas):
+            return canvas.masked
+
+    small = spec("llada")
+    with pytest.raises(NotImplementedError, match="Own"):
+        roofline.schedule(Own(), small, SIZE)
+    with pytest.raises(ValueError, match="batch=0"):
+        roofline.work(small, dj.policies.Policy(), SIZE, batch=0)
+    with pytest.raises(ValueError, match="bandwidth"):
+        roofline.Hardware("none", 1.0, 0.0, 1.0, "", 1.0)
+    with pytest.raises(ValueError, match="chips=0"):
+        H100.times(0)
+
+
+def test_cache_bytes_are_the_policy_s():
+    layout = dj.Layout(1024, 256, 32, 256)
+    dense = roofline.work(LLADA, dj.policies.DualCache(), layout, batch=3).memory.cache
+    assert dense == 3 * 1280 * 512 * 1024
+    float32 = roofline.work(LLADA, dj.policies.DualCache(), layout, dtype=jnp.float32).memory.cache
+    assert float32 == 2 * 1280 * 512 * 1024
+    kept = roofline.work(LLADA, dj.policies.MaskKV(budget=256), layout).memory.cache
+    assert kept < 0.7 * dense / 3
+    assert math.isfinite(kept)
