@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("family", "sampler", "batch")
+ROTATED = ("family", "sampler", "batch", "row")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of the families, samplers and batches of a test marked `rotate` one runs, another in the next test.
+    """Of the families, samplers, batches and rows of a test marked `rotate` one runs, another in the next test.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
     `exhaustive` do not run.
