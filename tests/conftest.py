@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of the families, samplers, batches and rows of a test marked `rotate` one runs, another in the next test.
+    """Of families, samplers, batches and rows of a test marked `rotate` one runs, another in the next test.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
     `exhaustive` do not run.
