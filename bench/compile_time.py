@@ -18,6 +18,7 @@ import tyro
 
 import dllm_jax as dj
 from bench import report
+from bench.models import policies_named
 from dllm_jax.engine import denoise
 from dllm_jax.parameters import abstract
 from dllm_jax.step import Plan
@@ -75,16 +76,13 @@ def main(
       json_file: where the results go.
     """
     spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
-    if unknown := set(policies) - {type(policy).__name__ for policy in dj.policies.ALL}:
-        raise SystemExit(f"unknown policies: {', '.join(sorted(unknown))}")
     rows = []
-    for policy in dj.policies.ALL:
+    for policy in policies_named(policies):
         for n in layers or (spec.layers,):
-            if not policies or type(policy).__name__ in policies:
-                cut = dataclasses.replace(spec, layers=n)
-                row = compiled(dj.Model(abstract(cut, jnp.dtype(dtype)), cut), layout, policy, batch)
-                rows.append(row | {"layers": n})
-                jax.clear_caches()
+            cut = dataclasses.replace(spec, layers=n)
+            row = compiled(dj.Model(abstract(cut, jnp.dtype(dtype)), cut), layout, policy, batch)
+            rows.append(row | {"layers": n})
+            jax.clear_caches()
     where = report.provenance(dtype) | {
         "model": name,
         "layers": spec.layers,

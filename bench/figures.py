@@ -47,7 +47,7 @@ def whole_run(mine: Prepared, exact: Exact | None, limits: Limits) -> dict[str, 
     times = device.interleaved(runs, limits.repeats)
     ours = times["ours"]
     base = ours if is_exact else times.get("exact", exact.once if exact else None)
-    found = {"seconds": dataclasses.asdict(ours)} | statistics(mine, ours, mine.program.run())
+    found = {"seconds": dataclasses.asdict(ours)} | statistics(mine, ours, mine.out)
     return found | _beside(exact, base, mine, ours)
 
 

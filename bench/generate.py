@@ -23,6 +23,7 @@ import dllm_jax as dj
 from bench import device, models, report
 from bench.figures import stepwise, storage, whole_run
 from bench.measure import Run
+from bench.models import policies_named
 from bench.prepared import Exact, Limits, baseline, prepared
 from dllm_jax.roofline import Hardware
 
@@ -60,16 +61,8 @@ class Options:
     out: Path | None = None
 
     def chosen(self) -> list[dj.policies.Policy]:
-        """The policies besides the exact decoder.
-
-        Raises:
-          ValueError: a name that is none.
-        """
-        names = [type(policy).__name__ for policy in dj.policies.ALL]
-        if unknown := set(self.policies) - set(names):
-            raise ValueError(f"policies={unknown} are not among {', '.join(names)}")
-        wanted = self.policies or names
-        return [p for p in dj.policies.ALL if p.reuses and type(p).__name__ in wanted]
+        """The policies besides the exact decoder."""
+        return [policy for policy in policies_named(self.policies) if policy.reuses]
 
     def run(self, prompt: int, batch: int, policy: dj.policies.Policy) -> Run:
         """One generation of the grid."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,6 +64,18 @@ def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> ja
         return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
 
     return draw(key)
+
+
+def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:
+    """The policies of these class names with their defaults, in the order of `policies.ALL`; all if none are.
+
+    Raises:
+      ValueError: names no policy has.
+    """
+    known = {type(policy).__name__: policy for policy in dj.policies.ALL}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"policies {', '.join(unknown)} are not among {', '.join(known)}")
+    return [policy for name, policy in known.items() if name in names or not names]
 
 
 def size(model: dj.Model) -> int:

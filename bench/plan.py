@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import dllm_jax as dj
+from bench.models import policies_named
 from dllm_jax import roofline
 from dllm_jax.roofline import HARDWARE
 
@@ -38,14 +39,9 @@ class Plan:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        unknown = set(self.hardware) - set(HARDWARE)
-        unknown |= set(self.policies) - {type(policy).__name__ for policy in dj.policies.ALL}
-        if unknown:
-            raise ValueError(f"unknown hardware or policies: {', '.join(sorted(unknown))}")
-
-    def chosen(self) -> list[dj.policies.Policy]:
-        """The policies."""
-        return [p for p in dj.policies.ALL if type(p).__name__ in self.policies or not self.policies]
+        if unknown := sorted(set(self.hardware) - set(HARDWARE)):
+            raise ValueError(f"hardware {', '.join(unknown)} is not among {', '.join(HARDWARE)}")
+        policies_named(self.policies)
 
     def layout(self, prompt: int) -> dj.Layout:
         """The geometry of one prompt length."""
@@ -61,7 +57,7 @@ def rows(plan: Plan) -> Iterator[dict[str, Any]]:
             for batch in plan.batches:
                 args = plan.layout(prompt), batch, plan.dtype
                 exact = roofline.work(spec, dj.policies.Policy(), *args)
-                for policy in plan.chosen():
+                for policy in policies_named(plan.policies):
                     work = roofline.work(spec, policy, *args)
                     for name, hardware in chips.items():
                         ratio = exact.on(hardware).seconds / work.on(hardware).seconds

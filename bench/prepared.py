@@ -39,6 +39,7 @@ class Prepared:
       predicted: what it has to do.
       steps: times of its steps.
       program: the compiled loop.
+      out: of its first run, which loads everything; None if that would take too long untimed.
       peak: the most memory the device ever held, if that was in these steps; None if it was before.
     """
 
@@ -46,7 +47,8 @@ class Prepared:
     predicted: roofline.Work
     steps: Kinds
     program: Program
-    peak: int | None
+    out: Any = None
+    peak: int | None = None
 
     @property
     def at_most(self) -> float:
@@ -94,9 +96,9 @@ def prepared(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Prepa
     before = device.peak_bytes()
     try:
         steps = kinds(model, request, limits.repeats)
-        mine = Prepared(run, predicted, steps, program(model, request), None)
+        mine = Prepared(run, predicted, steps, program(model, request))
         if run.policy.reuses or mine.at_most <= limits.turns_seconds:
-            jax.block_until_ready(mine.program.run())
+            mine = dataclasses.replace(mine, out=jax.block_until_ready(mine.program.run()))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise MemoryError("out of memory") from error

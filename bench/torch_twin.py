@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import transformers
+
 import dllm_jax as dj
 from bench.measure import Run
 
@@ -57,19 +59,9 @@ class Twin:
         return tokens
 
 
-def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
-    """Their model with random weights, on the GPU if there is one.
-
-    Raises:
-      SystemExit: torch is not installed.
-    """
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as error:
-        raise SystemExit(MISSING) from error
-    config, network = CLASSES[spec.family]
-    place = "cuda" if torch.cuda.is_available() else "cpu"
+def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
+    """A torch model of these shapes with random weights; `options` go into its config."""
+    config, made = CLASSES[spec.family]
     described = getattr(transformers, config)(
         vocab_size=spec.vocab,
         hidden_size=spec.width,
@@ -82,13 +74,25 @@ def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
         tie_word_embeddings=spec.tied,
         use_cache=False,
-        attn_implementation="sdpa",
-        dtype=getattr(torch, dtype),
+        **options,
     )
-    with torch.device(place):
-        made = getattr(transformers, network)(described).to(getattr(torch, dtype)).eval()
+    return getattr(transformers, made)(described).to(dtype).eval()
+
+
+def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
+    """Their model with random weights, on the GPU if there is one.
+
+    Raises:
+      SystemExit: torch is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise SystemExit(MISSING) from error
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = network(spec, getattr(torch, dtype), attn_implementation="sdpa")
     found = Twin(torch, made, made.model, "eager")
-    wanted = place == "cuda" if compiled is None else compiled
+    wanted = torch.cuda.is_available() if compiled is None else compiled
     return _through_compiler(found) if wanted else found
 
 

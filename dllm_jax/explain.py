@@ -9,14 +9,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import rope_table
 from dllm_jax.attention import Mask
-from dllm_jax.block import Block, embed, walk
-from dllm_jax.cache import LayerView
+from dllm_jax.block import Block
 from dllm_jax.canvas import begin
 from dllm_jax.kernels import SEAMS, choices
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
-from dllm_jax.rows import Rows, compact, whole_rows
+from dllm_jax.step import computed_rows, network
 from pallas_kernels import OPERATIONS, Operation, received_attention, row_attention
 
 
@@ -134,23 +133,16 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = begin(tokens, valid, model.spec, layout)
-        rows = (
-            whole_rows(canvas.active, layout.length)
-            if width is None
-            else Rows(compact(canvas.valid, width), whole=False)
-        )
+        rows = computed_rows(canvas.valid, canvas.active, width)
         cache = policy.init(model.spec, layout, batch, model.dtype)
         cache = policy.prepare(policy.survey(cache, canvas, model, tokens), canvas, rows)
 
-        def layer(block, carry):
-            x, stack, shared = carry
+        def layer(block, *rest):
             block = Recording(block.weights, block.spec, block.rope, block.layer, block.implementation, calls)
-            x, view, shared = policy.layer(block, x, LayerView(stack, block.layer), shared, rows, canvas)
-            return x, view.stack, shared
+            return policy.layer(block, *rest)
 
-        carry = embed(model.params, rows.take(tokens)), cache.layers, cache.shared
         rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
-        return walk(model.params, model.spec, rope, layer, carry, model.implementation)
+        return network(model, rope, layer, tokens, canvas, rows, cache)
 
     shape = batch, layout.length
     jax.eval_shape(

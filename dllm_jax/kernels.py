@@ -7,7 +7,7 @@ else, and what a kernel refuses, takes the functions of `dllm_jax.attention`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax import attention as plain
 from dllm_jax.attention import Mask
 from pallas_kernels import Implementation, Operation, received_attention, row_attention
-from pallas_kernels.choice import Shapes
+from pallas_kernels.choice import Platform, Shapes
 from pallas_kernels.row_attention import RowAttention
 
 SEAMS: tuple[Operation, ...] = (
@@ -81,14 +81,13 @@ def choices(
     implementation: Implementation | None,
 ) -> dict[str, str]:
     """What an operation takes on each platform for arrays of these shapes, and why it is not a kernel."""
-    chosen = preferring(operation, implementation)
-    keys = None if mask is None else jax.eval_shape(_key_mask, mask, arrays[1])
-    explained = chosen.explain((*arrays, keys, None), {})
-    found: dict[str, str] = {str(platform): reason for platform, reason in explained.items()}
     if implementation == "xla":
-        return dict.fromkeys(found, "xla: as asked for")
+        return dict.fromkeys(get_args(Platform), "xla: as asked for")
+    chosen = preferring(operation, implementation)
     if chosen.preferred and _differs(mask):
-        return dict.fromkeys(found, "xla: the mask differs between query rows")
+        return dict.fromkeys(get_args(Platform), "xla: the mask differs between query rows")
+    keys = None if mask is None else jax.eval_shape(_key_mask, mask, arrays[1])
+    found: dict[str, str] = {**chosen.explain((*arrays, keys, None), {})}
     if found["cpu"] == "pallas":
         found["cpu"] = "pallas, interpreted"
     return found

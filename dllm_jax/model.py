@@ -12,7 +12,7 @@ from dllm_jax.block import Block, embed, unembed, walk
 from dllm_jax.parameters import Params
 from dllm_jax.rows import Rows, whole_rows
 from dllm_jax.spec import ModelSpec
-from pallas_kernels import Implementation
+from pallas_kernels.choice import Implementation, check_implementation
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +33,7 @@ class Model:
     implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
-        if self.implementation not in (None, "xla", "pallas"):
-            raise ValueError(f"implementation={self.implementation!r} must be 'xla', 'pallas' or None")
+        check_implementation(self.implementation)
 
     @property
     def dtype(self) -> jnp.dtype:

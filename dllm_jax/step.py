@@ -1,11 +1,12 @@
 """One denoising step: selected rows through the network, candidates through the sampler, canvas onwards."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.arithmetic import Rope
 from dllm_jax.block import embed, unembed, walk
@@ -95,10 +96,9 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
     length = canvas.layout.length
-    rows = (
-        whole_rows(streams.active, length) if width is None else Rows(compact(state.need, width), whole=False)
-    )
-    hidden, cache = _network(model, rope, plan, streams, rows, policy.prepare(state.cache, streams, rows))
+    rows = computed_rows(state.need, streams.active, width)
+    tokens, cache = _inputs(plan, streams), policy.prepare(state.cache, streams, rows)
+    hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache)
     index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
     eligible = gather(policy.eligible(canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
@@ -117,20 +117,41 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     return State(after, cache, needed(plan, cache, after, noise), record)
 
 
-def _network(
-    model: Model, rope: Rope, plan: Plan, canvas: Canvas, rows: Rows, cache: Cache
-) -> tuple[Float[Array, "b q m"], Cache]:
-    """Runs the rows through all layers; the stacked cache travels in the carry and is written in place."""
+def computed_rows(need: Bool[Array, "b l"], active: Bool[Array, "b"], width: int | None) -> Rows:
+    """What a step computes: whole canvases (None), or `width` rows among which are all that are needed."""
+    if width is None:
+        return whole_rows(active, need.shape[1])
+    return Rows(compact(need, width), whole=False)
 
-    def layer(block, carry):
+
+def network(
+    model: Model,
+    rope: Rope,
+    layer: Callable[..., tuple[Array, LayerView, PyTree]],
+    tokens: Int[Array, "b l"],
+    canvas: Canvas,
+    rows: Rows,
+    cache: Cache,
+) -> tuple[Float[Array, "b q m"], Cache]:
+    """Runs the rows through all layers; the stacked cache travels in the carry and is written in place.
+
+    Args:
+      model: the model.
+      rope: rotary tables of all canvas positions.
+      layer: `Policy.layer`.
+      tokens: what is fed.
+      canvas: the canvas.
+      rows: which positions are computed.
+      cache: the policy's, prepared.
+    """
+
+    def through(block, carry):
         x, layers, shared = carry
-        view = LayerView(layers, block.layer)
-        x, view, shared = plan.policy.layer(block, x, view, shared, rows, canvas)
+        x, view, shared = layer(block, x, LayerView(layers, block.layer), shared, rows, canvas)
         return x, view.stack, shared
 
-    x = embed(model.params, rows.take(_inputs(plan, canvas)))
-    carry = x, cache.layers, cache.shared
-    x, layers, shared = walk(model.params, model.spec, rope, layer, carry, model.implementation)
+    carry = embed(model.params, rows.take(tokens)), cache.layers, cache.shared
+    x, layers, shared = walk(model.params, model.spec, rope, through, carry, model.implementation)
     return x, Cache(layers, shared)
 
 

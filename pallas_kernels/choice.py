@@ -18,6 +18,16 @@ Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are lo
 log = logging.getLogger(__name__)
 
 
+def check_implementation(implementation: Implementation | None):
+    """Refuses an unknown one.
+
+    Raises:
+      ValueError: neither "xla" nor "pallas" nor None.
+    """
+    if implementation not in (*get_args(Implementation), None):
+        raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
+
+
 def imported(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported when it is first called, as Pallas' backends are.
 
@@ -63,8 +73,7 @@ class Operation:
           NotImplementedError: with "pallas", while tracing if no kernel serves the shape, and while lowering
             for a platform whose kernel does not; with the reasons.
         """
-        if implementation not in (*get_args(Implementation), None):
-            raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
+        check_implementation(implementation)
         xla = functools.partial(self.xla, **options)
         if implementation == "xla":
             return xla(*arrays)

@@ -80,9 +80,10 @@ def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: floa
     stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
     time = device.Time.of([whole_s])
     run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
-    program = measure.Program(lambda: (None, stats, None), 0.0, 0.0, None)
+    out = (None, stats, None)
+    program = measure.Program(lambda: out, 0.0, 0.0, None)
     predicted = roofline.work(models.shape("tiny"), policy, layout)
-    return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, None)
+    return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, out)
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,13 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from bench.torch_twin import CLASSES, network
 from dllm_jax.samplers.transfer import dream_times
 from tests.models import cast, random_tokens, tiny
 
 REASON = "torch oracle: install the 'oracle' extra"
 torch = pytest.importorskip("torch", reason=REASON)
-transformers = pytest.importorskip("transformers", reason=REASON)
 
-CLASSES = {
-    "llada": ("LlamaConfig", "LlamaForCausalLM"),
-    "dream": ("Qwen2Config", "Qwen2ForCausalLM"),
-}
 CASES = [  # family, spec changes
     ("llada", {}),
     ("llada", {"kv_heads": 2}),
@@ -49,22 +45,7 @@ def names(model: dj.Model) -> dict[str, np.ndarray]:
 
 def oracle(model: dj.Model, dtype=torch.float32):
     """The torch twin of a model."""
-    spec, (config, network) = model.spec, CLASSES[model.spec.family]
-    config = getattr(transformers, config)(
-        vocab_size=spec.vocab,
-        hidden_size=spec.width,
-        intermediate_size=spec.hidden,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head,
-        rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
-        tie_word_embeddings=spec.tied,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    twin = getattr(transformers, network)(config).eval()
+    twin = network(model.spec, torch.float32, attn_implementation="eager")
     weights = {name: torch.tensor(array) for name, array in names(model).items()}
     assert set(weights) == set(twin.state_dict())
     twin.load_state_dict(weights)

@@ -1,5 +1,6 @@
 """The demonstration's table and denoising grid, for a terminal."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
     for row in rows:
         shown.add_row(
             row.policy.removesuffix("()"),
-            row.sampler.removesuffix("()").replace("(", "\n("),
+            re.sub(r"\((\w+=)?", "\n(", row.sampler.removesuffix("()"), count=1),
             f"{row.accuracy:.1%}",
             f"{row.forwards:.1f}",
             f"{row.computed:.1f}",

@@ -98,9 +98,10 @@ class MaskKV(DLLMCache):
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
         seen = canvas.valid[:, None, None, layout.prompt :]
+        widest = self.widest_head(canvas.spec, layout)
         if rows.index.shape[1] <= self.widths(layout)[0]:
             given = block.attention(q, now.k, now.v, seen)
-            o = attend_to_kept(block, q, shared, given, self.budget, self.widest_head(canvas))
+            o = attend_to_kept(block, q, shared, given, self.budget, widest)
             return o, kv, shared
         due = canvas.due(self.prompt_every) & canvas.active[:, None]
         prompt_k, prompt_v, real = prompt_pairs(shared, layer, due, (some, k), (rows, value), canvas)
@@ -109,7 +110,7 @@ class MaskKV(DLLMCache):
         o, lse = block.attention(q, keys, jnp.concatenate([prompt_v, now.v], axis=1), mask)
         votes, preference = eviction.evidence(self.votes, block, q, keys, lse, mask, some, canvas)
         shared = self.evict(shared, layer, votes, preference, due, canvas)
-        shared = shared.renew(layer, prompt_k, prompt_v, self.widest_head(canvas), due)
+        shared = shared.renew(layer, prompt_k, prompt_v, widest, due)
         return o, kv, shared
 
     def evict(
@@ -133,10 +134,10 @@ class MaskKV(DLLMCache):
         first = canvas.active & (canvas.step == 0) & self.layers.online
         return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
 
-    def widest_head(self, canvas: Canvas) -> int:
+    def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """The most pairs a head may keep."""
-        widest = self.layers.widest(self.table(canvas.spec, canvas.layout), self.budget, canvas.layout.prompt)
-        return self.heads.most(widest, canvas.spec.kv_heads, canvas.layout.prompt)
+        widest = self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
+        return self.heads.most(widest, spec.kv_heads, layout.prompt)
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
         """Pairs per kv head of each layer that are known before the run, see `layers.table`."""

@@ -39,12 +39,10 @@ def kept(policy: p.MaskKV, at: Setting) -> Kept:
     A refresh copies prompt and response, and computes the scores once more for the votes.
     """
     layout = at.layout
-    table = policy.table(at.spec, layout)
-    widest = policy.layers.widest(table, policy.budget, layout.prompt)
-    widest = policy.heads.most(widest, at.spec.kv_heads, layout.prompt)
+    budgets, widest = policy.table(at.spec, layout)[-1], policy.widest_head(at.spec, layout)
     chunk = slots_of_chunk(policy.budget, widest)
-    longest = np.minimum(table[-1] * at.assumed.uneven, widest)
-    unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(table[-1].mean())
+    longest = np.minimum(budgets * at.assumed.uneven, widest)
+    unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
     again = at.again(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
     refresh = at.whole(budget + layout.response, moved=moved, products=again)

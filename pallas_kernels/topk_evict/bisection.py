@@ -35,6 +35,11 @@ def best(score: Float[Array, "r l"], count: Int[Array, "r 1"]) -> Bool[Array, "r
     return (above | (ties & (position < end))) & (score > -jnp.inf)
 
 
+def kernel(score_ref, count_ref, keep_ref):
+    """The body of the kernels: 1 where `best` keeps."""
+    keep_ref[...] = best(score_ref[...], count_ref[...]).astype(jnp.int32)
+
+
 def _ordered(score: Float[Array, "r l"]) -> Int[Array, "r l"]:
     """Integers in the order of the floats; 0 and -0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)

@@ -42,7 +42,7 @@ def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool)
     padded = jnp.pad(score, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     row = lambda columns: pl.BlockSpec((1, columns), lambda i: (i, 0))
     keep = pl.pallas_call(
-        _kernel,
+        bisection.kernel,
         grid=(rows,),
         in_specs=[row(padded.shape[1]), row(1)],
         out_specs=row(padded.shape[1]),
@@ -52,7 +52,3 @@ def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool)
         name="topk_evict",
     )(padded, count)
     return keep[:, :length] != 0
-
-
-def _kernel(score_ref, count_ref, keep_ref):
-    keep_ref[...] = bisection.best(score_ref[...], count_ref[...]).astype(jnp.int32)

@@ -38,7 +38,7 @@ def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool)
     padded = jnp.pad(score, ((0, 0), (0, -length % LANES)), constant_values=-jnp.inf)
     wide = pl.BlockSpec((ROWS, padded.shape[1]), lambda i: (i, 0))
     keep = pl.pallas_call(
-        _kernel,
+        bisection.kernel,
         grid=(pl.cdiv(rows, ROWS),),
         in_specs=[wide, pl.BlockSpec((ROWS, 1), lambda i: (i, 0))],
         out_specs=wide,
@@ -48,7 +48,3 @@ def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool)
         name="topk_evict",
     )(padded, count)
     return keep[:, :length] != 0
-
-
-def _kernel(score_ref, count_ref, keep_ref):
-    keep_ref[...] = bisection.best(score_ref[...], count_ref[...]).astype(jnp.int32)
