@@ -46,7 +46,9 @@ def measure(workload: Workload, repeats: int) -> list[dict[str, Any]]:
     for i, (setting, out) in enumerate(zip(workload.grid, outs, strict=True)):
         start = min(max(i - NEAREST // 2, 0), max(len(exacts) - NEAREST, 0))
         exact = float(np.median(exacts[start : start + NEAREST]))
-        rows.append(_row(workload, setting, outs[0], out, exact / seconds[i]))
+        row = _row(workload, setting, outs[0], out)
+        tokens = workload.length * len(first)
+        rows.append(row | {"tokens_per_s": tokens / seconds[i], "speed_over_exact": exact / seconds[i]})
     return rows
 
 
@@ -62,7 +64,7 @@ def _everything(workload: Workload, setting: Setting) -> dj.Output:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outs)
 
 
-def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, speed: float) -> dict:
+def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output) -> dict:
     responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
     pairs, size = _storage(workload, setting)
     return {
@@ -79,7 +81,6 @@ def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output, 
         ),
         "kept_pairs": pairs,
         "cache_bytes": size,
-        "speed_over_exact": speed,
     }
 
 
@@ -102,11 +103,18 @@ def _print(console: rich.console.Console, name: str, rows: list[dict[str, Any]],
     console.print(table)
 
 
+def _measured(json_file: Path | None) -> dict[str, Any]:
+    """Workloads that the file has; runs of different ones may share it."""
+    if json_file is None or not json_file.exists():
+        return {}
+    return json.loads(json_file.read_text())["models"]
+
+
 def main(
     only: tuple[str, ...] = (),
     prompts: int = 256,
     width: int = 256,
-    repeats: int = 3,
+    repeats: int = 5,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ):
     """Runs the grids and prints a table per workload.
@@ -119,9 +127,7 @@ def main(
       json_file: results go here; workloads that it has are not run again.
     """
     where = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": "float32"}
-    console, found = rich.console.Console(width=220), {}
-    if json_file is not None and json_file.exists():
-        found = json.loads(json_file.read_text())["models"]
+    console, found = rich.console.Console(width=220), _measured(json_file)
     every = workloads(prompts, width)
     for name in only or every:
         if name not in every:
@@ -134,9 +140,12 @@ def main(
                 "length": workload.length,
                 "block": workload.block,
             }
-            found[name] = {**shape, "date": datetime.date.today().isoformat(), "rows": rows}
+            found = _measured(json_file) | {
+                name: {**shape, "date": datetime.date.today().isoformat(), "rows": rows}
+            }
             if json_file is not None:
-                json_file.write_text(json.dumps({**where, "models": found}, indent=1) + "\n")
+                models = {known: found[known] for known in every if known in found}
+                json_file.write_text(json.dumps({**where, "models": models}, indent=1) + "\n")
         _print(console, name, found[name]["rows"], where)
 
 
