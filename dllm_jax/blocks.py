@@ -39,6 +39,15 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
 
 
+def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions behind the leftmost end-of-text of the first step that decoded one."""
+    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.born >= 0)
+    first = jnp.min(jnp.where(eos, canvas.born, canvas.layout.steps + canvas.layout.response), axis=1)
+    earliest = eos & (canvas.born == first[:, None])
+    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
+    return canvas.position > end[:, None]
+
+
 def ended(canvas: Canvas) -> Bool[Array, "b"]:
     """An end-of-text is decoded and nothing before it is masked: the answer cannot change any more."""
     eos = first_eos(canvas)[:, None]

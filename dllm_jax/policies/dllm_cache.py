@@ -1,7 +1,7 @@
 """dLLM-Cache: long-interval prompt caching and value-guided partial updates (arXiv:2506.06295)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
@@ -12,25 +12,9 @@ from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.branches import Store, branches, write_keys
 from dllm_jax.rows import Rows, gather, scatter
 from dllm_jax.spec import ModelSpec
-
-
-class Store(NamedTuple):
-    """What the layers keep, stacked.
-
-    Attributes:
-      k: rotated keys of the last s canvas positions (`DLLMCache`: of all of them).
-      v: their values.
-      attention: the attention branch's output at the last t positions: the response, and with a shifted
-        head the row before it. The rest of the prompt's outputs would never be read between refreshes.
-      mlp: the MLP branch's output there.
-    """
-
-    k: Float[Array, "n b s k d"]
-    v: Float[Array, "n b s k d"]
-    attention: Float[Array, "n b t m"]
-    mlp: Float[Array, "n b t m"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +143,3 @@ class DLLMCache(Policy):
         kv = write_keys(kv, some, k, canvas)
         now = kv.read()
         return block.attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
-
-
-def write_keys(kv: LayerView, rows: Rows, k: Float[Array, "b w k d"], canvas: Canvas) -> LayerView:
-    """Stores the rows' keys, as far as the store has their positions."""
-    keys = put_tail(kv.stack.k, kv.layer, rows.index, canvas.layout.length, k)
-    return kv._replace(stack=kv.stack._replace(k=keys))
-
-
-def branches(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> tuple[Array, Array]:
-    """Zeros for the branch outputs of the response and the row that predicts its first token."""
-    tail = min(layout.response + int(spec.shifted), layout.length)
-    shape = (spec.layers, batch, tail, spec.width)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

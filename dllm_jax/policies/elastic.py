@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.attention import weights
 from dllm_jax.block import Block
+from dllm_jax.blocks import behind_first_eos
 from dllm_jax.cache import Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
 from dllm_jax.control import after
@@ -146,12 +147,3 @@ class ElasticCache(Policy):
         if not self.block_caching:
             return halvings(layout.length)
         return tuple({min(4 * self.window, layout.length), layout.length})
-
-
-def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions behind the leftmost end-of-text of the first step that decoded one."""
-    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.born >= 0)
-    first = jnp.min(jnp.where(eos, canvas.born, canvas.layout.steps + canvas.layout.response), axis=1)
-    earliest = eos & (canvas.born == first[:, None])
-    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
-    return canvas.position > end[:, None]

@@ -15,7 +15,8 @@ from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
-from dllm_jax.policies.dllm_cache import DLLMCache, Store, branches, write_keys
+from dllm_jax.policies.branches import Store, branches, write_keys
+from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
