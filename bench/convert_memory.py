@@ -1,6 +1,6 @@
 """Peak memory of converting, exporting and loading a synthetic checkpoint of LLaDA-8B's shape.
 
-    python bench/convert_memory.py /directory/with/50GB/free
+    python -m bench.convert_memory /directory/with/50GB/free
 
 Writes the checkpoint with bounded memory, runs every stage in a process of its own, samples that process's
 peak resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes what it

@@ -1,6 +1,6 @@
 """The README's evaluation table: the embedded models under three policies, by `python -m dllm_jax.eval`.
 
-    python bench/evaluation.py --json bench/results/evaluation_cpu.json
+    python -m bench.evaluation --json bench/results/evaluation_cpu.json
 
 Full records, with every answer, stay under --runs; an interrupted run resumes. The JSON keeps what the
 records say of models, settings, device, scores and costs.

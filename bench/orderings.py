@@ -1,6 +1,6 @@
 """What the papers found better or worse, held against what bench/policies.py measured.
 
-    python bench/orderings.py bench/results/policies_cpu.json
+    python -m bench.orderings bench/results/policies_cpu.json
 
 Prints a Markdown table; `bench/plots.py` puts it into docs/benchmarks.md.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from policies_grid import Setting, call, mask_kv
 
+from bench.policies_grid import Setting, call, mask_kv
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
@@ -46,7 +46,7 @@ def claims() -> list[Claim]:
     gamma = "a stricter drift test (Elastic-Cache, Table 4)"
     prior = "certainty prior over confidence in one block (d2Cache, Table 2)"
     voters = {"the prompt": eviction.PromptVotes(), "SnapKV": eviction.SnapKV(window=4)}
-    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=16, gamma=gamma))
+    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=8, gamma=gamma), whole=True)
     whole = lambda policy, sampler: Setting(policy, sampler, whole=True)
     return [
         *(
@@ -78,9 +78,14 @@ def table(models: dict[str, Any]) -> str:
 
 
 def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
-    """The claim on one workload, or None where it was not measured."""
+    """The claim on one workload, or None where it was not measured.
+
+    Between samplers there is nothing to compare but right answers.
+    """
     better, other = (find(workload, setting) for setting in (claim.better, claim.other))
     if better is None or other is None:
+        return None
+    if better["accuracy"] is None and claim.better.sampler != claim.other.sampler:
         return None
     measure = "agreement" if better["accuracy"] is None else "accuracy"
     a, b = better[measure], other[measure]

@@ -1,6 +1,6 @@
 """Draws and tabulates what bench/policies.py measured: quality against the share recomputed and storage.
 
-python bench/plots.py bench/results/policies_cpu.json --out docs
+python -m bench.plots bench/results/policies_cpu.json --out docs
 """
 
 import json
@@ -12,25 +12,28 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import orderings
 import tyro
 from matplotlib.axes import Axes
+
+from bench import orderings
 
 MARKERS = "os^vDPX*<>hpd"
 HEAD = """\
 # Policies measured
 
 Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
-`as exact`: tokens equal to the exact decoder's; `computed`: positions that went through the network, as a
-share of the exact decoder's; `kept`: K/V pairs stored per layer and head; `cache`: bytes of the cache, both
-per prompt; `speed`: the exact decoder's time over the setting's, medians, compilation excluded.
+`as exact`: tokens equal to those of the exact decoder with the same sampler, block and steps; `computed`:
+positions that went through the network, as a share of what the first line computes; `kept`: K/V pairs stored
+per layer and head; `cache`: bytes of the cache, both per prompt; `speed`: the time of the first line's
+setting over this one's, medians of five, compilation excluded.
 """
 ORDERINGS = """
 ## What the papers found
 
 Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
-comparisons that the papers make. `within noise`: closer than two standard errors of the difference. These are
-models of half a million parameters on synthetic tasks: what can hold here is a mechanism, not a number.
+comparisons that the papers make. `within noise`: closer than two standard errors of the difference, as if
+the two sides had answered different prompts, and tokens were independent. These are models of half a million
+parameters on synthetic tasks: what can hold here is a mechanism, not a number.
 """
 COLUMNS = (
     "| policy | sampler | block | steps | exact match | as exact | forwards | computed | kept | cache KiB "

@@ -1,6 +1,6 @@
 """Quality and cost of every cache policy over a grid of its settings, all in one run.
 
-    python bench/policies.py --json bench/results/policies_cpu.json
+    python -m bench.policies --json bench/results/policies_cpu.json
 
 The embedded models' tasks (accuracy on held-out prompts) and random weights of LLaDA's architecture
 (agreement with the exact decoder). The exact decoder is timed before every setting, and a setting's speed is
@@ -8,9 +8,9 @@ its ratio to the median of the five of these runs nearest in time: on a shared m
 anything. An interrupted run goes on with the first workload that the file does not have.
 """
 
-import datetime
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +21,11 @@ import rich.console
 import rich.progress
 import rich.table
 import tyro
-from policies_grid import EXACT, Setting, call
-from policies_workloads import Workload, workloads
 
 import dllm_jax as dj
+from bench import report
+from bench.policies_grid import EXACT, Setting, call
+from bench.policies_workloads import Workload, workloads
 
 NEAREST = 5
 PROGRAMS = 16  # settings until compiled programs are dropped: they use up the process's memory maps
@@ -42,11 +43,16 @@ def measure(workload: Workload, repeats: int) -> list[dict[str, Any]]:
         exacts.append(_seconds(workload, EXACT, first))
         outs.append(_everything(workload, setting))  # compiles
         seconds.append(float(np.median([_seconds(workload, setting, first) for _ in range(repeats)])))
+    base = {
+        setting.exact: out
+        for setting, out in zip(workload.grid, outs, strict=True)
+        if setting.policy == EXACT.policy
+    }
     rows = []
     for i, (setting, out) in enumerate(zip(workload.grid, outs, strict=True)):
         start = min(max(i - NEAREST // 2, 0), max(len(exacts) - NEAREST, 0))
         exact = float(np.median(exacts[start : start + NEAREST]))
-        row = _row(workload, setting, outs[0], out)
+        row = _row(workload, setting, (outs[0], base[setting.exact]), out)
         tokens = workload.length * len(first)
         rows.append(row | {"tokens_per_s": tokens / seconds[i], "speed_over_exact": exact / seconds[i]})
     return rows
@@ -64,7 +70,9 @@ def _everything(workload: Workload, setting: Setting) -> dj.Output:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outs)
 
 
-def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output) -> dict:
+def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output], out: dj.Output) -> dict:
+    """`exact` are the plain exact decoder, and the one with the setting's own sampler and schedule."""
+    plain, base = exact
     responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
     pairs, size = _storage(workload, setting)
     return {
@@ -77,7 +85,7 @@ def _row(workload: Workload, setting: Setting, base: dj.Output, out: dj.Output) 
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
         "computed": float(
-            (np.sum(out.stats.computed) + np.sum(out.stats.widened)) / np.sum(base.stats.computed)
+            (np.sum(out.stats.computed) + np.sum(out.stats.widened)) / np.sum(plain.stats.computed)
         ),
         "kept_pairs": pairs,
         "cache_bytes": size,
@@ -124,28 +132,20 @@ def main(
       prompts: held-out prompts of each task.
       width: of the random model.
       repeats: timed runs of each setting, of which the median counts.
-      json_file: results go here; workloads that it has are not run again.
+      json_file: results go here; workloads that it has of the same models are not run again.
     """
-    where = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": "float32"}
+    where = report.provenance("float32") | {"dllm_jax": version("dllm-jax")}
     console, found = rich.console.Console(width=220), _measured(json_file)
     every = workloads(prompts, width)
     for name in only or every:
         if name not in every:
             raise SystemExit(f"only={name!r} is not one of {', '.join(every)}")
-        if name not in found:
-            workload = every[name]()
+        workload = every[name]()
+        if found.get(name, {}).get("model_sha256", "") != workload.sha256:
             rows = measure(workload, repeats)
-            shape = {
-                "prompt": list(workload.prompt.shape),
-                "length": workload.length,
-                "block": workload.block,
-            }
-            found = _measured(json_file) | {
-                name: {**shape, "date": datetime.date.today().isoformat(), "rows": rows}
-            }
+            found = _measured(json_file) | {name: {**workload.described, "rows": rows}}
             if json_file is not None:
-                models = {known: found[known] for known in every if known in found}
-                json_file.write_text(json.dumps({**where, "models": models}, indent=1) + "\n")
+                report.write(json_file, where, models={key: found[key] for key in every if key in found})
         _print(console, name, found[name]["rows"], where)
 
 

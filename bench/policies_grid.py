@@ -27,6 +27,11 @@ class Setting:
     variant: str = ""
 
     @property
+    def exact(self) -> tuple[s.Sampler, int, bool]:
+        """What an exact decoder must share with it to be compared with: the sampler and its schedule."""
+        return self.sampler, self.divide_steps, self.whole
+
+    @property
     def curve(self) -> str:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
@@ -53,6 +58,12 @@ def mask_kv(variant: str = "", **options: Any) -> Setting:
     return Setting(p.MaskKV(prompt_every=32, response_every=1, **options), variant=variant)
 
 
+def calibrated(profile: tuple[float, ...]) -> tuple[Setting, ...]:
+    """MaskKV with a model's own offline layer budgets (`eviction.calibrate`)."""
+    layers = eviction.BoundaryMiddle(tuple(round(share, 4) for share in profile))
+    return tuple(mask_kv("calibrated layers", budget=budget, layers=layers) for budget in (8, 32))
+
+
 def _eviction(delay: int) -> tuple[Setting, ...]:
     voters = {
         "prompt votes": eviction.PromptVotes(),
@@ -67,6 +78,7 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
         ),
         *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
         *(mask_kv(name, budget=budget, votes=votes) for name, votes in voters.items() for budget in (8, 32)),
+        *(mask_kv("online layers", budget=budget, layers=eviction.OnlineLayers()) for budget in (8, 32)),
     )
 
 
@@ -76,11 +88,16 @@ SHORT: tuple[Setting, ...] = (
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
+    Setting(p.DKVDecode(refresh_every=4)),
+    Setting(p.DKVDecode(refresh_every=4, delay=0), variant="no delay"),
     Setting(p.DKVPrefill()),
-    Setting(p.DLLMCache(prompt_every=32, response_every=2)),
+    Setting(p.DKVPD()),
+    _order(p.Policy()),
+    _order(p.DKVGreedy()),
+    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4)),
     *_eviction(delay=0),
-    Setting(p.ElasticCache(window=2, gamma=0.9)),
-    Setting(p.D2Cache(k=2, p=0.1)),
+    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
+    *(Setting(p.D2Cache(k=2, p=share)) for share in (0.1, 0.3)),
 )
 LONG: tuple[Setting, ...] = (
     EXACT,
@@ -97,9 +114,9 @@ LONG: tuple[Setting, ...] = (
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4, 8)),
     *_eviction(delay=1),
-    *(Setting(p.ElasticCache(window=16, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
     *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
     Setting(whole=True, variant="one block"),
+    *(Setting(p.ElasticCache(window=8, gamma=gamma), whole=True) for gamma in (0.5, 0.9, 0.98)),
     Setting(sampler=s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
     Setting(p.D2Cache(k=8), whole=True, variant="one block"),
     Setting(p.D2Cache(k=8), s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),

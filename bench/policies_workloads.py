@@ -1,17 +1,22 @@
 """What bench/policies.py runs its settings on: the embedded models' tasks, and random weights."""
 
 import dataclasses
+import datetime
 from typing import Any
 
 import jax
 import numpy as np
-from policies_grid import LONG, SHORT, Setting
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
+from bench.policies_grid import LONG, SHORT, Setting, calibrated
 from dllm_jax.chat import decode_answers
+from dllm_jax.eval.record import fingerprint
+from dllm_jax.eviction import calibrate
 from dllm_jax.parameters import initialise
 from dllm_jax.tasks import Chain, Example, FewShot, Task, exact, examples, needle, prompt_arrays
+
+CALIBRATION = 32  # prompts of a profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Workload:
       grid: the settings to compare; the first is the exact decoder.
       wanted: the questions, where there are right answers.
       tokenizer: of the questions.
+      sha256: of the checkpoint, None for random weights.
     """
 
     name: str
@@ -39,6 +45,19 @@ class Workload:
     grid: tuple[Setting, ...]
     wanted: tuple[Example, ...] = ()
     tokenizer: Any = None
+    sha256: str | None = None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What its results were measured on."""
+        return {
+            "prompt": list(self.prompt.shape),
+            "length": self.length,
+            "block": self.block,
+            "chunk": self.chunk,
+            "model_sha256": self.sha256,
+            "date": datetime.date.today().isoformat(),
+        }
 
     def chunks(self) -> list[np.ndarray]:
         """The prompts, `chunk` at a time."""
@@ -66,13 +85,21 @@ class Workload:
         return float(np.mean(exact(answers, list(self.wanted))))
 
 
-def _embedded(name: str, title: str, task: Task, size: int, prompts: int, **shape: Any) -> Workload:
+def _embedded(
+    name: str, title: str, task: Task, size: int, prompts: int, grid: tuple[Setting, ...], **shape: Any
+) -> Workload:
+    """An embedded model on a task; layer budgets are calibrated on prompts it was trained on."""
     path = dj.embedded.path(name)
     model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
+    known = examples(task, 31, size, CALIBRATION, "train")
+    profile = calibrate(model, prompt_arrays(tokenizer, known, model.spec.eos_id)[0], shape["length"])
     wanted = examples(task, 31, size, prompts, "held_out")
     prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
     assert mask.all(), "the size of a task fixes the length of its prompts"
-    return Workload(f"{name} {title}", model, prompt, wanted=tuple(wanted), tokenizer=tokenizer, **shape)
+    return Workload(
+        f"{name} {title}", model, prompt, grid=(*grid, *calibrated(profile)), wanted=tuple(wanted),
+        tokenizer=tokenizer, sha256=fingerprint(path), **shape,
+    )  # fmt: skip
 
 
 def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:

@@ -48,7 +48,7 @@ Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (
 
 ## Training
 
-`python bench/train_tiny.py {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
+`python -m bench.train_tiny {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
 AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
 {hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
 examples of the one before are answered right; every number is in training_log.json. {history}

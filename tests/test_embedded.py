@@ -82,7 +82,7 @@ def test_fewer_steps_and_cached_decoding_answer_too(model, read):
 
 def test_the_card_and_the_log_tell_how_it_was_trained(where):
     card = (where / "README.md").read_text()
-    for word in ("bench/train_tiny.py", "seed", "steps", "tokens/s", "exact match"):
+    for word in ("bench.train_tiny", "seed", "steps", "tokens/s", "exact match"):
         assert word in card
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
