@@ -127,7 +127,7 @@ RECIPES = {
         recipe_for("llada", Rehearsed(8, (1, 3, 3)), 10200, 4200), history=HISTORY.format(LLADA)
     ),
     "tiny-dream": dataclasses.replace(
-        recipe_for("dream", Rehearsed(4, (4, 4, 4)), 10800, 6500), history=HISTORY.format(DREAM)
+        recipe_for("dream", Rehearsed(3, (14, 4, 0.5)), 10900, 5400), history=HISTORY.format(DREAM)
     ),
 }
 
