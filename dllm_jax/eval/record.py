@@ -91,6 +91,13 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def likelihood_totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums over the log-likelihoods that did not fail; nothing is decoded, so that there are no tokens."""
+    good = [entry for entry in entries if entry["error"] is None]
+    sums = {name: sum(entry[name] for entry in good) for name in ("forwards", "computed", "seconds")}
+    return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
+
+
 def scored(
     requests: Sequence[Request],
     entries: Sequence[Entry],
