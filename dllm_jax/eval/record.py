@@ -73,7 +73,8 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the requests that did not fail.
 
     Speeds are of warm batches only, those whose program was compiled before; None if there was none.
-    `tokens` end before the first end-of-text; `tokens_with_eos` are all decoded ones.
+    `computed` are all positions computed, those of single layers (`Stats.widened`) included. `tokens` end
+    before the first end-of-text; `tokens_with_eos` are all decoded ones.
     """
     good = [entry for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]

@@ -21,6 +21,7 @@ from dllm_jax.eval.journal import Entry, Ledger
 from dllm_jax.eval.settings import Decoding
 from dllm_jax.generate import generate
 from dllm_jax.model import Model
+from dllm_jax.record import Stats
 
 
 class Request(NamedTuple):
@@ -119,9 +120,7 @@ class Runner:
         cost = {"seconds": (time.perf_counter() - start) / len(chunk), "cold": (width, length) not in warm}
         warm.add((width, length))
         answers = decode_answers(self.model, self.tokenizer, tokens[: len(chunk), width:])
-        counts = (
-            {name: int(getattr(stats, field)[i]) for name, field in COUNTS.items()} for i in range(len(chunk))
-        )
+        counts = (measured(stats, i) for i in range(len(chunk)))
         return [
             entry(key, answer=cut(answer, request.stop), **count, **cost)
             for (key, request), answer, count in zip(chunk, answers, counts, strict=True)
@@ -134,7 +133,11 @@ class Runner:
         return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
 
-COUNTS = {"forwards": "nfe", "computed": "computed", "tokens": "answer", "tokens_with_eos": "decoded"}
+def measured(stats: Stats, row: int) -> dict[str, float | int]:
+    """A row's costs; `computed` are all positions, those of single layers (`widened`) included."""
+    names = {"forwards": "nfe", "widened": "widened", "tokens": "answer", "tokens_with_eos": "decoded"}
+    counts = {name: getattr(stats, field)[row].item() for name, field in names.items()}
+    return {**counts, "computed": stats.computed[row].item() + counts["widened"]}
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:
