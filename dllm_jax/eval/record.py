@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from dllm_jax.checkpoint.files import sha256
+from dllm_jax.eval import utf8
 from dllm_jax.eval.journal import Entry
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.parameters import count
@@ -155,7 +156,7 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(utf8.read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("requests"):
