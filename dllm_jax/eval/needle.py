@@ -172,7 +172,12 @@ def evaluate(
       depths: in percent.
       encode: a prompt's token ids, e.g. under a chat template.
       journal: resumes from it.
+
+    Raises:
+      ValueError: no length or depth, or one that `Needle.prompt` refuses.
     """
+    if not lengths or not depths:
+        raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
     hay = runner.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     cells = [(length, depth) for length in lengths for depth in depths]
     requests = [
