@@ -185,7 +185,7 @@ def test_arguments_are_checked_and_presets_are_overridden():
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
-    from dllm_jax.eval import harness
+    from dllm_jax.eval import harness, record
 
     monkeypatch.setattr(sys, "argv", ["unchanged"])
     arguments = ["--model", "dllm_jax", "--tasks", "tiny_generate", "--include_path", str(tasks)]
@@ -196,4 +196,6 @@ def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
     assert harness.main([*arguments, *options, "--output_path", str(tmp_path)]) == 0
     assert "tiny_generate" in capsys.readouterr().out
     found = json.loads(next(tmp_path.rglob("results*.json")).read_text())
+    with pytest.raises(ValueError, match="is a result of lm_eval"):
+        record.read(next(tmp_path.rglob("results*.json")))
     assert found["config"]["dllm_jax"]["decoding"]["policy"] == "DualCache()"

@@ -151,7 +151,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not a record of this format.
+      ValueError: not a record of this format, or a result of lm_eval.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -159,6 +159,10 @@ def read(path: Path) -> dict[str, Any]:
         record = json.loads(utf8.read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    if isinstance(record, dict) and "lm_eval_version" in record:
+        raise ValueError(
+            f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"
+        )
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("requests"):
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
     return record
