@@ -5,6 +5,7 @@ import pytest
 import rich.console
 
 from dllm_jax.eval.compare import bootstrap, compare, tables
+from dllm_jax.eval.record import read
 
 
 def record(scores: dict[str, list[float]], **changes) -> dict:
@@ -69,6 +70,13 @@ def test_what_cannot_be_compared_is_refused():
         compare(record({"t": [1]}), record({"u": [1]}))
     with pytest.raises(ValueError, match="confidence=1"):
         compare(record({"t": [1]}), record({"t": [1]}), confidence=1.0)
+
+
+def test_a_result_of_lm_eval_is_refused_by_name(tmp_path):
+    path = tmp_path / "results_2026.json"
+    path.write_text('{"results": {"gsm8k": {"exact_match,none": 0.5}}, "lm_eval_version": "0.4.13"}')
+    with pytest.raises(ValueError, match=r"results_2026\.json is a result of lm_eval"):
+        read(path)
 
 
 def test_the_bootstrap_draws_what_it_should():

@@ -1,6 +1,7 @@
 """The model `dllm_jax` in the real lm_eval, offline, on local task files and data."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -80,7 +81,10 @@ def test_generation_and_choice_are_solved_and_the_result_is_reproducible(lm, tas
     assert found["results"]["tiny_choose"]["acc,none"] == 1
     info = lm.get_model_info()["dllm_jax"]
     assert info["decoding"]["policy"] == "Policy()"
-    assert info["totals"]["requests"] == 3
+    assert info["totals"]["generate_until"]["requests"] == 3
+    likelihoods = info["totals"]["loglikelihood"]
+    assert (likelihoods["requests"], likelihoods["failed"]) == (6, 0)
+    assert likelihoods["forwards"] >= 6
     assert info["model"]["identity"].startswith("sha256:")
 
 
@@ -117,6 +121,39 @@ def test_failed_requests_raise_or_count_as_empty(lm, caplog):
     assert "1 of 1 requests failed" in caplog.text
 
 
+def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_is_impossible(
+    tmp_path, monkeypatch
+):
+    arguments = dict(journal=str(tmp_path / "journal.jsonl"), max_length=10, draws=32)
+    pairs = [(("a", "m"), [40, 41], [42]), (("b", "m"), [40], [43]), (("c", "m"), [40] * 10, [42])]
+    first, seen = model(**arguments), []
+    first.cache_hook.add_partial = lambda kind, args, found: seen.append((kind, args, found))
+    with pytest.raises(RuntimeError, match=r"1 of 3 requests failed.*11 positions; max_length=10"):
+        first._loglikelihood_tokens(pairs)
+    assert [(kind, args) for kind, args, _ in seen] == [("loglikelihood", pairs[i][0]) for i in (0, 1)]
+    monkeypatch.setattr("dllm_jax.eval.likelihoods.log_likelihood", None)  # nothing is computed any more
+    again = model(**arguments, failures="empty")
+    assert again._loglikelihood_tokens(pairs) == [found for *_, found in seen] + [(-math.inf, False)]
+    assert again.get_model_info()["dllm_jax"]["totals"]["loglikelihood"]["failed"] == 1
+
+
+def test_the_cache_of_lm_eval_answers_for_a_second_run(lm, tasks, tmp_path, monkeypatch):
+    run = lambda: evaluate(
+        lm, ["tiny_generate", "tiny_choose"], tasks, limit=1, use_cache=str(tmp_path / "cache")
+    )
+    first = run()["results"]
+    for name in ("runner.generate", "likelihoods.generate", "likelihoods.log_likelihood"):
+        monkeypatch.setattr(f"dllm_jax.eval.{name}", None)
+    assert run()["results"] == first
+
+
+def test_a_preset_decodes(lm):
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    preset = model(preset="llada-8b-instruct/gsm8k", length=8, block=8, steps=8)
+    assert preset.generate_until(instances((text, {"until": []}))) == ["m"]
+    assert preset.runner.decoding.length == 8
+
+
 def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):
     encode = lambda text: tuple(lm.tok_encode(text))
     chat = lambda text: encode(lm.apply_chat_template([{"role": "user", "content": text}]))
@@ -148,7 +185,7 @@ def test_arguments_are_checked_and_presets_are_overridden():
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
-    from dllm_jax.eval import harness
+    from dllm_jax.eval import harness, record
 
     monkeypatch.setattr(sys, "argv", ["unchanged"])
     arguments = ["--model", "dllm_jax", "--tasks", "tiny_generate", "--include_path", str(tasks)]
@@ -159,4 +196,6 @@ def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
     assert harness.main([*arguments, *options, "--output_path", str(tmp_path)]) == 0
     assert "tiny_generate" in capsys.readouterr().out
     found = json.loads(next(tmp_path.rglob("results*.json")).read_text())
+    with pytest.raises(ValueError, match="is a result of lm_eval"):
+        record.read(next(tmp_path.rglob("results*.json")))
     assert found["config"]["dllm_jax"]["decoding"]["policy"] == "DualCache()"

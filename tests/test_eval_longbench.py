@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dllm_jax.eval import cli, record
+from dllm_jax.eval import cli, needle, record
 from dllm_jax.eval.longbench import TASKS, Prompts, Sample, read, truncate
 from dllm_jax.eval.opened import open_checkpoint
 
@@ -31,8 +31,8 @@ def test_samples_are_read(tmp_path):
     unnamed = {name: value for name, value in ROW.items() if name != "_id"}
     path = write(tmp_path / "trec.jsonl", ROW, "", {**unnamed, "all_classes": ["m", "w"]})
     assert read(path) == [
-        Sample("1", "b=w;t=m;", "t=", ("m",), ()),
-        Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w")),
+        Sample("1", "b=w;t=m;", "t=", ("m",), (), 1),
+        Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w"), 3),
     ]
 
 
@@ -57,6 +57,14 @@ def test_bad_data_names_file_and_line(tmp_path, row, reason):
         read(path)
 
 
+def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path):
+    path = write(tmp_path / "trec.jsonl", ROW)
+    path.write_bytes(path.read_bytes() + b'{"context": "\xe9"}\n')
+    for reader in (read, Prompts.read, needle.read, needle.haystack, record.read):
+        with pytest.raises(ValueError, match=r"trec\.jsonl:2: not UTF-8: byte 0xe9"):
+            reader(path)
+
+
 def test_missing_and_empty_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"lcc\.jsonl does not exist"):
         read(tmp_path / "lcc.jsonl")
@@ -79,7 +87,7 @@ def test_the_middle_is_cut_out(tokenizer):
 
 
 def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path, tokenizer):
-    sample = Sample("1", "a {input} b", "t=", ("m",), ())
+    sample = Sample("1", "a {input} b", "t=", ("m",), (), 1)
     text = lambda name: tokenizer.decode(prompts(tmp_path).ids(TASKS[name], sample, tokenizer, None))
     assert text("trec") == "a {input} bt="
     assert text("gov_report").startswith("<|startoftext|><|start_header_id|>user")
@@ -118,11 +126,11 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
 
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
-    write(tmp_path / "trec.jsonl", ROW)
-    with pytest.raises(ValueError, match=r"trec\.jsonl: sample '1' lacks all_classes"):
+    write(tmp_path / "trec.jsonl", {**ROW, "_id": "0", "all_classes": ["m"]}, "", ROW)
+    with pytest.raises(ValueError, match=r"trec\.jsonl:3: sample '1' lacks all_classes"):
         cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("trec",))
     write(tmp_path / "passage_retrieval_en.jsonl", ROW)
-    with pytest.raises(ValueError, match="sample '1': reference 'm' does not name a paragraph"):
+    with pytest.raises(ValueError, match=r"en\.jsonl:1: sample '1': reference 'm' does not name a paragraph"):
         cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("passage_retrieval_en",))
     with pytest.raises(ValueError, match="'qasper_zh' is not among"):
         cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("qasper_zh",))

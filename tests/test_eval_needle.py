@@ -72,8 +72,8 @@ def test_edit_distance(a, b):
 
 
 def test_texts_and_needles_from_files(tmp_path):
-    assert needle.haystack(HAYSTACK).startswith("The river")
-    assert needle.haystack(HAYSTACK / "2_town.txt").startswith("The town")
+    assert needle.haystack(HAYSTACK).startswith("Call me Ishmael.")
+    assert needle.haystack(HAYSTACK / "2_two_cities.txt").startswith("It was the best")
     with pytest.raises(FileNotFoundError, match=r"no folder of \.txt"):
         needle.haystack(tmp_path)
     (tmp_path / "a.txt").write_text(" \n")
@@ -124,6 +124,22 @@ def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
     found = record.read(tmp_path / "recall-Policy.json")
     assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
     assert (tmp_path / "recall-Policy.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(haystack=HAYSTACK, repeats=4), "--repeats 4 has no effect with --haystack .*single prompt"),
+        (dict(scoring="rouge"), "--scoring rouge has no effect over recall"),
+        (dict(buffer=0), "--buffer 0 has no effect"),
+        (dict(needle_file=pathlib.Path("n.json")), "--needle-file n.json has no effect"),
+        (dict(chat=True), "--chat True has no effect"),
+        (dict(haystack=HAYSTACK, depths=()), "nothing to evaluate"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        cli.run_needle(cli.Common(length=4, block=2, out=tmp_path), **options)
 
 
 def test_a_haystack_of_text(tmp_path):

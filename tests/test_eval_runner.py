@@ -10,6 +10,7 @@ from dllm_jax.eval.opened import open_checkpoint
 from dllm_jax.eval.record import fingerprint, provenance, totals
 from dllm_jax.eval.runner import Request, Runner, cut
 from dllm_jax.eval.tasks import chat_ids
+from tests.models import tiny
 
 QUESTIONS = {"t": "b=w;t=m;t=", "b": "q=z;b=w;m=l;d=h;b=", "m": "q=z;b=w;m=l;d=h;m="}
 ANSWERS = ["m", "w", "l"]
@@ -44,10 +45,25 @@ def test_answers_come_in_order_and_are_measured(opened):
         assert 1 <= entry["forwards"] <= 4
         assert entry["tokens"] == 2  # the letter and end-of-turn
         assert entry["tokens_with_eos"] >= entry["tokens"]
-        assert entry["computed"] > 0
+        assert entry["computed"] > entry["widened"] == 0
     assert [e["cold"] for e in entries] == [True, True, False]
     assert totals(entries)["tokens_per_second"] > 0
     assert totals(entries[:2])["tokens_per_second"] is None
+
+
+def test_positions_that_single_layers_computed_count():
+    """A gamma above 1 refreshes all layers but the first, one of two, at every step after the first."""
+
+    class Letters:
+        def decode(self, ids, **options):
+            return "a"
+
+    chosen = settings.Decoding(4, policy=policies.ElasticCache(window=2, gamma=1.5))
+    ours = Runner(tiny("llada"), Letters(), chosen, "weights", batch=1, bucket=8)
+    (entry,) = ours.run([Request("one", (1, 2, 3), 4)])
+    queried = entry["computed"] - entry["widened"]
+    assert entry["widened"] == (entry["forwards"] * 7 - queried) / 2 > 0
+    assert totals([entry])["computed"] == entry["computed"]
 
 
 def test_a_draw_depends_on_the_seed_and_the_request_only(opened):

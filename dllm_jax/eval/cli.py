@@ -141,30 +141,35 @@ def run_needle(
     haystack: Path | None = None,
     lengths: tuple[int, ...] = (1000, 2000, 4000),
     depths: tuple[float, ...] = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0),
-    scoring: needle.Scoring = "rouge",
+    scoring: needle.Scoring | None = None,
     buffer: int | None = None,
     needle_file: Path | None = None,
     chat: bool = False,
-    repeats: int = 4,
+    repeats: int | None = None,
 ) -> int:
     """Needle in a haystack, length by depth; without a haystack, over key-value recall.
 
     Args:
       common: model and settings.
-      haystack: a text file, or a folder of .txt files; None hides a pair among pairs and filler (`Recall`).
+      haystack: a text file, or a folder of .txt files; None hides a pair among pairs and filler (`Recall`),
+        in the chat template, exactly scored, in prompts of exactly the lengths.
       lengths: of prompts, in tokens.
       depths: in percent.
-      scoring: rouge (DuoAttention) or keyword (LongLLaDA).
-      buffer: tokens of the length left to question and answer; default 200, and 600 for keyword scoring.
+      scoring: of text: rouge (DuoAttention; default) or keyword (LongLLaDA).
+      buffer: of text: tokens of the length left to question and answer; default 200, for keyword 600.
       needle_file: JSON with text, question, keyword and template instead of DuoAttention's needle.
-      chat: wrap prompts in the chat template.
-      repeats: examples per cell of recall.
+      chat: wrap prompts of text in the chat template.
+      repeats: examples per cell of recall (default 4); a cell of text is a single prompt.
     """
+    text_only = {"scoring": scoring, "buffer": buffer, "needle-file": needle_file, "chat": chat or None}
+    _refuse({"repeats": repeats} if haystack else text_only, haystack)
     if haystack is None:
+        repeats = 4 if repeats is None else repeats
         asked = {"lengths": lengths, "depths": depths, "repeats": repeats}
         run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, common.seed, journal)
         return _evaluate(common, "recall", asked, run, unit="length in tokens")
     hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
+    scoring = scoring or "rouge"
     margin = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=margin)
     text = needle.haystack(haystack)
@@ -179,6 +184,18 @@ def run_needle(
 
     asked = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
     return _evaluate(common, "needle", asked, run, unit="length in tokens")
+
+
+def _refuse(options: dict[str, Any], haystack: Path | None):
+    """Raises for the first option that is given, though it would have no effect."""
+    for name, value in options.items():
+        if value is not None:
+            why = (
+                "over recall, which has its own pairs, score and chat template; give a --haystack"
+                if haystack is None
+                else f"with --haystack {haystack}: each length and depth is a single prompt"
+            )
+            raise ValueError(f"--{name} {value} has no effect {why}")
 
 
 def run_compare(

@@ -9,7 +9,7 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-COSTS = ("forwards", "computed", "tokens", "seconds")
+COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> l
     for letter, name in zip("AB", names, strict=True):
         other.add_column(f"{letter} = {escape(name)}", overflow="fold")
     for name, (x, y) in comparison.costs.items():
-        other.add_row(name, f"{x:.4g}", f"{y:.4g}")
+        other.add_row(COSTS[name], f"{x:.4g}", f"{y:.4g}")
     for name, (x, y) in comparison.settings.items():
         other.add_row(name, escape(str(x)), escape(str(y)))
     return [scores, other]

@@ -6,8 +6,9 @@ hands everything to lm_eval's own command line.
 """
 
 import logging
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
 from dllm_jax.eval import harness_args, record
+from dllm_jax.eval.harness_ledger import Both
 from dllm_jax.eval.journal import Entry, Journal
 from dllm_jax.eval.likelihoods import Likelihood
 from dllm_jax.eval.runner import Request
@@ -36,7 +38,8 @@ class DllmJax(TemplateLM):
         self.opened, self.runner = self.arguments.open()
         self.tokenizer = self.opened.tokenizer
         self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
-        self.entries: list[Entry] = []
+        self.answers: list[Entry] = []
+        self.likelihoods: list[Entry] = []
         self._rank, self._world_size = 0, 1
 
     @property
@@ -79,7 +82,10 @@ class DllmJax(TemplateLM):
         return {
             "dllm_jax": {
                 **record.provenance(self.runner, self.opened.name),
-                "totals": record.totals(self.entries),
+                "totals": {
+                    "generate_until": record.totals(self.answers),
+                    "loglikelihood": record.likelihood_totals(self.likelihoods),
+                },
             }
         }
 
@@ -91,16 +97,21 @@ class DllmJax(TemplateLM):
         """
         asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
         runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
-        by_key = {runner.key(a): request.args for a, request in zip(asked, requests, strict=True)}
-        entries = runner.run(asked, _Both(self.journal, by_key, self.cache_hook))
-        self.entries += entries
+        keys = [runner.key(request) for request in asked]
+        args = [request.args for request in requests]
+        entries = runner.run(asked, Both(self.journal, self.cache_hook, "generate_until", keys, args))
+        self.answers += entries
+        self._judge(entries, "empty answers")
+        return [entry["answer"] or "" for entry in entries]
+
+    def _judge(self, entries: list[Entry], instead: str):
+        """Raises or logs if any failed, as `failures` says."""
         failed = [entry["error"] for entry in entries if entry["error"] is not None]
         if failed:
             message = f"{len(failed)} of {len(entries)} requests failed, the first with {failed[0]}"
             if self.arguments.failures == "raise":
-                raise RuntimeError(f"{message}; failures=empty scores them as empty answers")
-            LOG.error("%s; they are scored as empty answers", message)
-        return [entry["answer"] or "" for entry in entries]
+                raise RuntimeError(f"{message}; failures=empty scores them as {instead}")
+            LOG.error("%s; they are scored as %s", message, instead)
 
     def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
         length = self.arguments.settings().get("length") or task.get("max_gen_toks") or DEFAULT_LENGTH
@@ -120,14 +131,25 @@ class DllmJax(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
+        """(nats, greedy) of each pair; (-inf, False) where it failed and `failures` is "empty".
+
+        Raises:
+          RuntimeError: pairs failed and `failures` is "raise"; all others are computed, and journalled.
+        """
         scorer = Likelihood(
             self.runner, self.arguments.draws, self.arguments.strata, self.arguments.cfg_scale
         )
+        check = self.arguments.greedy_check
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
-        found = scorer.run(pairs, self.arguments.greedy_check, progress=not disable_tqdm)
-        for pair, value in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", pair[0], value)
-        return found
+        keys = [scorer.key(pair, check) for pair in pairs]
+        args = [text for text, *_ in requests]
+        ledger = Both(self.journal, self.cache_hook, "loglikelihood", keys, args)
+        entries = scorer.run(pairs, check, ledger, progress=not disable_tqdm)
+        self.likelihoods += entries
+        self._judge(entries, "impossible answers")
+        return [
+            (-math.inf, False) if e["answer"] is None else (e["answer"][0], e["answer"][1]) for e in entries
+        ]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Refused.
@@ -141,22 +163,6 @@ class DllmJax(TemplateLM):
             "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
             "generate_until"
         )
-
-
-class _Both:
-    """Finished batches go to the journal and to lm_eval's cache at once, not at the end."""
-
-    def __init__(self, journal: Journal | None, args: dict[str, Any], hook: Any):
-        self.entries = {} if journal is None else journal.entries
-        self.journal, self.args, self.hook = journal, args, hook
-
-    def add(self, entries: Iterable[Entry]):
-        entries = list(entries)
-        if self.journal is not None:
-            self.journal.add(entries)
-        for entry in entries:
-            if entry["error"] is None:
-                self.hook.add_partial("generate_until", self.args[entry["key"]], entry["answer"])
 
 
 def main(arguments: list[str]) -> int:

@@ -34,8 +34,8 @@ class Arguments:
       strata: draws among which the number of masked tokens is stratified.
       cfg_scale: guidance of log-likelihoods.
       greedy_check: whether an answer is the greedy one is found out by decoding it; else it counts as not.
-      failures: "raise" at the end, or score failed requests as "empty" answers.
-      journal: file that answers are kept in and taken from.
+      failures: "raise" at the end, or score failed requests as "empty" answers and log-likelihoods as -inf.
+      journal: file that answers and log-likelihoods are kept in and taken from.
     """
 
     pretrained: str

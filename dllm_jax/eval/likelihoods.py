@@ -3,16 +3,18 @@
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.progress
 from jaxtyping import Bool
 
 from dllm_jax.chat import left_pad
+from dllm_jax.eval.answering import answered, entry
 from dllm_jax.eval.batches import batches, filled, rounded_up
+from dllm_jax.eval.journal import Entry, Ledger
 from dllm_jax.eval.runner import Runner
 from dllm_jax.generate import generate
 from dllm_jax.likelihood import log_likelihood, stratified_masks
@@ -36,26 +38,32 @@ class Likelihood:
     strata: int = 32
     cfg_scale: float = 0.0
 
+    def key(self, pair: Pair, greedy_check: bool) -> str:
+        """Hash of everything that determines a pair's entry."""
+        runner = self.runner
+        chosen = [self.draws, self.strata, self.cfg_scale, greedy_check, runner.decoding.seed]
+        parts = ["log-likelihood", runner.identity, runner.max_length, *chosen, *pair]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
     def run(
-        self, pairs: Sequence[Pair], greedy_check: bool, progress: bool = False
-    ) -> list[tuple[float, bool]]:
-        """(nats, whether it is the greedy answer) of each pair, in order.
+        self,
+        pairs: Sequence[Pair],
+        greedy_check: bool,
+        journal: Ledger | None = None,
+        progress: bool = False,
+    ) -> list[Entry]:
+        """An entry per pair, in order, see `answered`: its answer is [nats, whether it is the greedy answer].
 
         Greedy is LLaDA's: one token per step, the surest first, exact decoding; False if not checked.
-
-        Raises:
-          ValueError: an empty answer or context, or a pair longer than the runner's limit.
+        An empty context or answer and a pair longer than the runner's limit are failures of that pair.
         """
-        for context, answer in pairs:
-            self._check(context, answer)
-        found: dict[int, tuple[float, bool]] = {}
-        with rich.progress.Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("log-likelihoods", total=len(pairs))
-            for chunk in batches(range(len(pairs)), self.runner.batch, lambda i: self._shape(pairs[i])):
-                values = self._score([pairs[i] for i in chunk], greedy_check)
-                found |= dict(zip(chunk, values, strict=True))
-                bar.advance(task, len(chunk))
-        return [found[i] for i in range(len(pairs))]
+        return answered(
+            [(self.key(pair, greedy_check), pair) for pair in pairs],
+            lambda open_: batches(open_, self.runner.batch, lambda asked: self._shape(asked[1])),
+            lambda chunk: self._score(chunk, greedy_check),
+            journal,
+            "log-likelihoods" if progress else None,
+        )
 
     def _check(self, context: tuple[int, ...], answer: tuple[int, ...]):
         limit = self.runner.max_length
@@ -69,20 +77,38 @@ class Likelihood:
     def _shape(self, pair: Pair) -> tuple[int, int]:
         return len(pair[1]), rounded_up(len(pair[0]), self.runner.bucket)
 
-    def _score(self, pairs: list[Pair], greedy_check: bool) -> list[tuple[float, bool]]:
+    def _score(self, chunk: list[tuple[str, Pair]], greedy_check: bool) -> list[Entry]:
+        for _, pair in chunk:
+            self._check(*pair)
+        start = time.perf_counter()
+        found = self._estimated(filled([pair for _, pair in chunk], self.runner.batch), greedy_check)
+        seconds = (time.perf_counter() - start) / len(chunk)
+        return [
+            entry(key, one, forwards=forwards, computed=computed, seconds=seconds)
+            for (key, _), (one, forwards, computed) in zip(chunk, found, strict=False)
+        ]
+
+    def _estimated(self, pairs: list[Pair], greedy_check: bool) -> list[tuple[list[float | bool], int, int]]:
+        """Answer, forwards and positions computed of each pair; padding is not counted."""
         model, (length, width) = self.runner.model, self._shape(pairs[0])
-        full = filled(pairs, self.runner.batch)
-        prompt, mask = left_pad([context for context, _ in full], model.spec.eos_id, width)
-        answer = np.asarray([a for _, a in full], np.int32)
-        masks = np.stack([self.masks(pair) for pair in full], axis=1)
+        prompt, mask = left_pad([context for context, _ in pairs], model.spec.eos_id, width)
+        answer = np.asarray([a for _, a in pairs], np.int32)
+        masks = np.stack([self.masks(pair) for pair in pairs], axis=1)
         nats = log_likelihood(
             model, prompt, answer, prompt_mask=mask, masks=masks, cfg_scale=self.cfg_scale, chunk=self.strata
         )
-        greedy = np.zeros(len(full), bool)
+        passes = len(masks) * (2 if self.cfg_scale > 0 else 1)
+        forwards, computed = np.full(len(pairs), passes), passes * (np.asarray(mask).sum(axis=1) + length)
+        greedy = np.zeros(len(pairs), bool)
         if greedy_check:
             out = generate(model, prompt, prompt_mask=mask, length=length)
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
-        return [(float(n), bool(g)) for n, g in zip(np.asarray(nats), greedy, strict=True)][: len(pairs)]
+            forwards, computed = (
+                forwards + np.asarray(out.stats.nfe),
+                computed + np.asarray(out.stats.computed),
+            )
+        answers = map(list, zip(np.asarray(nats).tolist(), greedy.tolist(), strict=True))
+        return list(zip(answers, forwards.tolist(), computed.tolist(), strict=True))
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """The masks of a pair's draws, from the seed and the pair alone."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dllm_jax.eval import utf8
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
@@ -103,12 +104,12 @@ def read(path: Path) -> Needle:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not JSON, or a field is missing, unknown or no string; names the file.
+      ValueError: not UTF-8 or JSON, or a field is missing, unknown or no string; names the file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(utf8.read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     wanted = {"text", "question", "keyword", "template"}
@@ -141,12 +142,12 @@ def haystack(path: Path) -> str:
 
     Raises:
       FileNotFoundError: no such file, or no .txt in the folder.
-      ValueError: no text.
+      ValueError: no text, or no UTF-8; names file and line.
     """
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise FileNotFoundError(f"{path} is no text file and no folder of .txt files")
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    text = "".join(map(utf8.read, files))
     if not text.strip():
         raise ValueError(f"{path} holds no text")
     return text
@@ -171,7 +172,12 @@ def evaluate(
       depths: in percent.
       encode: a prompt's token ids, e.g. under a chat template.
       journal: resumes from it.
+
+    Raises:
+      ValueError: no length or depth, or one that `Needle.prompt` refuses.
     """
+    if not lengths or not depths:
+        raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
     hay = runner.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     cells = [(length, depth) for length in lengths for depth in depths]
     requests = [

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from dllm_jax.checkpoint.files import sha256
+from dllm_jax.eval import utf8
 from dllm_jax.eval.journal import Entry
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.parameters import count
@@ -73,7 +74,8 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over the requests that did not fail.
 
     Speeds are of warm batches only, those whose program was compiled before; None if there was none.
-    `tokens` end before the first end-of-text; `tokens_with_eos` are all decoded ones.
+    `computed` are all positions computed, those of single layers (`Stats.widened`) included. `tokens` end
+    before the first end-of-text; `tokens_with_eos` are all decoded ones.
     """
     good = [entry for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]
@@ -89,6 +91,13 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": speed("tokens"),
         "tokens_with_eos_per_second": speed("tokens_with_eos"),
     }
+
+
+def likelihood_totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums over the log-likelihoods that did not fail; nothing is decoded, so that there are no tokens."""
+    good = [entry for entry in entries if entry["error"] is None]
+    sums = {name: sum(entry[name] for entry in good) for name in ("forwards", "computed", "seconds")}
+    return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
 
 
 def scored(
@@ -142,14 +151,18 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not a record of this format.
+      ValueError: not a record of this format, or a result of lm_eval.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(utf8.read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    if isinstance(record, dict) and "lm_eval_version" in record:
+        raise ValueError(
+            f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"
+        )
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("requests"):
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
     return record

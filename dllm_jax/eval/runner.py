@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import rich.progress
 
 from dllm_jax.chat import decode_answers, left_pad
+from dllm_jax.eval.answering import answered, entry
 from dllm_jax.eval.batches import batches, filled, rounded_up
 from dllm_jax.eval.journal import Entry, Ledger
 from dllm_jax.eval.settings import Decoding
 from dllm_jax.generate import generate
 from dllm_jax.model import Model
-
-FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # RuntimeError: also XLA's
+from dllm_jax.record import Stats
 
 
 class Request(NamedTuple):
@@ -82,23 +81,14 @@ class Runner:
 
         Failures are entries too (`error`, no answer); a resumed run tries them again.
         """
-        keys = [self.key(request) for request in requests]
-        done = dict(journal.entries) if journal else {}
-        open_ = {
-            k: r
-            for k, r in zip(keys, requests, strict=True)
-            if done.get(k, {"error": ""})["error"] is not None
-        }
         warm: set[tuple[int, int]] = set()
-        with rich.progress.Progress(disable=not self.progress, transient=True) as bar:
-            task = bar.add_task("decoding", total=len(open_))
-            for chunk in batches(list(open_.items()), self.batch, lambda pair: self._shape(pair[1])):
-                entries = self._answer(chunk, warm)
-                done |= {entry["key"]: entry for entry in entries}
-                if journal:
-                    journal.add(entries)
-                bar.advance(task, len(chunk))
-        return [done[key] for key in keys]
+        return answered(
+            [(self.key(request), request) for request in requests],
+            lambda open_: batches(open_, self.batch, lambda pair: self._shape(pair[1])),
+            lambda chunk: self._decode(chunk, warm),
+            journal,
+            "decoding" if self.progress else None,
+        )
 
     def _decoding(self, request: Request) -> dict[str, Any]:
         try:
@@ -108,16 +98,6 @@ class Runner:
 
     def _shape(self, request: Request) -> tuple[int, int]:
         return request.length, rounded_up(len(request.prompt), self.bucket)
-
-    def _answer(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
-        """The chunk's entries; if it fails as a whole, row by row, so that only the culprit fails."""
-        try:
-            return self._decode(chunk, warm)
-        except FAILURES as error:
-            if len(chunk) > 1:
-                return [entry for pair in chunk for entry in self._answer([pair], warm)]
-            reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            return [_entry(chunk[0][0], error=reason.splitlines()[0])]
 
     def _decode(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
         length, width = self._shape(chunk[0][1])
@@ -140,11 +120,9 @@ class Runner:
         cost = {"seconds": (time.perf_counter() - start) / len(chunk), "cold": (width, length) not in warm}
         warm.add((width, length))
         answers = decode_answers(self.model, self.tokenizer, tokens[: len(chunk), width:])
-        counts = (
-            {name: int(getattr(stats, field)[i]) for name, field in COUNTS.items()} for i in range(len(chunk))
-        )
+        counts = (measured(stats, i) for i in range(len(chunk)))
         return [
-            _entry(key, answer=cut(answer, request.stop), **count, **cost)
+            entry(key, answer=cut(answer, request.stop), **count, **cost)
             for (key, request), answer, count in zip(chunk, answers, counts, strict=True)
         ]
 
@@ -155,14 +133,14 @@ class Runner:
         return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
 
-COUNTS = {"forwards": "nfe", "computed": "computed", "tokens": "answer", "tokens_with_eos": "decoded"}
+def measured(stats: Stats, row: int) -> dict[str, float | int]:
+    """A row's costs; `computed` are all positions, those of single layers (`widened`) included."""
+    names = {"forwards": "nfe", "widened": "widened", "tokens": "answer", "tokens_with_eos": "decoded"}
+    counts = {name: getattr(stats, field)[row].item() for name, field in names.items()}
+    return {**counts, "computed": stats.computed[row].item() + counts["widened"]}
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:
     """The answer up to the first occurrence of any of the strings."""
     ends = [at for text in stop if text and (at := answer.find(text)) >= 0]
     return answer[: min(ends)] if ends else answer
-
-
-def _entry(key: str, answer: str | None = None, error: str | None = None, **measured) -> Entry:
-    return {"key": key, "answer": answer, "error": error, **measured}

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.eval import utf8
+
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
@@ -16,6 +18,7 @@ class Sample:
       input: the question; empty for summaries.
       answers: right answers, at least one.
       classes: names of all classes, for classification; else empty.
+      line: of the file, from 1.
     """
 
     id: str
@@ -23,6 +26,7 @@ class Sample:
     input: str
     answers: tuple[str, ...]
     classes: tuple[str, ...]
+    line: int
 
 
 def read(path: Path) -> list[Sample]:
@@ -30,18 +34,20 @@ def read(path: Path) -> list[Sample]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a broken line, a missing or mistyped field, no reference, an id twice; names file and line.
+      ValueError: a broken line, bytes that are no UTF-8, a missing or mistyped field, no reference, an id
+        twice; names file and line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: put LongBench's {path.name} there")
-    samples, seen = [], {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    samples: list[Sample] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(utf8.read(path).split("\n"), start=1):
         if not line.strip():
             continue
         sample = _sample(line, f"{path}:{number}", number)
         if sample.id in seen:
             raise ValueError(f"{path}:{number}: _id {sample.id!r} is that of line {seen[sample.id]} too")
-        seen[sample.id] = number
+        seen[sample.id] = sample.line
         samples.append(sample)
     if not samples:
         raise ValueError(f"{path} holds no samples")
@@ -60,7 +66,9 @@ def _sample(line: str, where: str, number: int) -> Sample:
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError(f"{where}: answers {list(answers)!r} hold no or an empty reference")
     classes = _strings(row, "all_classes", where) if row.get("all_classes") is not None else ()
-    return Sample(str(row.get("_id") or f"line {number}"), **texts, answers=answers, classes=classes)
+    return Sample(
+        str(row.get("_id") or f"line {number}"), **texts, answers=answers, classes=classes, line=number
+    )
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:

@@ -77,11 +77,12 @@ def _checked(task: Task, data: Path) -> list[Sample]:
     path = data / f"{task.name}.jsonl"
     samples = read(path)
     for sample in samples:
+        where = f"{path}:{sample.line}: sample {sample.id!r}"
         if task.kind == "classification" and not sample.classes:
-            raise ValueError(f"{path}: sample {sample.id!r} lacks all_classes, which {task.name} needs")
+            raise ValueError(f"{where} lacks all_classes, which {task.name} needs")
         if task.kind == "retrieval":
             try:
                 task.score("", sample.answers)
             except ValueError as error:
-                raise ValueError(f"{path}: sample {sample.id!r}: {error}") from None
+                raise ValueError(f"{where}: {error}") from None
     return samples

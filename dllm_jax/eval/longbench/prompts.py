@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.eval import utf8
 from dllm_jax.eval.longbench.data import Sample
 from dllm_jax.eval.longbench.tasks import TASKS, Task
 
@@ -35,15 +36,14 @@ class Prompts:
 
         Raises:
           FileNotFoundError: it is not there.
-          ValueError: it is not an object of strings, or a template lacks {context}.
+          ValueError: it is no UTF-8 or not an object of strings, or a template lacks {context}.
         """
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist: take {FILE} from config/ of LongBench's repository"
             )
-        text = path.read_bytes()
         try:
-            templates = json.loads(text)
+            templates = json.loads(utf8.read(path))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
         if not isinstance(templates, dict) or not all(isinstance(t, str) for t in templates.values()):
@@ -51,7 +51,7 @@ class Prompts:
         for name in set(templates) & set(TASKS):
             if "{context}" not in templates[name]:
                 raise ValueError(f"{path}: the template of {name!r} has no {{context}}")
-        return Prompts(templates, hashlib.sha256(text).hexdigest())
+        return Prompts(templates, hashlib.sha256(path.read_bytes()).hexdigest())
 
     def ids(self, task: Task, sample: Sample, tokenizer: Any, max_length: int | None) -> list[int]:
         """Token ids of a sample's prompt.
