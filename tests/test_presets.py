@@ -128,6 +128,26 @@ def test_every_preset_can_be_constructed_and_fits_its_model(method):
             },
         ),
         (
+            "few-steps-by-dkv/llada-8b-instruct/math500",  # Table 5: L=256, T=160, B=64, random
+            {
+                "policy": policies.Policy(),
+                "sampler": samplers.RandomOrder(),
+                "length": 256,
+                "block": 64,
+                "steps": 160,
+            },
+        ),
+        (
+            "half-steps-by-dkv/llada-8b-instruct/humaneval",  # Table 5: L=512, T=256, B=32, confidence
+            {
+                "policy": policies.Policy(),
+                "sampler": samplers.Confidence(),
+                "length": 512,
+                "block": 32,
+                "steps": 256,
+            },
+        ),
+        (
             "dkv-decode/dream-v0-base-7b/gpqa",  # Table 3: L=128, T=128, refresh 4
             {"policy": policies.DKVDecode(refresh_every=4), "length": 128, "steps": 128},
         ),
