@@ -4,7 +4,6 @@ import functools
 import tomllib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from dllm_jax import policies, presets, samplers
 from dllm_jax.parameters import abstract, count
 from dllm_jax.preset import read
 from dllm_jax.request import prepare
+from dllm_jax.step import initial
 from tests.policy_cases import KEY
 
 PROMPT = np.arange(64)
@@ -102,16 +102,17 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 @pytest.mark.parametrize("method", presets.names("policies"))
-def test_every_preset_can_be_constructed_and_fits_its_model(method):
-    names = [name for name in presets if name.startswith(f"{method}/")]
-    assert names
-    for name in names:
-        given = presets[name].options()
-        length, policy = given["length"], given["policy"]
-        layout = dj.Layout(512, length, given.get("block", length), given.get("steps", length))
-        spec = presets.model_spec("llada-8b" if "/llada" in name else "dream-7b")
-        cache = jax.eval_shape(functools.partial(policy.init, spec, layout, 1, jnp.bfloat16))
-        assert cache.layers is not None
+def test_every_preset_can_begin_on_its_model(method):
+    """Policy and sampler, where it names one, go together: some policies need a sampler that plans ahead."""
+    found = {name: presets[name] for name in presets if name.startswith(f"{method}/")}
+    pairs = {(name.split("/")[1], type(p.policy), p.sampler): p for name, p in found.items()}
+    assert pairs
+    for (checkpoint, *_), preset in pairs.items():
+        model = model_of(checkpoint)
+        request = prepare(model, PROMPT, key=KEY, **preset.options())
+        begin = lambda *arrays, r=request: initial(*arrays, layout=r.layout, plan=r.plan).need
+        need = jax.eval_shape(begin, model, *request.arrays)
+        assert need.shape == (1, request.layout.length)
 
 
 @pytest.mark.parametrize(
