@@ -30,20 +30,21 @@ class Recipe:
     """How to decode a task: `dj.generate(model, prompt, **recipe.options())`.
 
     Attributes:
-      length: response positions.
-      block: positions per block.
-      steps: denoising steps in all.
-      sampler: what the settings say beyond that.
+      sampler: what the settings say beyond the following.
+      length: response positions; None where the file does not say: pass your own besides.
+      block: positions per block; None: all.
+      steps: denoising steps in all; None: one per position.
     """
 
-    length: int
-    block: int
-    steps: int
     sampler: Sampler
+    length: int | None = None
+    block: int | None = None
+    steps: int | None = None
 
     def options(self) -> dict[str, int | Sampler]:
-        """Keyword arguments of `generate`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Keyword arguments of `generate`, as far as they are published."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Presets(Mapping[str, Preset]):
@@ -95,9 +96,9 @@ class Presets(Mapping[str, Preset]):
         if task not in tasks:
             raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
         settings = dict(tasks[task])
-        length, block, steps = (settings.pop(key) for key in ("length", "block", "steps"))
+        geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
         sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
-        return Recipe(length, block, steps, sampler)
+        return Recipe(sampler, **geometry)
 
     def names(self, kind: str) -> list[str]:
         """Names of the files of a kind: "models", "generation" (checkpoints) or "policies" (methods)."""

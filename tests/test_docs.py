@@ -1,5 +1,6 @@
-"""The examples of docs/policies.md run as printed, and the policy they print obeys the rules."""
+"""The examples of docs/policies.md and docs/performance.md run as printed; the policy obeys the rules."""
 
+import inspect
 import pathlib
 import re
 
@@ -10,14 +11,18 @@ import dllm_jax as dj
 from tests.models import FAMILIES, tiny
 from tests.test_policies import prompts
 
-TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "policies.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+TEXT = (DOCS / "policies.md").read_text()
+
+
+def examples(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def printed() -> dict:
     namespace = {}
-    for block in BLOCKS:
+    for block in examples(TEXT):
         exec(block, namespace)
     return namespace
 
@@ -38,5 +43,14 @@ def test_the_example_is_exact_in_its_limit_and_a_row_equals_the_row_alone(printe
 
 
 def test_every_method_of_a_policy_is_described():
-    for name in ("select", "layer", "observe", "init", "widths"):
+    methods = {name for name, value in vars(dj.policies.Policy).items() if inspect.isfunction(value)}
+    assert "select" in methods
+    for name in (name for name in methods if not name.startswith("_")):
         assert f"| `{name}` |" in TEXT
+
+
+def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
+    exec(examples((DOCS / "performance.md").read_text())[0], {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["16", "24"]
+    assert lines[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]

@@ -4,13 +4,30 @@ import functools
 import tomllib
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, presets, samplers
 from dllm_jax.parameters import abstract, count
 from dllm_jax.preset import read
+from dllm_jax.request import prepare
+from dllm_jax.step import initial
+from tests.policy_cases import KEY
+
+PROMPT = np.arange(64)
+
+
+@functools.cache
+def shapes(name: str) -> dj.Model:
+    """A real model without weights."""
+    spec = presets.model_spec(name)
+    return dj.Model(abstract(spec), spec)
+
+
+def model_of(checkpoint: str) -> dj.Model:
+    """The shapes of the model that a checkpoint is of."""
+    return shapes("llada-8b" if checkpoint.startswith("llada") else "dream-7b")
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("llada-8b", 8_015_581_184), ("dream-7b", 7_615_616_512)])
@@ -19,19 +36,52 @@ def test_model_shapes_have_the_published_number_of_parameters(name, parameters):
 
 
 @pytest.mark.parametrize("checkpoint", presets.names("generation"))
-def test_every_recipe_is_a_valid_layout_and_sampler(checkpoint):
+def test_every_recipe_is_a_request_of_its_model(checkpoint):
     tasks = tomllib.loads((presets.folder() / "generation" / f"{checkpoint}.toml").read_text())
     assert tasks
     for task in tasks:
-        recipe = presets.recipe(checkpoint, task)
-        dj.Layout(100, recipe.length, recipe.block, recipe.steps)
-        assert isinstance(recipe.sampler, dj.samplers.Sampler)
+        options = {"length": 64, **presets.recipe(checkpoint, task).options()}
+        prepare(model_of(checkpoint), PROMPT, key=KEY, **options)
 
 
-def test_gsm8k_of_llada_instruct():
-    recipe = presets.recipe("llada-8b-instruct", "gsm8k")
-    assert (recipe.length, recipe.block, recipe.steps) == (256, 8, 256)
-    assert recipe.options()["sampler"] == dj.samplers.Confidence()
+@pytest.mark.parametrize(
+    ("checkpoint", "task", "expected"),
+    [
+        (
+            "llada-8b-instruct",
+            "gsm8k",
+            {"sampler": samplers.Confidence(), "length": 256, "block": 8, "steps": 256},
+        ),
+        (
+            "llada-8b-instruct",
+            "gpqa-pure-diffusion",
+            {"sampler": samplers.Confidence(confidence_eos_eot_inf=True)},
+        ),
+        (
+            "llada-8b-instruct",
+            "humaneval-pure-diffusion",
+            {"sampler": samplers.Confidence(logits_eos_inf=True)},
+        ),
+        (
+            "llada-8b-base",
+            "length-512",
+            {"sampler": samplers.Confidence(), "length": 512, "block": 512, "steps": 512},
+        ),
+        (
+            "dream-v0-base-7b",
+            "mbpp",
+            {
+                "sampler": samplers.DreamSchedule(alg="entropy", temperature=0.2, top_p=0.95),
+                "length": 512,
+                "block": 512,
+                "steps": 512,
+            },
+        ),
+        ("dream-v0-base-7b", "bbh", {"sampler": samplers.DreamSchedule(alg="entropy", top_p=0.95)}),
+    ],
+)
+def test_recipes_are_those_published(checkpoint, task, expected):
+    assert presets.recipe(checkpoint, task).options() == expected
 
 
 def test_unknown_names_are_refused_with_what_there_is():
@@ -52,16 +102,17 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 @pytest.mark.parametrize("method", presets.names("policies"))
-def test_every_preset_can_be_constructed_and_fits_its_model(method):
-    names = [name for name in presets if name.startswith(f"{method}/")]
-    assert names
-    for name in names:
-        given = presets[name].options()
-        length, policy = given["length"], given["policy"]
-        layout = dj.Layout(512, length, given.get("block", length), given.get("steps", length))
-        spec = presets.model_spec("llada-8b" if "/llada" in name else "dream-7b")
-        cache = jax.eval_shape(functools.partial(policy.init, spec, layout, 1, jnp.bfloat16))
-        assert cache.layers is not None
+def test_every_preset_can_begin_on_its_model(method):
+    """Policy and sampler, where it names one, go together: some policies need a sampler that plans ahead."""
+    found = {name: presets[name] for name in presets if name.startswith(f"{method}/")}
+    pairs = {(name.split("/")[1], type(p.policy), p.sampler): p for name, p in found.items()}
+    assert pairs
+    for (checkpoint, *_), preset in pairs.items():
+        model = model_of(checkpoint)
+        request = prepare(model, PROMPT, key=KEY, **preset.options())
+        begin = lambda *arrays, r=request: initial(*arrays, layout=r.layout, plan=r.plan).need
+        need = jax.eval_shape(begin, model, *request.arrays)
+        assert need.shape == (1, request.layout.length)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +126,26 @@ def test_every_preset_can_be_constructed_and_fits_its_model(method):
                 "length": 512,
                 "block": 32,
                 "steps": 512,
+            },
+        ),
+        (
+            "few-steps-by-dkv/llada-8b-instruct/math500",  # Table 5: L=256, T=160, B=64, random
+            {
+                "policy": policies.Policy(),
+                "sampler": samplers.RandomOrder(),
+                "length": 256,
+                "block": 64,
+                "steps": 160,
+            },
+        ),
+        (
+            "half-steps-by-dkv/llada-8b-instruct/humaneval",  # Table 5: L=512, T=256, B=32, confidence
+            {
+                "policy": policies.Policy(),
+                "sampler": samplers.Confidence(),
+                "length": 512,
+                "block": 32,
+                "steps": 256,
             },
         ),
         (

@@ -1,4 +1,4 @@
-"""Cache policies, one file per paper; `ALL` drives the generic tests, the README table and the bench."""
+"""Cache policies, one file per method; `ALL` drives the generic tests, the README table and the bench."""
 
 from dllm_jax.policies.base import Policy as Policy
 from dllm_jax.policies.d2cache import D2Cache as D2Cache
