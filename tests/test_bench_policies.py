@@ -6,7 +6,7 @@ import json
 import pytest
 
 import dllm_jax as dj
-from bench import orderings, plots, policies
+from bench import orderings, plots, policies, summary
 from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated, call
 from bench.policies_workloads import Workload
 from dllm_jax import samplers
@@ -108,3 +108,9 @@ def test_verdicts(delay, none, verdict):
     lines = table.splitlines()[2:]
     assert len(lines) == 1
     assert lines[0].endswith(f"| {verdict} |")
+
+
+def test_what_the_readme_shows_is_in_the_grid():
+    bare = lambda setting: dataclasses.replace(setting, variant="")
+    assert {bare(setting) for setting in summary.SHOWN} <= {bare(setting) for setting in LONG}
+    assert {type(setting.policy) for setting in summary.SHOWN} == {type(p) for p in dj.policies.ALL}
