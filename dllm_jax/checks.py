@@ -8,6 +8,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax import host
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.spec import ModelSpec
 
@@ -42,7 +43,7 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
             raise ValueError(
                 f"{name} holds id {tokens[outside][0]}, outside the vocabulary [0, {spec.vocab})"
             )
-    return jnp.asarray(tokens, jnp.int32)
+    return host.place(tokens, np.int32)
 
 
 def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
@@ -89,7 +90,7 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
             )
         if mask.all():
             return None
-    return jnp.asarray(mask, bool)
+    return host.place(mask, bool)
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
