@@ -9,6 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.spec import ModelSpec
 
@@ -101,4 +103,15 @@ def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
         raise ValueError(
             "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
             "name: use model.replace_spec(eot_id=...)"
+        )
+
+
+def nothing_left_masked(sampler: Sampler, policy: Policy, layout: Layout):
+    """Raises if some step may have to decode more positions than the policy offers."""
+    offered = policy.most_eligible(layout)
+    if offered is not None and (most := sampler.most_per_step(layout)) > offered:
+        raise ValueError(
+            f"{type(sampler).__name__} may have to decode {most} positions in one of steps={layout.steps} "
+            f"(block={layout.block}), but {policy!r} offers at most {offered}: some would stay masked; "
+            "take more steps, a policy that offers more, or a sampler that decodes until a block is done"
         )
