@@ -6,14 +6,16 @@ not depend on the rung. Computed widths have their own ladder, `Policy.widths`; 
 take their capacity from the padded layout, so it follows the rung.
 
 The number of programs is that of the rungs in use times the distinct (batch, length, block, steps, policy,
-sampler). Programs survive the process with JAX's persistent cache
-(`jax.config.update("jax_compilation_cache_dir", DIR)`), which also serves `warmup`.
+sampler): input is padded and output cropped on the host (`dllm_jax.host`). Programs survive the process with
+JAX's persistent cache (`jax.config.update("jax_compilation_cache_dir", DIR)`), which also serves `warmup`.
 """
 
 import dataclasses
 
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
+
+from dllm_jax import host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,5 @@ def pad(
     """Prompts padded on the left to the ladder's next rung, and their mask."""
     batch, length = prompt.shape
     extra = ladder.fit(length) - length
-    mask = jnp.ones((batch, length), bool) if mask is None else mask
-    left = ((0, 0), (extra, 0))
-    return jnp.pad(prompt, left, constant_values=pad_id), jnp.pad(mask, left)
+    mask = host.place(np.ones((batch, length)), bool) if mask is None else mask
+    return host.pad(prompt, extra, 0, pad_id), host.pad(mask, extra, 0, False)

@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax import host
 from dllm_jax.attention import Mask
 from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
@@ -159,10 +161,8 @@ def masked_response(
     prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
 ) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
     """Prompts and `length` masks after each; which positions are not padding, by the prompts' mask if any."""
-    right = ((0, 0), (0, length))
-    real = jnp.ones(prompt.shape, bool) if mask is None else mask
-    tokens = jnp.pad(prompt, right, constant_values=spec.mask_id)
-    return tokens, jnp.pad(real, right, constant_values=True)
+    real = host.place(np.ones(prompt.shape), bool) if mask is None else mask
+    return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:

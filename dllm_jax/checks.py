@@ -8,6 +8,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax import host
+from dllm_jax.layout import Layout
+from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.spec import ModelSpec
 
@@ -42,7 +45,7 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
             raise ValueError(
                 f"{name} holds id {tokens[outside][0]}, outside the vocabulary [0, {spec.vocab})"
             )
-    return jnp.asarray(tokens, jnp.int32)
+    return host.place(tokens, np.int32)
 
 
 def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
@@ -89,7 +92,7 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
             )
         if mask.all():
             return None
-    return jnp.asarray(mask, bool)
+    return host.place(mask, bool)
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
@@ -100,4 +103,15 @@ def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
         raise ValueError(
             "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
             "name: use model.replace_spec(eot_id=...)"
+        )
+
+
+def nothing_left_masked(sampler: Sampler, policy: Policy, layout: Layout):
+    """Raises if some step may have to decode more positions than the policy offers."""
+    offered = policy.most_eligible(layout)
+    if offered is not None and (most := sampler.most_per_step(layout)) > offered:
+        raise ValueError(
+            f"{type(sampler).__name__} may have to decode {most} positions in one of steps={layout.steps} "
+            f"(block={layout.block}), but {policy!r} offers at most {offered}: some would stay masked; "
+            "take more steps, a policy that offers more, or a sampler that decodes until a block is done"
         )

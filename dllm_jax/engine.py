@@ -44,7 +44,8 @@ def denoise(
       plan: static choices.
 
     Returns:
-      the tokens, statistics per row, and the trace if asked for.
+      the tokens (with `stop_at_eos` end-of-text where masks are left), statistics per row, and the trace if
+      asked for.
     """
     limit = plan.sampler.max_steps(layout)
     rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
@@ -66,7 +67,10 @@ def denoise(
         return state
 
     state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
-    return state.canvas.tokens, state.record.stats(state.canvas), state.record.trace
+    tokens = state.canvas.tokens
+    if plan.stop_at_eos:
+        tokens = jnp.where(tokens == model.spec.mask_id, model.spec.eos_id, tokens)
+    return tokens, state.record.stats(state.canvas), state.record.trace
 
 
 def _variant(widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Array, "b"]) -> Int[Array, ""]:

@@ -9,12 +9,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dllm_jax import buckets as ladders
-from dllm_jax import checks
+from dllm_jax import checks, host
 from dllm_jax.engine import denoise
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
-from dllm_jax.record import Stats, Trace, crop, trim
+from dllm_jax.record import Stats, Trace, cut
 from dllm_jax.request import Keys, Request, assemble, prepare
 from dllm_jax.samplers import Confidence, Noise, Sampler
 
@@ -62,7 +62,8 @@ def generate(
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
       steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
-        Samplers that decode until a block is done (`Threshold`, `Factor`) do not use it.
+        Samplers that decode until a block is done (`Threshold`, `Factor`, `CertaintyPrior` with a threshold
+        or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the same.
       policy: what is recomputed and cached; the default is exact.
       sampler: which tokens are decoded when.
       key: a jax.random key, or one per row ([b], so that a row's draws do not depend on its batch mates);
@@ -70,10 +71,11 @@ def generate(
       noise: recorded draws instead of a key.
       stop_at_eos: finish a row when everything up to an end-of-text is decoded; the rest is filled with it.
         Everything up to that token equals the run without.
-      trace: record tokens, computed sets and scores of every step.
+      trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
-        lengths share few programs; changes speed, never tokens, and leaves no padding in the output.
+        lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
+        padding is taken off on the host: the call returns when the tokens are there.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
@@ -147,15 +149,9 @@ def infill(
 
 
 def _run(model: Model, request: Request) -> Output:
-    out, stats, steps = denoise(model, *request.arrays, layout=request.layout, plan=request.plan)
-    if request.plan.stop_at_eos:
-        out = jnp.where(out == model.spec.mask_id, model.spec.eos_id, out)
-    if steps is not None and not isinstance(steps.steps, Tracer):
-        steps = trim(steps)
-    if request.extra:
-        out = out[:, request.extra :]
-        steps = None if steps is None else crop(steps, request.extra)
-    return Output(out, stats, steps)
+    tokens, stats, steps = denoise(model, *request.arrays, layout=request.layout, plan=request.plan)
+    tokens = host.part(tokens, slice(None), slice(request.extra, None))
+    return Output(tokens, stats, None if steps is None else cut(steps, request.extra))
 
 
 def _most_masks(tokens: Int[Array, "b l"], mask_id: int) -> int:

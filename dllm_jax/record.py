@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax import host
 from dllm_jax.blocks import first_eos
 from dllm_jax.canvas import Canvas
 from dllm_jax.proposal import Proposal
@@ -115,17 +117,18 @@ class Record(NamedTuple):
         )
 
 
-def trim(trace: Trace) -> Trace:
-    """The steps that ran; needs concrete values."""
-    steps = int(trace.steps)
-    rest = {name: getattr(trace, name)[:steps] for name in ("computed", "proposed", "score", "active")}
-    return trace._replace(tokens=trace.tokens[: steps + 1], **rest)
-
-
-def crop(trace: Trace, left: int) -> Trace:
-    """The trace without the first `left` positions."""
-    names = ("tokens", "computed", "proposed", "score")
-    return trace._replace(**{name: getattr(trace, name)[..., left:] for name in names})
+def cut(trace: Trace, left: int) -> Trace:
+    """The steps that ran (in a trace of jax all, as their number is not known), without `left` positions."""
+    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
+    rest, right = slice(None), slice(left, None)
+    return Trace(
+        tokens=host.part(trace.tokens, slice(ran.stop and ran.stop + 1), rest, right),
+        computed=host.part(trace.computed, ran, rest, right),
+        proposed=host.part(trace.proposed, ran, rest, right),
+        score=host.part(trace.score, ran, rest, right),
+        active=host.part(trace.active, ran),
+        steps=trace.steps,
+    )
 
 
 def _empty_trace(canvas: Canvas, limit: int) -> Trace:

@@ -73,6 +73,7 @@ def assemble(
 ) -> Request:
     """A request for a canvas that is ready; arguments as in `generate`, all of them given."""
     checks.sampler_fits(sampler, model.spec, key is not None or noise is not None)
+    checks.nothing_left_masked(sampler, policy, layout)
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
     if isinstance(noise, RecordedNoise):

@@ -3,7 +3,7 @@
 import time
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.buckets import DEFAULT, Ladder
 from dllm_jax.engine import denoise
@@ -47,7 +47,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
 
 
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
-    prompt = jnp.full((batch, rung), model.spec.eos_id, jnp.int32)
+    prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
     request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
     program = denoise.lower(model, *request.arrays, layout=request.layout, plan=request.plan).compile()

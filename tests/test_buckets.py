@@ -12,6 +12,7 @@ from dllm_jax.buckets import Ladder, geometric
 from dllm_jax.engine import denoise
 from tests.models import FAMILIES, tiny
 from tests.policy_cases import EVERY, KEY, suited
+from tests.programs import compilations
 from tests.test_policies import prompts, short
 
 OPTIONS = dict(length=8, block=4)
@@ -55,11 +56,12 @@ def test_two_hundred_requests_compile_no_more_programs_than_the_ladder_has():
     rng = np.random.default_rng(0)
     options = dict(length=2, block=2, policy=policies.DualCache(), sampler=samplers.Threshold(0.3))
     before = denoise._cache_size()
-    for length in rng.integers(1, 13, 200):
-        prompt = rng.integers(0, model.spec.vocab - 20, int(length))
-        out = dj.generate(model, prompt, buckets=ladder, **options)
-        assert out.tokens.shape == (1, length + 2)
-    assert denoise._cache_size() - before == len(ladder.rungs)
+    with compilations() as compiled:
+        for length in rng.integers(1, 13, 200):
+            prompt = rng.integers(0, model.spec.vocab - 20, int(length))
+            out = dj.generate(model, prompt, buckets=ladder, **options)
+            assert out.tokens.shape == (1, length + 2)
+    assert denoise._cache_size() - before == len(ladder.rungs) == len(compiled)
 
 
 def test_warmup_compiles_what_generate_then_uses():
@@ -68,18 +70,13 @@ def test_warmup_compiles_what_generate_then_uses():
     ready = dj.warmup(model, ladder, batch=2, **options)
     assert [(c.prompt, c.batch) for c in ready] == [(6, 2), (10, 2)]
     assert all(c.seconds > 0 and c.temporary > 0 for c in ready)
-    compiled = []
-    listener = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
-    prompt, _ = prompts(model, (5, 5))
-    dj.generate(model, prompt, buckets=ladder, sampler=samplers.Threshold(0.5), **options)  # the rest
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        dj.generate(model, prompt, buckets=ladder, **options)
+    with compilations() as compiled:
+        for lengths in ((5, 5), (4, 2), (8, 10), (7, 7)):
+            prompt, mask = prompts(model, lengths)
+            dj.generate(model, prompt, prompt_mask=mask, buckets=ladder, **options)
         assert not compiled
         dj.generate(model, prompt, buckets=ladder, **(options | {"block": 2}))
-        assert compiled, "the listener does not see compilations"
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
+        assert len(compiled) == 1
 
 
 @given(length=st.integers(1, 32768))

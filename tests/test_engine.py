@@ -1,5 +1,6 @@
 """The denoising loop as a program: purity, one compilation, stopping, statistics."""
 
+import dataclasses
 import re
 
 import jax
@@ -14,6 +15,7 @@ from dllm_jax.engine import denoise
 from dllm_jax.step import Plan
 from tests.models import FAMILIES, tiny
 from tests.policy_cases import EVERY, KEY, suited
+from tests.programs import compilations
 from tests.test_policies import prompts, short
 
 
@@ -100,17 +102,28 @@ def test_the_vocabulary_meets_only_candidate_rows():
     assert f"{layout.response}x{spec.vocab}x" not in text
 
 
-def test_one_compilation_per_configuration():
+@pytest.mark.rotate(every=3)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_one_compilation_per_configuration(policy):
     model = tiny("llada")
-    prompt, _ = prompts(model)
-    run = lambda p, **o: dj.generate(model, p, length=8, block=4, policy=policies.DualCache(), **o)
-    run(prompt)
+    prompt, _ = prompts(model, (7,))
+    run = lambda policy, seed, **changes: dj.generate(
+        model,
+        prompt + seed,
+        length=4,
+        block=2,
+        policy=policy,
+        sampler=suited(policy, samplers.Confidence(**changes)),
+        key=jax.random.key(seed),
+    )
     before = denoise._cache_size()
-    run(prompt + 1)
-    dj.generate(model, prompt, length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence())
-    assert denoise._cache_size() == before
-    run(prompt, sampler=samplers.Threshold(0.5))
+    run(policy, 0)
     assert denoise._cache_size() == before + 1
+    with compilations() as compiled:
+        run(dataclasses.replace(policy), 1)
+    assert not compiled
+    run(policy, 0, logits_eos_inf=True)
+    assert denoise._cache_size() == before + 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

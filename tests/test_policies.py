@@ -13,6 +13,16 @@ from tests.models import FAMILIES, cast, tiny
 from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
 
 SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
+SAMPLER_CASES = (
+    samplers.Confidence(),
+    samplers.RandomOrder(),
+    samplers.CertaintyPrior(),
+    samplers.CertaintyPrior(tokens_per_step=2),
+    samplers.Factor(),
+    samplers.Threshold(0.02),
+    samplers.DreamSchedule(),
+    samplers.DreamSchedule(alg="origin"),
+)
 
 
 def test_every_policy_of_the_library_is_tested():
@@ -155,6 +165,26 @@ def test_bfloat16_runs_and_commits_everything(policy, family):
     options = dict(policy=policy, sampler=sampler, key=KEY)
     out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, **options)
     assert not np.any(np.asarray(out.tokens) == model.spec.mask_id)
+
+
+@pytest.mark.rotate(every=3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_nothing_is_left_masked_or_the_combination_is_refused(policy, sampler, family):
+    """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
+    model, layout = tiny(family), dj.Layout(prompt=9, response=8, block=8, steps=5)
+    prompt, _ = prompts(model)
+    run = lambda: dj.generate(model, prompt, length=8, steps=5, policy=policy, sampler=sampler, key=KEY)
+    offered = policy.most_eligible(layout)
+    if policy.foresees and not isinstance(sampler, samplers.RandomOrder):
+        with pytest.raises(ValueError, match="use RandomOrder"):
+            run()
+    elif offered is not None and sampler.most_per_step(layout) > offered:
+        with pytest.raises(ValueError, match="some would stay masked"):
+            run()
+    else:
+        assert not (np.asarray(run().tokens) == model.spec.mask_id).any()
 
 
 @pytest.mark.rotate(every=6)

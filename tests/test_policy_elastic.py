@@ -13,7 +13,8 @@ from dllm_jax.blocks import behind_first_eos
 from dllm_jax.control import after, when
 from dllm_jax.policies.drift import members, most_attended
 from tests.models import FAMILIES, canvas, spec, tiny
-from tests.test_policies import prompts
+from tests.policy_cases import KEY
+from tests.test_policies import prompts, short
 
 pytestmark = pytest.mark.rotate
 
@@ -145,10 +146,23 @@ def test_wrong_values_are_refused(wrong, message):
         policies.ElasticCache(**wrong)
 
 
-def test_a_schedule_that_asks_for_more_than_the_window_is_refused():
-    few = dj.Layout(prompt=4, response=8, block=8, steps=2)
-    with pytest.raises(ValueError, match="4 tokens per step, more than window=3"):
-        policies.ElasticCache(window=3).init(spec("llada"), few, 1, jnp.float32)
+@pytest.mark.parametrize(
+    ("window", "sampler", "layout", "most"),
+    [
+        (3, samplers.Confidence(), dict(length=8, steps=2), 4),
+        (1, samplers.DreamSchedule(), dict(length=8), 2),  # nothing in the first step, two in the last
+        (4, samplers.DreamSchedule(alg="origin"), dict(length=16), 16),  # whatever the draws left
+        (3, samplers.CertaintyPrior(), dict(length=8, block=4, steps=2), 4),
+    ],
+)
+def test_a_schedule_that_may_ask_for_more_than_the_window_is_refused(window, sampler, layout, most):
+    """Decoding no more than the window in such a step left [MASK] in the answer."""
+    model, policy = tiny("llada"), policies.ElasticCache(window=window)
+    message = (
+        rf"{short(sampler)} may have to decode {most} positions .* ElasticCache\(.* offers at most {window}"
+    )
+    with pytest.raises(ValueError, match=message):
+        dj.generate(model, prompts(model)[0], policy=policy, sampler=sampler, key=KEY, **layout)
 
 
 def test_when_and_after():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax import eviction, policies
+from dllm_jax import eviction, policies, samplers
 from dllm_jax.eviction.rounding import conserve
 from tests.models import canvas, tiny
 from tests.test_policies import prompts
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.rotate
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.floats(0.01, 10), min_size=1, max_size=8),
+    st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=1, max_size=8).filter(any),
     st.integers(0, 40),
     st.integers(1, 12),
     st.booleans(),
@@ -84,9 +84,8 @@ def test_three_means_of_layers():
 def run(policy, family="llada", lengths=(12, 12), **options):
     model = tiny(family)
     prompt, mask = prompts(model, lengths)
-    return dj.generate(
-        model, prompt, prompt_mask=mask, length=8, block=4, policy=policy, trace=True, **options
-    )
+    options = dict(length=8, block=4, trace=True) | options
+    return dj.generate(model, prompt, prompt_mask=mask, policy=policy, **options)
 
 
 def test_a_full_budget_is_dllm_cache():
@@ -95,6 +94,27 @@ def test_a_full_budget_is_dllm_cache():
     cache = run(policies.DLLMCache(**shared), lengths=(12, 7))
     np.testing.assert_array_equal(ours.trace.tokens, cache.trace.tokens)
     np.testing.assert_array_equal(ours.trace.computed, cache.trace.computed)
+    np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
+
+
+class FirstLast(samplers.Confidence):
+    """Decodes the first response position last."""
+
+    def confidence(self, logits, token, index, canvas, noise):
+        score = super().confidence(logits, token, index, canvas, noise)
+        return jnp.where(index == canvas.layout.prompt, -1.0, score)
+
+
+def test_a_full_budget_is_dllm_cache_on_a_shifted_head_but_for_what_the_row_before_the_response_predicts():
+    """That row's first layer is live in `DLLMCache` only; nothing but its own prediction depends on it."""
+    shared = dict(prompt_every=4, response_every=2)
+    options = dict(family="dream", lengths=(12, 7), sampler=FirstLast(), block=8)
+    ours, cache = (
+        run(policies.MaskKV(budget=12, **shared), **options),
+        run(policies.DLLMCache(**shared), **options),
+    )
+    np.testing.assert_array_equal(ours.trace.tokens[:-1], cache.trace.tokens[:-1])
+    np.testing.assert_array_equal(ours.trace.proposed[..., 13:], cache.trace.proposed[..., 13:])
     np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
 
 
@@ -131,6 +151,8 @@ def test_the_storage_holds_the_budget_and_no_more():
         (lambda: policies.MaskKV(prompt_every=7, response_every=2, reselect=True), "multiple"),
         (lambda: policies.MaskKV(ratio=1.5), "ratio=1.5"),
         (lambda: policies.DLLMCache(prompt_every=0), "prompt_every=0"),
+        (lambda: policies.MaskKV(layers=eviction.BoundaryMiddle(beta=0.5)), "beta=0.5.* needs a profile"),
+        (lambda: policies.MaskKV(layers=eviction.BoundaryMiddle(first=2)), "first=2.* use OnlineLayers"),
         (lambda: eviction.BoundaryMiddle(beta=2.0), "beta=2.0"),
         (lambda: eviction.BoundaryMiddle((0.1, -0.2)), "importance"),
         (lambda: eviction.PromptPreference(alpha=-1.0), "alpha=-1.0"),

@@ -64,6 +64,23 @@ def test_alg_temp_needs_a_confidence():
         DreamSchedule(alg="origin", alg_temp=0.5)
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_a_threshold_needs_scores_that_can_reach_it(threshold):
+    with pytest.raises(ValueError, match=rf"threshold={threshold} has no use with alg='entropy'"):
+        CertaintyPrior(threshold=threshold, alg="entropy")
+    CertaintyPrior(tokens_per_step=2, alg="entropy")
+
+
+@pytest.mark.parametrize(("kind", "options"), [(RandomOrder, {}), (DreamSchedule, {"alg": "origin"})])
+def test_ends_cannot_come_last_in_an_order_without_confidence(kind, options):
+    with pytest.raises(
+        ValueError, match=r"confidence_eos_eot_inf=True has no effect with .*: use logits_eos_inf"
+    ):
+        kind(confidence_eos_eot_inf=True, **options)
+    kind(logits_eos_inf=True, **options)
+    DreamSchedule(confidence_eos_eot_inf=True)
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_edges_are_allowed(kind):
     sampler = kind(temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0)

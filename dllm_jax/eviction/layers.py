@@ -19,6 +19,9 @@ class UniformLayers:
     online: ClassVar[bool] = False
     """Budgets depend on the request, and cost a forward pass."""
 
+    def check(self):
+        """Raises ValueError if fields are set that have no effect; `MaskKV` asks, as others may fill them."""
+
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """Pairs per kv head of each layer, at most `prompt`.
 
@@ -59,8 +62,8 @@ class BoundaryMiddle(UniformLayers):
     """MaskKV, equations 9-13: the first and last layers are one group, the middle another.
 
     Attributes:
-      importance: offline profile of the layers (`eviction.calibrate`); None: all alike, which makes the
-        budgets uniform.
+      importance: offline profile of the layers (`eviction.calibrate`). None: all alike, which makes the
+        budgets uniform whatever the other fields are; so `MaskKV` takes these only as they are by default.
       beta: share of the budget that every layer gets.
       first: layers of the boundary group at the start.
       last: and at the end.
@@ -78,6 +81,14 @@ class BoundaryMiddle(UniformLayers):
             raise ValueError(f"first={self.first}, last={self.last} must not be negative")
         if self.importance is not None and not (min(self.importance) >= 0 and sum(self.importance) > 0):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
+
+    def check(self):
+        """See `UniformLayers.check`."""
+        if self.importance is None and self != BoundaryMiddle():
+            raise ValueError(
+                f"{self!r} needs a profile, without which budgets are uniform: `eviction.calibrate` measures "
+                "importance=, or use OnlineLayers"
+            )
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `UniformLayers.budgets`."""

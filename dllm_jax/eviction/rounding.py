@@ -22,6 +22,7 @@ def conserve(target: Vector, total, cap) -> Vector:
     """
     xp = jnp if isinstance(target, jax.Array) else np
     n = target.shape[-1]
+    target = xp.maximum(target, 1e-12)  # a share of nothing takes what is above the others' caps
     total = xp.minimum(total, n * cap)
     filled = xp.minimum(_water_fill(xp, target, total, cap), cap)
     whole = xp.floor(filled + (1e-9 if xp is np else 1e-5))

@@ -100,6 +100,13 @@ class Policy:
         """
         return canvas.eligible
 
+    def most_eligible(self, layout: Layout) -> int | None:
+        """How many masks of a row one step may decode, where `eligible` or `select` limits them; else None.
+
+        A sampler that may have to decode more in a step would leave masks, and is refused.
+        """
+        return None
+
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
         """Positions recomputed in the step besides the selected, averaged over layers; only for statistics.
 

@@ -37,7 +37,8 @@ class ElasticCache(Policy):
     docs/departures.md.
 
     Attributes:
-      window: masks that are computed and may be decoded (beta); no schedule can decode more in a step.
+      window: masks that are computed and may be decoded (beta); a sampler that has to decode more in some
+        step is refused.
       gamma: a layer whose similarity is below it has drifted; -1 never refreshes, above 1 always does.
       track: most attended tokens that each layer tracks.
       test: what is compared, `HeadCosine` (released code) or `KeyCosine` (paper).
@@ -62,12 +63,6 @@ class ElasticCache(Policy):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""
-        most = -(-layout.block // layout.steps_per_block)
-        if most > self.window:
-            raise ValueError(
-                f"steps={layout.steps} asks for {most} tokens per step, more than window={self.window}; "
-                "samplers that decode until done do not need steps"
-            )
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
         start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
@@ -79,6 +74,10 @@ class ElasticCache(Policy):
         """The window: the leftmost masks."""
         masks = canvas.eligible & self.undecided(canvas)
         return masks & (jnp.cumsum(masks, axis=1) <= self.window)
+
+    def most_eligible(self, layout: Layout) -> int:
+        """The window."""
+        return self.window
 
     def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks that are still to be decoded."""

@@ -36,7 +36,8 @@ class MaskKV(DLLMCache):
 
     Attributes:
       budget: prompt pairs kept per layer and kv head, on average.
-      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model.
+      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, and is
+        uniform without.
       heads: how a layer's share is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       exact: use the whole budget; False rounds down as printed.
@@ -57,6 +58,7 @@ class MaskKV(DLLMCache):
         super().__post_init__()
         if self.budget < 1:
             raise ValueError(f"budget={self.budget} must be at least 1")
+        self.layers.check()
         if self.reselect and self.prompt_every % self.response_every:
             raise ValueError(
                 f"reselect needs prompt_every={self.prompt_every} to be a multiple of "

@@ -29,8 +29,8 @@ class Sampler(abc.ABC):
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: never produce end-of-text.
       confidence_eos_eot_inf: end-of-text and end-of-turn get the least confidence there is (0; with
-        "entropy" that of a uniform distribution) and so come last. LLaDA's released code forgets
-        end-of-text when temperature > 0; this does not.
+        "entropy" that of a uniform distribution) and so come last; refused where the order is random.
+        LLaDA's released code forgets end-of-text when temperature > 0; this does not.
       allow_mask_token: let [MASK] itself be "decoded", as the references do: the position then stays masked.
         By default the best other token is taken; confidences still count [MASK]'s probability.
     """
@@ -92,6 +92,13 @@ class Sampler(abc.ABC):
     def max_steps(self, layout: Layout) -> int:
         """Upper bound on denoising steps."""
         return layout.steps
+
+    def most_per_step(self, layout: Layout) -> int:
+        """The most positions that some step has to decode so that none is left masked; the even schedule's.
+
+        A policy that offers fewer (`Policy.most_eligible`) is refused with this sampler.
+        """
+        return -(-layout.block // layout.steps_per_block)
 
     @property
     def draws(self) -> bool:
@@ -158,6 +165,15 @@ def check_alg(alg: str, *allowed: str):
     """Raises if alg is not one of the allowed names."""
     if alg not in allowed:
         raise ValueError(f"alg={alg!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_ends_unordered(sampler: Sampler, order: str):
+    """Raises if end-of-text and end-of-turn are to come last in an order that follows no confidence."""
+    if sampler.confidence_eos_eot_inf:
+        raise ValueError(
+            f"confidence_eos_eot_inf=True has no effect with {order}, which ignores confidence: "
+            "use logits_eos_inf, or an order by confidence"
+        )
 
 
 def _without(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:

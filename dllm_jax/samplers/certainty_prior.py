@@ -24,7 +24,7 @@ class CertaintyPrior(Sampler):
       tokens_per_step: None as above; a number decodes (at least) that many at every step, until the block is
         done, however many steps the layout has.
       alg: as in `Confidence`. "entropy" is kept as released, where a negative score times a density
-        prefers positions *far* from known tokens.
+        prefers positions *far* from known tokens; it has no threshold, which no negative score reaches.
     """
 
     sigma: float = 10.0
@@ -39,6 +39,11 @@ class CertaintyPrior(Sampler):
             raise ValueError(f"sigma={self.sigma} must be positive")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+        if self.threshold is not None and self.alg == "entropy":
+            raise ValueError(
+                f"threshold={self.threshold} has no use with alg='entropy', whose scores lie below it: "
+                "use 'prob' or 'margin', or tokens_per_step"
+            )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1, or None")
 
@@ -73,6 +78,10 @@ class CertaintyPrior(Sampler):
     def max_steps(self, layout: Layout) -> int:
         """The schedule's steps, or one per position."""
         return layout.steps if self._scheduled else layout.response
+
+    def most_per_step(self, layout: Layout) -> int:
+        """The schedule's, or one: what is not offered now is decoded later."""
+        return super().most_per_step(layout) if self._scheduled else 1
 
     @property
     def _scheduled(self) -> bool:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered, score_by
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best, ranks
@@ -60,6 +60,10 @@ class Confidence(FixedSchedule):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomOrder(FixedSchedule):
     """Decodes positions in random order ("random remasking"); the confidence is a uniform draw."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ends_unordered(self, "RandomOrder")
 
     @property
     def draws(self) -> bool:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.layout import Layout
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered, score_by
 from dllm_jax.samplers.noise import Noise, given
-from dllm_jax.samplers.transfer import dream_fractions
+from dllm_jax.samplers.transfer import dream_counts, dream_fractions
 from dllm_jax.selection import best
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
@@ -53,10 +54,12 @@ class DreamSchedule(Sampler):
             raise ValueError(f"eps={self.eps} must lie in (0, 1)")
         if not self.alg_temp >= 0:
             raise ValueError(f"alg_temp={self.alg_temp} must not be negative")
-        if self.alg == "origin" and self.alg_temp:
-            raise ValueError(
-                f"alg_temp={self.alg_temp} has no meaning for alg='origin', which ignores confidence"
-            )
+        if self.alg == "origin":
+            check_ends_unordered(self, "alg='origin'")
+            if self.alg_temp:
+                raise ValueError(
+                    f"alg_temp={self.alg_temp} has no meaning for alg='origin', which ignores confidence"
+                )
 
     @property
     def draws(self) -> bool:
@@ -94,3 +97,9 @@ class DreamSchedule(Sampler):
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """After the block's share of the steps."""
         return canvas.block_step >= canvas.layout.steps_per_block
+
+    def most_per_step(self, layout: Layout) -> int:
+        """The largest count of a full block; "origin" may leave all of it to the last step."""
+        if self.alg == "origin":
+            return layout.block
+        return max(dream_counts(layout.block, layout.steps_per_block, self.eps))

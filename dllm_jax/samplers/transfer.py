@@ -30,6 +30,15 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
     return fractions
 
 
+def dream_counts(masks: int, steps: int, eps: float) -> list[int]:
+    """How many of a block's masks each step of Dream's schedule decodes, in float32 as the sampler counts."""
+    counts = []
+    for fraction in dream_fractions(steps, eps):
+        counts.append(int(np.float32(masks) * fraction))
+        masks -= counts[-1]
+    return counts
+
+
 def dream_times(steps: int, eps: float) -> np.ndarray:
     """linspace(1, eps, steps + 1) in float32 exactly as torch rounds it.
 

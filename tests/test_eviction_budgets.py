@@ -1,0 +1,69 @@
+"""Budgets of layers and heads add up and never exceed the prompt, whatever is asked for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_jax import eviction
+
+HEADS, WIDTH = 3, 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    votes=st.lists(st.integers(-3, 3), min_size=HEADS * WIDTH, max_size=HEADS * WIDTH),
+    length=st.integers(1, WIDTH),
+    budget=st.integers(1, WIDTH),
+    floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+)
+def test_heads_that_compete_share_the_layer_s_budget_and_are_sure_of_their_floor(
+    votes, length, budget, floor
+):
+    budget, real = min(budget, length), np.arange(WIDTH) >= WIDTH - length
+    votes = np.where(real, np.asarray(votes, np.float32).reshape(1, HEADS, WIDTH), -np.inf)
+    row = jnp.asarray([budget]), jnp.asarray([length])
+    kept = eviction.AdaKV(floor).keep(jnp.asarray(votes), jnp.ones((1, HEADS)), *row, exact=True)[0]
+    each = np.asarray(kept).sum(axis=1)
+    assert not np.any(np.asarray(kept) & ~real)
+    assert each.sum() == HEADS * budget
+    assert (each >= int(budget * floor)).all()
+    assert each.max() <= eviction.AdaKV(floor).most(budget, HEADS, length)
+
+
+@given(
+    layers=st.integers(1, 40),
+    budget=st.integers(1, 200),
+    prompt=st.integers(1, 300),
+    beta=st.integers(1, 30),
+    window=st.integers(1, 40),
+    outside=st.booleans(),
+)
+def test_a_pyramid_descends_within_the_prompt(layers, budget, prompt, beta, window, outside):
+    budgets = eviction.PyramidKV(beta, window, outside).budgets(layers, budget, prompt, exact=True)
+    assert budgets.shape == (layers,)
+    assert budgets.min() >= 0
+    assert budgets.max() <= prompt
+    if budget > window:
+        assert (np.diff(budgets) <= 0).all()
+    if not outside:  # rounded layer by layer, so up to half a pair each
+        assert abs(int(budgets.sum()) - layers * min(budget, prompt)) <= layers / 2
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@given(
+    cosine=st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    budget=st.integers(1, 60),
+    prompt=st.integers(1, 80),
+    share=st.floats(0, 1),
+)
+def test_squeezed_layers_give_to_the_others_what_they_lose(exact, cosine, budget, prompt, share):
+    layers = len(cosine)
+    budgets = eviction.SqueezeAttention(tuple(cosine), share).budgets(layers, budget, prompt, exact)
+    assert budgets.min() >= 0
+    assert budgets.max() <= prompt
+    if exact:
+        assert budgets.sum() == layers * min(budget, prompt)
+    else:
+        assert budgets.sum() <= layers * budget
