@@ -9,6 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, presets, samplers
+from dllm_jax.checks import nothing_left_masked
 from dllm_jax.parameters import abstract, count
 from dllm_jax.preset import read
 
@@ -62,6 +63,7 @@ def test_every_preset_can_be_constructed_and_fits_its_model(method):
         spec = presets.model_spec("llada-8b" if "/llada" in name else "dream-7b")
         cache = jax.eval_shape(functools.partial(policy.init, spec, layout, 1, jnp.bfloat16))
         assert cache.layers is not None
+        nothing_left_masked(given.get("sampler", samplers.Confidence()), policy, layout)
 
 
 @pytest.mark.parametrize(
