@@ -28,7 +28,8 @@ def run(name: str, prompts: int, runs: Path) -> list[dict[str, Any]]:
     shape = lambda task, length, block: cli.Common(
         name, policy=POLICIES, length=length, block=block, batch=16, out=runs / name / task
     )
-    cli.run_tasks(shape("chain", 32, 8), "Chain", (7,), prompts)
+    for block in (4, 8):
+        cli.run_tasks(shape(f"chain-{block}", 32, block), "Chain", (7,), prompts)
     cli.run_tasks(shape("few-shot", 4, 2), "FewShot", (5,), prompts)
     repeats = max(prompts // len(DEPTHS), 1)
     cli.run_needle(shape("needle", 4, 2), lengths=(64, 256, 1024), depths=DEPTHS, repeats=repeats)
@@ -43,16 +44,20 @@ def table(records: list[dict[str, Any]]) -> rich.table.Table:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for one in records:
         row = cells.setdefault((one["model"]["name"], one["decoding"]["policy"]), {})
-        title = "needle, {}" if one["kind"] == "recall" else "{}"
-        row |= {title.format(group): f"{score:.1%}" for group, score in one["scores"].items()}
-        if one["kind"] == "tasks" and one["decoding"]["length"] == 32:
-            row["positions per token (chain)"] = f"{one['totals']['computed'] / one['totals']['tokens']:.1f}"
+        row |= {title(one, group): f"{score:.1%}" for group, score in one["scores"].items()}
     columns = list(dict.fromkeys(name for row in cells.values() for name in row))
     for name in columns:
         shown.add_column(name, justify="right")
     for (model, policy), row in cells.items():
         shown.add_row(model, policy, *(row.get(name, "-") for name in columns))
     return shown
+
+
+def title(one: dict[str, Any], group: str) -> str:
+    """Of a column: how long prompts are; of chains, how many tokens are decoded between refreshes."""
+    if one["kind"] == "recall":
+        return f"needle, {group}"
+    return f"chain, blocks of {one['decoding']['block']}" if "chain" in group else "few-shot"
 
 
 def main(

@@ -54,8 +54,8 @@ EXACT = Setting()
 
 
 def mask_kv(variant: str = "", **options: Any) -> Setting:
-    """MaskKV that recomputes all of the response in every step, the prompt never."""
-    return Setting(p.MaskKV(prompt_every=32, response_every=1, **options), variant=variant)
+    """MaskKV that recomputes all of the response in every step; the prompt, with new votes, every four."""
+    return Setting(p.MaskKV(prompt_every=4, response_every=1, **options), variant=variant)
 
 
 def calibrated(profile: tuple[float, ...]) -> tuple[Setting, ...]:
@@ -82,7 +82,7 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
     )
 
 
-# Answers of four tokens: little to reuse but the prompt, and no time for a delay.
+# Answers of four tokens: little to reuse but the prompt, which is never renewed, and no time for a delay.
 SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),
@@ -112,7 +112,7 @@ LONG: tuple[Setting, ...] = (
     Setting(p.DKVPD()),
     _order(p.Policy()),
     _order(p.DKVGreedy()),
-    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4, 8)),
+    *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 8, 32)),
     *_eviction(delay=1),
     *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
     Setting(whole=True, variant="one block"),

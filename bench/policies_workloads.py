@@ -116,7 +116,7 @@ def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Wo
 def workloads(prompts: int, width: int) -> dict[str, Any]:
     """By name, a function without arguments that makes each."""
     short = {"length": 4, "block": 4, "chunk": min(32, prompts), "grid": SHORT}
-    long = {"length": 32, "block": 8, "chunk": min(32, prompts), "grid": LONG}
+    long = {"length": 32, "block": 4, "chunk": min(32, prompts), "grid": LONG}
     made = {
         f"{name} {title}": lambda name=name, title=title, task=task, size=size, shape=shape: _embedded(
             name, title, task, size, prompts, **shape

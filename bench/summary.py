@@ -27,7 +27,7 @@ SHOWN: tuple[Setting, ...] = (
     Setting(p.DKVGreedy(), s.RandomOrder()),
     Setting(p.DKVPrefill()),
     Setting(p.DKVPD()),
-    Setting(p.DLLMCache(prompt_every=32, response_every=4)),
+    Setting(p.DLLMCache(prompt_every=4, response_every=2)),
     Setting(p.SparseDLLM(keep=0.5)),
     mask_kv(budget=32),
     Setting(p.ElasticCache(window=8, gamma=0.9), whole=True),

@@ -109,7 +109,7 @@ HELD_OUT = (
     Asked(Chain(), 7, 256, 32, 0.0),
     _few_shot(FewShot(), 5, 256),
 )
-LONGER = tuple(_needle(tokens, 64) for tokens in (1536, 2048))
+LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
 BEYOND = (
     *LONGER,
     Asked(Chain(letters=32), 7, 64, 32, 0.0),
