@@ -2,9 +2,10 @@
 
     python -m bench.train_tiny tiny-llada
 
-The same command reproduces it, and goes on where a killed run stopped (checkpoints under --runs). Everything
-is a function of the recipe below; progress, losses and stages are logged to RUNS/NAME/log.jsonl. The shipped
-files are read back and scored, and the card says what came out.
+Everything is a function of the recipe below, so that the command makes the same model again, and goes on
+where a killed run stopped (checkpoints under --runs); progress, losses and stages are logged to
+RUNS/NAME/log.jsonl. What is written is read back and scored, and the card says what came out. The two models
+that ship are older than their recipes, which were changed while they were trained: `Recipe.history`.
 """
 
 import dataclasses
