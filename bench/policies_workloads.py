@@ -128,4 +128,4 @@ def workloads(prompts: int, width: int) -> dict[str, Any]:
             ("few-shot", (FewShot(), 5), short),
         )
     }
-    return made | {"random": lambda: _random(width, 4, 192, 64, 2)}
+    return made | {"random": lambda: _random(width, 4, 192, 32, 2)}

@@ -46,7 +46,7 @@ class Kind:
     block: int
 
 
-KINDS = (Kind("needle in 256 tokens", *needle(256), 4, 2), Kind("chain of 7 look-ups", Chain(), 7, 32, 8))
+KINDS = (Kind("needle in 128 tokens", *needle(128), 4, 2), Kind("chain of 7 look-ups", Chain(), 7, 32, 4))
 
 
 @dataclasses.dataclass(frozen=True)
