@@ -142,10 +142,11 @@ def start(spec: ModelSpec) -> Params:
 
 
 def write_assets(directory: Path, spec: ModelSpec):
-    """Tokenizer and a config.json with every key of the published one."""
+    """Tokenizer and a config.json with all keys of the published one but a null that transformers warns of."""
     tokenizer.save(directory)
     family = FAMILIES[spec.family]
     config = UNUSED[spec.family] | family.template(spec) | family.write(spec)
+    config.pop("rope_scaling", None)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

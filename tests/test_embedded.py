@@ -52,7 +52,8 @@ def test_the_directory_is_a_small_published_looking_checkpoint(where):
     assert sum(file.stat().st_size for file in where.iterdir()) <= 4 * 2**20
     config = json.loads((where / "config.json").read_text())
     published = MODELS / "-".join(reversed(where.name.split("-"))) / "config.json"
-    assert set(config) >= {*json.loads(published.read_text()), "eot_token_id"}
+    wanted = {*json.loads(published.read_text()), "eot_token_id"}
+    assert set(config) >= wanted - {"rope_scaling"}  # null there; transformers warns of it as deprecated
 
 
 def test_model_and_tokenizer_agree(model, read):
@@ -74,8 +75,10 @@ def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
 
 def test_it_chats(model, read):
     ask = lambda text: [{"role": "user", "content": text}]
-    two = [ask("b=407;T=211;z=830;T="), ask("ab=407;iouT=211;ez=830;W=112;aaq=565;z=")]
-    assert dj.chat(model, read, two, length=4) == ["211", "830"]
+    task, size = needle(64)
+    longer = examples(task, 3, size, 1, "held_out")[0]
+    two = [ask("b=407;T=211;z=830;T="), ask(longer.prompt)]
+    assert dj.chat(model, read, two, length=4) == ["211", longer.answer]
 
 
 def test_fewer_steps_and_cached_decoding_answer_too(model, read):
