@@ -142,7 +142,7 @@ def start(spec: ModelSpec) -> Params:
 
 
 def write_assets(directory: Path, spec: ModelSpec):
-    """Tokenizer and a config.json with all keys of the published one but a null that transformers warns of."""
+    """Tokenizer and a config.json with the published keys but a null that transformers warns of."""
     tokenizer.save(directory)
     family = FAMILIES[spec.family]
     config = UNUSED[spec.family] | family.template(spec) | family.write(spec)

@@ -10,9 +10,9 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harne
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
 
 ROWS = [
-    {"question": "b=w;t=m;t=", "answer": "m", "choices": ["w", "m"], "gold": 1},
-    {"question": "q=z;b=w;m=l;d=h;b=", "answer": "w", "choices": ["w", "l"], "gold": 0},
-    {"question": "q=z;b=w;m=l;d=h;g=b;d=", "answer": "h", "choices": ["h", "l"], "gold": 0},
+    {"question": "b=407;T=211;z=830;T=", "answer": "211", "choices": ["407", "211"], "gold": 1},
+    {"question": "ab=407;T=211;iz=830;ab=", "answer": "407", "choices": ["407", "830"], "gold": 0},
+    {"question": "aob=407;T=211;iez=830;T=", "answer": "211", "choices": ["211", "830"], "gold": 0},
 ]
 GENERATE = """
 output_type: generate_until
@@ -101,15 +101,15 @@ def instances(*args):
 
 def test_until_strings_cut_and_requests_are_cached_as_they_finish(lm, tmp_path):
     text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
-    assert lm.generate_until(instances((text, {"until": ["m"]}), (text, {"until": "x"}))) == ["", "m"]
+    assert lm.generate_until(instances((text, {"until": ["211"]}), (text, {"until": "x"}))) == ["", "211"]
     other = model(journal=str(tmp_path / "journal.jsonl"))
     seen = []
     other.cache_hook.add_partial = lambda kind, args, answer: seen.append((kind, args, answer))
-    assert other.generate_until(instances((text, {"until": ["\n"]}))) == ["m"]
-    assert seen == [("generate_until", (text, {"until": ["\n"]}), "m")]
+    assert other.generate_until(instances((text, {"until": ["\n"]}))) == ["211"]
+    assert seen == [("generate_until", (text, {"until": ["\n"]}), "211")]
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
     again = model(journal=str(tmp_path / "journal.jsonl"))
-    assert again.generate_until(instances((text, {"until": ["\n"]}))) == ["m"]
+    assert again.generate_until(instances((text, {"until": ["\n"]}))) == ["211"]
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
 
 
@@ -150,14 +150,14 @@ def test_the_cache_of_lm_eval_answers_for_a_second_run(lm, tasks, tmp_path, monk
 def test_a_preset_decodes(lm):
     text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
     preset = model(preset="llada-8b-instruct/gsm8k", length=8, block=8, steps=8)
-    assert preset.generate_until(instances((text, {"until": []}))) == ["m"]
+    assert preset.generate_until(instances((text, {"until": []}))) == ["211"]
     assert preset.runner.decoding.length == 8
 
 
 def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):
     encode = lambda text: tuple(lm.tok_encode(text))
     chat = lambda text: encode(lm.apply_chat_template([{"role": "user", "content": text}]))
-    pairs = [(chat("b=w;t=m;t="), encode("m<|eot_id|>")), (chat("q=z;b=w;m=l;d=h;b="), encode("w<|eot_id|>"))]
+    pairs = [(chat(row["question"]), encode(f"{row['answer']}<|eot_id|>")) for row in ROWS[:2]]
     request = lambda pair: (("", ""), list(pair[0]), list(pair[1]))
     together = lm._loglikelihood_tokens([request(pair) for pair in pairs])
     alone = [lm._loglikelihood_tokens([request(pair)])[0] for pair in pairs]
@@ -165,7 +165,7 @@ def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_give
         assert nats == pytest.approx(nats_alone, abs=1e-4)
         assert nats > -1
         assert greedy is greedy_alone is True
-    wrong = lm._loglikelihood_tokens([request((pairs[0][0], encode("w<|eot_id|>")))])[0]
+    wrong = lm._loglikelihood_tokens([request((pairs[0][0], encode("407<|eot_id|>")))])[0]
     assert wrong[0] < -1
     assert wrong[1] is False
 

@@ -12,8 +12,8 @@ from dllm_jax.eval.runner import Request, Runner, cut
 from dllm_jax.eval.tasks import chat_ids
 from tests.models import tiny
 
-QUESTIONS = {"t": "b=w;t=m;t=", "b": "q=z;b=w;m=l;d=h;b=", "m": "q=z;b=w;m=l;d=h;m="}
-ANSWERS = ["m", "w", "l"]
+QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}
+ANSWERS = ["211", "407", "211"]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def runner(opened, **changes) -> Runner:
     decoding = {name: changes.pop(name) for name in list(changes) if name in ("sampler", "seed", "policy")}
     chosen = settings.Decoding(**{"length": 4, "block": 2, **decoding})
     return Runner(
-        opened.model, opened.tokenizer, chosen, opened.identity, **{"batch": 2, "bucket": 32, **changes}
+        opened.model, opened.tokenizer, chosen, opened.identity, **{"batch": 2, "bucket": 64, **changes}
     )
 
 
@@ -43,7 +43,7 @@ def test_answers_come_in_order_and_are_measured(opened):
     assert answers(entries) == ANSWERS
     for entry in entries:
         assert 1 <= entry["forwards"] <= 4
-        assert entry["tokens"] == 2  # the letter and end-of-turn
+        assert entry["tokens"] == 4  # three digits and end-of-turn
         assert entry["tokens_with_eos"] >= entry["tokens"]
         assert entry["computed"] > entry["widened"] == 0
     assert [e["cold"] for e in entries] == [True, True, False]
@@ -115,7 +115,7 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(opened, 
     asked = requests(opened)
     broken = [asked[0], Request("mask", (opened.model.spec.mask_id,), 4), Request("empty", (), 4), *asked[1:]]
     entries = runner(opened, batch=8).run(broken, journal)
-    assert [entry["answer"] for entry in entries] == ["m", None, None, "w", "l"]
+    assert [entry["answer"] for entry in entries] == [ANSWERS[0], None, None, *ANSWERS[1:]]
     assert "mask id" in entries[1]["error"]
     assert "prompt is empty" in entries[2]["error"]
     assert totals(entries)["failed"] == 2
@@ -126,7 +126,7 @@ def test_impossible_lengths_fail_by_request(opened):
     asked = requests(opened)
     most = len(asked[0].prompt) + 4
     entries = runner(opened, max_length=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
-    assert entries[0]["answer"] == "m"
+    assert entries[0]["answer"] == ANSWERS[0]
     assert f"max_length={most}" in entries[1]["error"]
     assert "block=2" in entries[2]["error"]
 
