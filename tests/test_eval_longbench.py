@@ -98,9 +98,10 @@ def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path
 
 def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
-    other = {**ROW, "_id": "2", "context": "q=z;b=w;m=l;", "input": "b=", "answers": ["q", "W."]}
-    write(tmp_path / "hotpotqa.jsonl", ROW, other, {**ROW, "_id": "3", "context": "b=w;" * 99})
-    write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
+    row = {**ROW, "context": "b=407;T=211;z=830;", "input": "T=", "answers": ["211"]}
+    other = {**row, "_id": "2", "context": "ab=407;T=211;iz=830;", "input": "ab=", "answers": ["q", "407."]}
+    write(tmp_path / "hotpotqa.jsonl", row, other, {**row, "_id": "3", "context": "b=407;" * 99})
+    write(tmp_path / "trec.jsonl", {**row, "all_classes": ["211", "407"]})
     settings = dict(
         length=4, block=2, batch=2, max_positions=200, out=tmp_path / "out", policy=("DualCache",)
     )

@@ -43,7 +43,7 @@ def test_answers_come_in_order_and_are_measured(opened):
     assert answers(entries) == ANSWERS
     for entry in entries:
         assert 1 <= entry["forwards"] <= 4
-        assert entry["tokens"] == 4  # three digits and end-of-turn
+        assert entry["tokens"] in (3, 4)  # three digits, and end-of-turn or straight end-of-text
         assert entry["tokens_with_eos"] >= entry["tokens"]
         assert entry["computed"] > entry["widened"] == 0
     assert [e["cold"] for e in entries] == [True, True, False]
