@@ -117,7 +117,9 @@ def _denoising(console: rich.console.Console, model: Model, tokenizer, asked: Qu
         model, asked.prompt[first], prompt_mask=asked.mask[first], length=kind.length, block=kind.block,
         trace=True,
     )  # fmt: skip
-    console.print(f"\n[bold]{asked.examples[0].prompt}[/]  is answered (blocks of {kind.block}):\n")
+    console.print(
+        f"\n[bold]{asked.examples[0].prompt}[/]  is answered (blocks of {kind.block}; {show.END} ends it):\n"
+    )
     assert out.trace is not None, "trace=True"
     response = np.asarray(out.trace.tokens)[:, 0, asked.prompt.shape[1] :]
     console.print(show.grid(response, model.spec.mask_id, tokenizer))

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from dllm_jax.demo.measure import Row
 
+END = "∎"
 COLD, WARM = np.array([60, 90, 220]), np.array([230, 120, 30])  # first and last step
 
 
@@ -48,16 +49,20 @@ def order(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int) -> Int[np.ndarray
 
 
 def grid(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int, tokenizer: Any) -> rich.text.Text:
-    """One line per step of a response; a token is coloured by the step at which it was decoded."""
+    """One line per step of a response; a token is coloured by the step at which it was decoded.
+
+    Special tokens, such as end-of-text, are shown as END.
+    """
     born, last = order(tokens, mask_id), len(tokens) - 1
     pieces = [tokenizer.convert_ids_to_tokens(int(i)) for i in tokens[-1]]
+    pieces = [END if piece in tokenizer.all_special_tokens else piece for piece in pieces]
     widths = [len(piece) for piece in pieces]
     text = rich.text.Text()
     for step in range(last + 1):
         text.append(f"{step:4d}  ", style="dim")
         for piece, width, decoded in zip(pieces, widths, born, strict=True):
             known = 0 < decoded <= step
-            style = f"bold rgb({_colour(decoded, last)})" if known else "dim"
+            style = f"bold rgb({_colour(int(decoded), last)})" if known else "dim"
             text.append((piece if known else "·").center(width) + " ", style=style)
         text.append("\n")
     return text
