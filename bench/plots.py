@@ -25,7 +25,7 @@ Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {
 `as exact`: tokens equal to those of the exact decoder with the same sampler, block and steps; `computed`:
 positions that went through the network, as a share of what the first line computes; `kept`: K/V pairs stored
 per layer and head; `cache`: bytes of the cache, both per prompt; `speed`: the time of the first line's
-setting over this one's, medians of five, compilation excluded.
+setting over this one's, medians of five or more, compilation excluded.
 """
 ORDERINGS = """
 ## What the papers found
