@@ -62,7 +62,10 @@ def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs"
 def title(workload: dict[str, Any]) -> str:
     """Shapes in words."""
     count, prompt = workload["prompt"]
-    return f"{count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
+    model = f"{workload['layers']} layers of width {workload['width']}"
+    return (
+        f"{model}, {count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
+    )
 
 
 def draw(name: str, rows: list[dict[str, Any]]):

@@ -55,6 +55,8 @@ class Workload:
             "length": self.length,
             "block": self.block,
             "chunk": self.chunk,
+            "layers": self.model.spec.layers,
+            "width": self.model.spec.width,
             "model_sha256": self.sha256,
             "date": datetime.date.today().isoformat(),
         }
