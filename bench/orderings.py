@@ -101,9 +101,10 @@ def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
 def find(workload: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
     """The row of a setting."""
     block = workload["length"] if setting.whole else workload["block"]
-    wanted = call(setting.policy), call(setting.sampler), block
-    rows = (row for row in workload["rows"] if (row["policy"], row["sampler"], row["block"]) == wanted)
-    return next(rows, None)
+    steps = workload["length"] // setting.divide_steps
+    wanted = call(setting.policy), call(setting.sampler), block, steps
+    named = lambda row: (row["policy"], row["sampler"], row["block"], row["steps"])
+    return next((row for row in workload["rows"] if named(row) == wanted), None)
 
 
 def main(results: Annotated[Path, tyro.conf.Positional]):

@@ -75,9 +75,8 @@ def _everything(workload: Workload, setting: Setting, repeats: int) -> tuple[dj.
     runs = [_run(workload, setting, prompt) for prompt in chunks]
     times = [seconds for _, seconds in runs[1:]]
     times += [_run(workload, setting, chunks[0])[1] for _ in range(repeats - len(times))]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *(out for out, _ in runs)), float(
-        np.median(times)
-    )
+    outs = [out for out, _ in runs]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outs), float(np.median(times))
 
 
 def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output], out: dj.Output) -> dict:

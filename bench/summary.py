@@ -56,8 +56,7 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     Raises:
       LookupError: it was not measured.
     """
-    steps = workload["length"] // setting.divide_steps
-    row = find(workload | {"rows": [row for row in workload["rows"] if row["steps"] == steps]}, setting)
+    row = find(workload, setting)
     if row is None:
         raise LookupError(f"{setting} was not measured")
     return row

@@ -91,7 +91,8 @@ def test_page_and_figures(workload, rows, tmp_path):
 
 def row(policy: str, accuracy: float, block: int = 8) -> dict:
     return {
-        "policy": policy, "sampler": "Confidence()", "block": block, "accuracy": accuracy, "agreement": 0.5,
+        "policy": policy, "sampler": "Confidence()", "block": block, "steps": 32, "accuracy": accuracy,
+        "agreement": 0.5,
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ the needle goes in at token int(length * depth / 100), and the question stands a
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -108,10 +107,7 @@ def read(path: Path) -> Needle:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    try:
-        fields = json.loads(utf8.read(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    fields = utf8.read_json(path)
     wanted = {"text", "question", "keyword", "template"}
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise ValueError(f"{path}: expected an object with exactly {', '.join(sorted(wanted))}")

@@ -155,10 +155,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    try:
-        record = json.loads(utf8.read(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    record = utf8.read_json(path)
     if isinstance(record, dict) and "lm_eval_version" in record:
         raise ValueError(
             f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"

@@ -1,6 +1,8 @@
 """Text files whose faults are named by file and line."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 
 def read(path: Path) -> str:
@@ -15,3 +17,15 @@ def read(path: Path) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
         raise ValueError(f"{path}:{line}: not UTF-8: byte {byte:#04x}, {error.reason}") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+      ValueError: not UTF-8 or not JSON; names file and line.
+    """
+    try:
+        return json.loads(read(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None

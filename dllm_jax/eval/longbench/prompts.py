@@ -5,12 +5,11 @@ github.com/THUDM/LongBench), so that they are the published ones to the letter.
 """
 
 import dataclasses
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
 from dllm_jax.eval.longbench.data import Sample
 from dllm_jax.eval.longbench.tasks import TASKS, Task
@@ -42,16 +41,13 @@ class Prompts:
             raise FileNotFoundError(
                 f"{path} does not exist: take {FILE} from config/ of LongBench's repository"
             )
-        try:
-            templates = json.loads(utf8.read(path))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        templates = utf8.read_json(path)
         if not isinstance(templates, dict) or not all(isinstance(t, str) for t in templates.values()):
             raise ValueError(f"{path}: expected an object of task names and templates")
         for name in set(templates) & set(TASKS):
             if "{context}" not in templates[name]:
                 raise ValueError(f"{path}: the template of {name!r} has no {{context}}")
-        return Prompts(templates, hashlib.sha256(path.read_bytes()).hexdigest())
+        return Prompts(templates, sha256(path))
 
     def ids(self, task: Task, sample: Sample, tokenizer: Any, max_length: int | None) -> list[int]:
         """Token ids of a sample's prompt.
