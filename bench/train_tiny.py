@@ -17,6 +17,7 @@ import jax
 import tyro
 from transformers import AutoTokenizer
 
+from bench import report
 from bench.train_tiny_card import HELD_OUT, beyond_training, card, measure
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import dream, llada, save_hf
@@ -158,7 +159,8 @@ def ship(name: str, run: Run, recipe: Recipe, assets: Path, out: Path):
     text = card(name, model, recipe.config, len(recipe.stages), recipe.history, run.log, rows, beyond)
     (out / "README.md").write_text(text)
     config = dataclasses.asdict(recipe.config)
-    record = {"config": config, "log": run.log, "held_out": rows, "beyond": beyond}
+    where = report.provenance(str(model.dtype))
+    record = where | {"config": config, "log": run.log, "held_out": rows, "beyond": beyond}
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
     for row in rows:
         print(f"{out.name}: {row['task']}, {row['prompt']} tokens: {row['exact']:.1%}")
