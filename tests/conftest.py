@@ -3,6 +3,7 @@
 import pathlib
 import zlib
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -16,12 +17,17 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 jax.config.update("jax_disable_most_optimizations", True)
 
+# The same examples in every run, so that it fails for what changed; --exhaustive draws new ones.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("exhaustive", deadline=None)
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every combination of the tests marked `rotate`, and those marked `exhaustive`",
+        help="run every combination of the tests marked `rotate` and those marked `exhaustive`, "
+        "and draw new examples for property tests",
     )
 
 
@@ -30,6 +36,7 @@ def pytest_configure(config):
         "markers", "rotate(every=1): runs in part, see conftest.py; all with --exhaustive"
     )
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
+    hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,7 +15,7 @@ from dllm_jax.rows import Rows, whole_rows
 from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
 
 PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def members(chosen) -> list[list[int]]:

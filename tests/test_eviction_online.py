@@ -21,7 +21,7 @@ FIRST = eviction.BoundaryMiddle(first=1, last=0)  # of the tiny models' two laye
 ONLINE = eviction.OnlineLayers(FIRST)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0.0, 1.0), min_size=3, max_size=8),
     st.integers(1, 60),

@@ -80,7 +80,7 @@ def test_equals_sorting(name, shape, ties):
 special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, np.inf])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     hnp.arrays(np.float32, (2, 2, 11), elements=special.map(np.float32)),
     hnp.arrays(bool, (2, 11)),

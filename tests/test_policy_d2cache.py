@@ -22,7 +22,7 @@ from tests.test_policies import finite, prompts
 pytestmark = pytest.mark.rotate
 
 LENGTH = 11
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 bits = lambda n: st.lists(st.booleans(), min_size=n, max_size=n).map(np.asarray)
 coarse = lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n).map(
     lambda x: np.asarray(x, np.float32)

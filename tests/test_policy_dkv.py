@@ -19,7 +19,7 @@ from tests.test_policies import finite, prompts
 
 pytestmark = pytest.mark.rotate
 
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 intervals = st.sampled_from([None, 1, 2, 3, 5])
 
 

@@ -19,7 +19,7 @@ from tests.test_policies import prompts
 pytestmark = pytest.mark.rotate
 
 L = 12
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 sets = st.lists(st.booleans(), min_size=L, max_size=L).map(np.array)
 taken_in_turn = jax.jit(neighbours, static_argnums=3)
 

@@ -49,7 +49,7 @@ def test_what_the_four_kinds_of_step_renew(ratio, family):
         np.testing.assert_array_equal(changed["v"], values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     score=st.lists(st.integers(-2, 2), min_size=8, max_size=8),
     among=st.lists(st.booleans(), min_size=8, max_size=8),
@@ -77,7 +77,7 @@ def visited(marked, index, widths: tuple[int, ...]):
     return run_narrowest(marked, widths, Rows(index, whole=False), LENGTH, body, none)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=2))
 def test_marked_rows_run_once_in_the_narrowest_width_that_holds_them(drawn):
     marked, index = np.asarray(drawn), np.asarray([[1, 3, 4, 7, 11], [0, 2, 5, 6, 9]], np.int32)

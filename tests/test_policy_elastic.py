@@ -79,7 +79,7 @@ def test_tokens_that_a_layer_tests():
     assert members_of(members(attended, 9)) == [[2, 5]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=6, max_size=6), st.integers(1, 9))
 def test_most_attended_are_the_best_candidates_lowest_first(drawn, track):
     votes = np.array([v for v, _ in drawn], np.float32)

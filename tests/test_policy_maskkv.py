@@ -18,7 +18,7 @@ from tests.test_policies import prompts
 pytestmark = pytest.mark.rotate
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=1, max_size=8).filter(any),
     st.integers(0, 40),

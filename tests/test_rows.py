@@ -14,7 +14,7 @@ from dllm_jax.rows import Rows, whole_rows
 B, L = 2, 7
 sets = hnp.arrays(bool, (B, L))
 widths = st.sampled_from([1, 3, L + 2])  # fixed shapes: each compiles once
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 DATA = np.arange(B * L * 3, dtype=np.float32).reshape(B, L, 3)
 
 compact = jax.jit(library.compact, static_argnums=1)

@@ -11,7 +11,7 @@ from dllm_jax.samplers import filters, scores
 from tests import numpy_sampler as plain
 
 V = 7
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 coarse = st.lists(st.integers(-6, 6), min_size=V, max_size=V)  # ties are frequent
 kept = jax.jit(filters.kept, static_argnums=(1, 2))
 probability = jax.jit(scores.probability)

@@ -19,7 +19,7 @@ from tests import numpy_sampler as plain
 from tests.models import canvas
 
 C = 8
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 score_rows = st.lists(st.one_of(st.none(), st.integers(0, 64)), min_size=C, max_size=C)
 
 best = jax.jit(selection.best)

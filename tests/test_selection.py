@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from dllm_jax import selection
 
 B, L = 2, 9
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 sets = hnp.arrays(bool, (B, L))
 numbers = hnp.arrays(np.float32, (B, L), elements=st.integers(-4, 4))  # many ties
 max_pool = jax.jit(selection.max_pool, static_argnums=2)

@@ -17,7 +17,10 @@ class PyramidKV(UniformLayers):
       beta: steepness; the last layer gets budget / beta.
       window: pairs of the observation window, which the budget counts.
       outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
-        of falling back to a uniform budget when the last layer could not hold it (kvpress).
+        of falling back to a uniform budget when the last layer could not hold it (kvpress). Its steps are
+        rounded down, so that it keeps somewhat more than the budget.
+
+    A single layer, or a budget that the window alone uses up, is uniform: neither code covers it.
     """
 
     beta: int = 20
@@ -31,13 +34,13 @@ class PyramidKV(UniformLayers):
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `UniformLayers.budgets`; the rounding is the method's own, half to even."""
-        if budget >= prompt:
-            return np.full(layers, prompt, np.int32)
+        if budget >= prompt or layers == 1 or budget <= self.window:
+            return np.full(layers, min(budget, prompt), np.int32)
         depth = np.arange(layers)
         if self.outside:
             if prompt < 2 * (budget - self.window):
                 return np.full(layers, budget, np.int32)
-            most, least = self._ends(max(budget - self.window, 0), prompt - self.window, whole=True)
+            most, least = self._ends(budget - self.window, prompt - self.window, whole=True)
             kept = most - depth * ((most - least) // layers) + self.window
             return np.clip(kept, 0, prompt).astype(np.int32)
         most, least = self._ends(budget, prompt - self.window, whole=False)
