@@ -12,6 +12,7 @@ from dllm_jax import load
 from dllm_jax.model import Model
 from dllm_jax.parameters import count
 from dllm_jax.tasks import Chain, FewShot, Task, accuracy, examples, needle
+from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import TrainConfig
 
 ROWS = 12
@@ -62,14 +63,14 @@ examples of the one before are answered right; every number is in training_log.j
 Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
 `Policy()`, `Confidence()`, block = steps = length, float32:
 
-| task | prompt tokens | prompts | exact match | guessing |
-|---|---:|---:|---:|---:|
+| task | asked | prompt tokens | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|
 {table}
 
 Beyond what it was trained on:
 
-| task | prompt tokens | rope factor | prompts | exact match | guessing |
-|---|---:|---:|---:|---:|---:|
+| task | asked | prompt tokens | rope factor | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|---:|
 {beyond}
 """
 
@@ -93,6 +94,17 @@ class Asked:
     length: int
     guess: float
     batch: int = 32
+
+    @property
+    def words(self) -> str:
+        """The size, in words."""
+        match self.task:
+            case Chain(letters=letters):
+                return f"{self.size} steps in a ring of {letters} letters"
+            case FewShot(kinds=kinds):
+                return f"{self.size} examples of each of {kinds} kinds"
+            case _:
+                return f"1 of {self.size} pairs"
 
 
 def _needle(tokens: int, prompts: int) -> Asked:
@@ -128,7 +140,8 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict
             {
                 "task": "needle" if asked.task.name == "recall" else asked.task.name,
                 "size": asked.size,
-                "prompt": len(drawn[0].prompt) + 10,
+                "asked": asked.words,
+                "prompt": len(drawn[0].prompt) + TEMPLATE_TOKENS,
                 "count": asked.prompts,
                 "exact": score,
                 "guess": asked.guess,
@@ -185,6 +198,5 @@ def _curve_row(entry: dict[str, Any], stages: int) -> str:
 
 def _accuracy_row(row: dict[str, Any]) -> str:
     factor = f" {row['rope_factor']} |" if "rope_factor" in row else ""
-    return f"| {row['task']} | {row['prompt']} |{factor} {row['count']} " + "| {:.1%} | {:.1%} |".format(
-        row["exact"], row["guess"]
-    )
+    start = f"| {row['task']} | {row['asked']} | {row['prompt']} |{factor} {row['count']} "
+    return start + "| {:.1%} | {:.1%} |".format(row["exact"], row["guess"])

@@ -17,8 +17,9 @@ class PyramidKV(UniformLayers):
       beta: steepness; the last layer gets budget / beta.
       window: pairs of the observation window, which the budget counts.
       outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
-        of falling back to a uniform budget when the last layer could not hold it (kvpress). Its steps are
-        rounded down, so that it keeps somewhat more than the budget.
+        of falling back to a uniform budget when the last layer could not hold it (kvpress), which the
+        defaults of the other fields mean for budgets below 640. Its steps are rounded down, so that it keeps
+        somewhat more than the budget.
 
     A single layer, or a budget that the window alone uses up, is uniform: neither code covers it.
     """
