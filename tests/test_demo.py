@@ -1,6 +1,7 @@
 """`python -m dllm_jax` as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ from dllm_jax.tasks import tokenizer
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
-    run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True)
+    cheaply = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # as conftest.py does for other tests
+    run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=cheaply)
     assert run.returncode == 0, run.stderr
     tables = json.loads(report.read_text())["tables"]
     assert [table["model"] for table in tables] == ["tiny-dream"] * 2
