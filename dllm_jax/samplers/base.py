@@ -58,6 +58,16 @@ class Sampler(abc.ABC):
     # -- what a sampler defines ---------------------------------------------------------------------
 
     @abc.abstractmethod
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
+    ) -> Bool[Array, "b c"]:
+        """Which candidates are decoded now; score is -inf where there is no candidate."""
+
+    @property
+    def criterion(self) -> Alg:
+        """What `confidence` measures: the token's probability, unless overridden."""
+        return "prob"
+
     def confidence(
         self,
         logits: Float[Array, "b c v"],
@@ -66,17 +76,12 @@ class Sampler(abc.ABC):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """How sure the candidate tokens are; larger is surer."""
+        """How sure the candidate tokens are, by `criterion`; larger is surer."""
+        return score_by(self.criterion, logits, token, self, canvas)
 
-    @abc.abstractmethod
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
-        """Which candidates are decoded now; score is -inf where there is no candidate."""
-
-    @abc.abstractmethod
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """Which rows are through with the current block."""
+        """Which rows are through with the current block: after its share of the steps, unless overridden."""
+        return canvas.block_step >= canvas.layout.steps_per_block
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
         """The coming step's positions before the model is asked: 0, 1, .. in turn, -1 elsewhere.

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best
@@ -47,16 +47,10 @@ class CertaintyPrior(Sampler):
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1, or None")
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`, without the density."""
-        return score_by(self.alg, logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """`alg`; the density applies later."""
+        return self.alg
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
@@ -71,9 +65,7 @@ class CertaintyPrior(Sampler):
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """When the schedule has run, or without one when nothing is masked."""
-        if self._scheduled:
-            return canvas.block_step >= canvas.layout.steps_per_block
-        return ~jnp.any(canvas.eligible, axis=1)
+        return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.eligible, axis=1)
 
     def max_steps(self, layout: Layout) -> int:
         """The schedule's steps, or one per position."""

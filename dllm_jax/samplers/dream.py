@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import dream_counts, dream_fractions
 from dllm_jax.selection import best
@@ -66,16 +66,10 @@ class DreamSchedule(Sampler):
         """If tokens or the order are random."""
         return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`; before `alg_temp`."""
-        return score_by(SCORES[self.alg], logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """That of `alg`; `alg_temp` applies later."""
+        return SCORES[self.alg]
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
@@ -93,10 +87,6 @@ class DreamSchedule(Sampler):
                 candidate, score / self.alg_temp + given(noise).order_gumbel(canvas, index), -jnp.inf
             )
         return best(score, count)
-
-    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """After the block's share of the steps."""
-        return canvas.block_step >= canvas.layout.steps_per_block
 
     def most_per_step(self, layout: Layout) -> int:
         """The largest count of a full block; "origin" may leave all of it to the last step."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.selection import best
@@ -52,16 +52,10 @@ class Threshold(UntilDone):
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`."""
-        return score_by(self.alg, logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """`alg`."""
+        return self.alg
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
@@ -87,17 +81,6 @@ class Factor(UntilDone):
         super().__post_init__()
         if not self.factor > 0:
             raise ValueError(f"factor={self.factor} must be positive")
-
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """Probability of the token."""
-        return score_by("prob", logits, token, self, canvas)
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
