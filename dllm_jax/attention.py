@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
 from dllm_jax.query_chunks import joined, over_chunks, rows_at_once
+from dllm_jax.spec import ModelSpec
 
 Mask = Bool[Array, "#b #k #q s"]
 

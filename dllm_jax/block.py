@@ -21,8 +21,8 @@ from pallas_kernels import Implementation
 class Block:
     """One layer's weights as pure functions; `qk`, `value`, `attention`, `out`, `mlp` make a layer.
 
-    The residual stream goes in un-normed and what comes out is the branch alone, so a policy decides what
-    is added, cached or skipped. The block knows nothing of caches.
+    Every method takes the residual stream un-normed. `out` and `mlp` return their branch alone, so a policy
+    can decide what is added, cached or skipped. The block knows nothing of caches.
 
     Attributes:
       weights: this layer's parameters, see `dllm_jax.parameters.Layer`.

@@ -20,8 +20,8 @@ class Canvas:
     """State of the sequences. All rows of a batch are in the same block; a row that has nothing left to do
     in it is not `active` and stands still (its tokens, cache and step counts do not change) until the next.
 
-    Sets are Bool[b l]; `block_begins` and `due` are Bool[b 1] and combine with them by broadcasting, so a
-    policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
+    Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
+    broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
 
     Attributes:
       tokens: current ids, mask_id where undecided.
@@ -66,8 +66,8 @@ class Canvas:
 
     @property
     def masked(self) -> Bool[Array, "b l"]:
-        """Still undecided."""
-        return self.tokens == self.spec.mask_id
+        """Still undecided; padding excluded, whatever token it holds."""
+        return self.valid & (self.tokens == self.spec.mask_id)
 
     @property
     def fresh(self) -> Bool[Array, "b l"]:
@@ -76,8 +76,8 @@ class Canvas:
 
     @property
     def decoded(self) -> Bool[Array, "b l"]:
-        """Response positions that are no longer masked."""
-        return self.response & ~self.masked
+        """Response positions that are no longer masked, padding excluded."""
+        return self.valid & self.response & ~self.masked
 
     @property
     def prompt(self) -> Bool[Array, "b l"]:
@@ -88,6 +88,11 @@ class Canvas:
     def response(self) -> Bool[Array, "b l"]:
         """Response positions."""
         return self.everything & (self.position >= self.layout.prompt)
+
+    @property
+    def answering(self) -> Bool[Array, "b l"]:
+        """The response and the rows that predict it."""
+        return self.response | self.sources(self.response)
 
     @property
     def block(self) -> Bool[Array, "b l"]:
@@ -103,7 +108,7 @@ class Canvas:
     def eligible(self) -> Bool[Array, "b l"]:
         """May be decoded now: masked, not beyond the current block, in an active row."""
         end = self.block_start + self.layout.block
-        return self.masked & self.valid & (self.position < end) & self.active[:, None]
+        return self.masked & (self.position < end) & self.active[:, None]
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
@@ -135,6 +140,11 @@ class Canvas:
         return jnp.zeros_like(positions).at[row, self.predictor].max(positions)
 
     # -- conditions per row -------------------------------------------------------------------------
+
+    @property
+    def first_step(self) -> Bool[Array, "b 1"]:
+        """The coming step is the row's first."""
+        return (self.step == 0)[:, None]
 
     @property
     def block_begins(self) -> Bool[Array, "b 1"]:

@@ -69,7 +69,7 @@ def denoise(
     state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
     tokens = state.canvas.tokens
     if plan.stop_at_eos:
-        tokens = jnp.where(tokens == model.spec.mask_id, model.spec.eos_id, tokens)
+        tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 

@@ -42,6 +42,11 @@ class Layout:
         return self.prompt + self.response
 
     @property
+    def answering(self) -> int:
+        """Rows of `Canvas.answering`, at most: the response, and the row before it for a shifted head."""
+        return min(self.response + 1, self.length)
+
+    @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.response // self.block

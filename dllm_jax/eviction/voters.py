@@ -17,7 +17,7 @@ class MaskVotes:
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        return canvas.masked & canvas.valid
+        return canvas.masked
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """The votes as they are ranked."""
@@ -58,7 +58,7 @@ class PositionVotes(MaskVotes):
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        masked = canvas.masked & canvas.valid
+        masked = canvas.masked
         rank = jnp.cumsum(masked, axis=1) - 1
         size, longer = jnp.divmod(jnp.sum(masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
@@ -132,10 +132,9 @@ def evidence(
     here = rows.index < canvas.layout.length
     weigh = lambda who: (rows.take(who) & here).astype(jnp.float32)
     given = lambda who: block.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
-    masked = canvas.masked & canvas.valid
-    seen = given(masked)
+    seen = given(canvas.masked)
     to_prompt = jnp.sum(seen[..., :p], axis=-1)
-    to_masks = jnp.sum(jnp.where(masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
+    to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
     votes = voter.score(given(voter.voters(canvas))[..., :p], canvas)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
     return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference

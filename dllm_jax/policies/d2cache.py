@@ -96,11 +96,11 @@ class D2Cache(Policy):
         chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
         if self.top_up:
             chosen = topped_up(chosen, known.influence, score, canvas)
-        return chosen | (canvas.step == 0)[:, None]
+        return chosen | canvas.first_step
 
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks of later blocks too: their confidence decides when they come into M*."""
-        return canvas.masked & canvas.valid
+        return canvas.masked
 
     def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout starts from the identity."""

@@ -42,7 +42,7 @@ def candidates(score: Float[Array, "b l"], canvas: Canvas, k: int) -> Bool[Array
     per_step = -(-jnp.sum(canvas.eligible, axis=1) // steps_left)
     count = jnp.maximum(k, per_step)
     now = best(jnp.where(canvas.eligible, score, -jnp.inf), count)
-    later = canvas.masked & canvas.valid & search_range(canvas, count) & ~canvas.eligible
+    later = canvas.masked & search_range(canvas, count) & ~canvas.eligible
     return now | best(jnp.where(later, score, -jnp.inf), count - jnp.sum(now, axis=1))
 
 

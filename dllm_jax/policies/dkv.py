@@ -53,7 +53,7 @@ class Delayed(Policy, abc.ABC):
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response, and one row more for a shifted head; fewer than 16 rows are no faster."""
-        return (*halvings(layout.response, smallest=16), widest(layout))
+        return (*halvings(layout.response, smallest=16), layout.answering)
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """By the interval; where the head is not shifted also in the first `delay` steps after the first.
@@ -110,7 +110,7 @@ class DKVPD(Delayed):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""
-        return first_step(canvas) | (self.refreshes(canvas) & answering(canvas)) | self.unsettled(canvas)
+        return canvas.first_step | (self.refreshes(canvas) & canvas.answering) | self.unsettled(canvas)
 
 
 def check_interval(refresh_every: int | None):
@@ -122,18 +122,3 @@ def check_interval(refresh_every: int | None):
 def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:
     """The coming step is the first of its block, or a multiple of `every` after it."""
     return canvas.block_begins if every is None else (canvas.block_step % every == 0)[:, None]
-
-
-def first_step(canvas: Canvas) -> Bool[Array, "b 1"]:
-    """The coming step is the row's first."""
-    return (canvas.step == 0)[:, None]
-
-
-def answering(canvas: Canvas) -> Bool[Array, "b l"]:
-    """The response and the rows that predict it."""
-    return canvas.response | canvas.sources(canvas.response)
-
-
-def widest(layout: Layout) -> int:
-    """Rows of `answering`, at most."""
-    return min(layout.response + 1, layout.length)

@@ -13,7 +13,6 @@ from dllm_jax.cache import KV, Cache, LayerView, dense
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dkv import answering, first_step, widest
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
@@ -35,7 +34,7 @@ class DKVPrefill(Policy):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once, then the response."""
-        return first_step(canvas) | answering(canvas)
+        return canvas.first_step | canvas.answering
 
     def layer(
         self,
@@ -61,4 +60,4 @@ class DKVPrefill(Policy):
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response, and one row more for a shifted head."""
-        return (layout.response, widest(layout))
+        return (layout.response, layout.answering)

@@ -54,11 +54,11 @@ class DLLMCache(Policy):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the rows that predict it; everything when the prompt is due."""
-        return canvas.response | canvas.sources(canvas.response) | canvas.due(self.prompt_every)
+        return canvas.answering | canvas.due(self.prompt_every)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response and the row before it; the canvas, for batches in which one prompt is due."""
-        return (min(layout.response + 1, layout.length), layout.length)
+        return (layout.answering, layout.length)
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """Whether a layer refreshes the prompt and the response; `first` tells the first layer."""

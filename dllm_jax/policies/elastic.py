@@ -81,8 +81,7 @@ class ElasticCache(Policy):
 
     def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks that are still to be decoded."""
-        masks = canvas.masked & canvas.valid
-        return masks & ~behind_first_eos(canvas) if self.cut_at_eos else masks
+        return canvas.masked & ~behind_first_eos(canvas) if self.cut_at_eos else canvas.masked
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Rows that predict masks."""
@@ -90,9 +89,8 @@ class ElasticCache(Policy):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at first; then the fresh, the tracked, and the rows that predict the window."""
-        first = (canvas.step == 0)[:, None]
         tracked = members(cache.shared.attended, canvas.layout.length)
-        return first | canvas.fresh | tracked | self.voters(canvas)
+        return canvas.first_step | canvas.fresh | tracked | self.voters(canvas)
 
     def layer(
         self,

@@ -70,7 +70,7 @@ class MaskKV(DLLMCache):
         shape = (spec.layers, batch, layout.response, spec.kv_heads, spec.head)
         pairs = jnp.zeros(shape, dtype)
         kept = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
-        return Cache(Store(pairs, pairs, *branches(spec, layout, batch, dtype)), kept)
+        return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), kept)
 
     def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
         """Sets the layer budgets of each row."""
@@ -129,7 +129,7 @@ class MaskKV(DLLMCache):
         before = (jnp.cumsum(kept.budget, axis=0) - kept.budget)[layer] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
         keep = self.heads.keep(votes, preference, kept.budget[layer], length, self.exact)
-        chooses = due if self.reselect else due & (canvas.step == 0)[:, None]
+        chooses = due if self.reselect else due & canvas.first_step
         return kept.allot(layer, before, keep, chooses)
 
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
