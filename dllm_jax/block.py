@@ -19,7 +19,7 @@ from pallas_kernels import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer's weights as pure functions; `qk`, `value`, `attention`, `out`, `mlp` make a layer.
+    """One layer's weights as pure functions; `qk`, `value`, `attention` and `finish` make a layer.
 
     Every method takes the residual stream un-normed. `out` and `mlp` return their branch alone, so a policy
     can decide what is added, cached or skipped. The block knows nothing of caches.
@@ -92,6 +92,11 @@ class Block:
         gate = einsum("bqm,mf->bqf", normed, self.weights["gate"])
         up = einsum("bqm,mf->bqf", normed, self.weights["up"])
         return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, self.weights["down"])
+
+    def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
+        """The layer's output, from its input and its attention's: both branches added to the stream."""
+        x = x + self.out(o)
+        return x + self.mlp(x)
 
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)

@@ -98,8 +98,7 @@ def exact_layer(
     """One layer over all positions, with no cache."""
     q, k = block.qk(x, rows)
     o, _ = attention(q, k, block.value(x), mask)
-    x = x + block.out(o)
-    return x + block.mlp(x)
+    return block.finish(x, o)
 
 
 def _everything(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:

@@ -78,8 +78,7 @@ class Policy:
         q, k = block.qk(x, rows)
         kv, now = kv.update(rows, KV(k, block.value(x)))
         o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.

@@ -129,8 +129,7 @@ class D2Cache(Policy):
             rolled = roll(shared.rolled)
         else:
             rolled = jax.lax.cond(block.layer < self.rollout_layers, roll, lambda c: c, shared.rolled)
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared._replace(rolled=rolled)
+        return block.finish(x, o), kv, shared._replace(rolled=rolled)
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """New confidences where there are any, and the step's influence in rows that took part."""

@@ -55,8 +55,7 @@ class DKVPrefill(Policy):
             computed = rows.index < canvas.layout.length
             mask = key_mask(jnp.concatenate([canvas.valid[:, :kept], computed], axis=1))
         o, _ = block.attention(q, now.k, now.v, mask)
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response, and one row more for a shifted head."""

@@ -93,8 +93,7 @@ class SparseDLLM(Policy):
             stored = kv.read()
             keys = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, now)
             o, _ = block.attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
     # -- sets: what a block recomputes, stores in any case, and may evict ---------------------------
 

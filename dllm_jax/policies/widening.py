@@ -87,5 +87,4 @@ def _compute(
     q, k = block.qk(x, rows)
     kv, now = kv.update(kept, KV(k, block.value(x)))
     o, lse = block.attention(q, now.k, now.v, canvas.attends(rows))
-    x = x + block.out(o)
-    return x + block.mlp(x), q, lse, kv.stack
+    return block.finish(x, o), q, lse, kv.stack
