@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax import checks
+from dllm_jax.arithmetic import guided
 from dllm_jax.block import unembed
 from dllm_jax.model import Model, encode
 
@@ -129,7 +130,7 @@ def token_cross_entropy(
     if cfg_scale > 0:
         hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
         unconditional = _answer_logits(model, hidden_prompt, noised, padding)
-        logits = unconditional + (cfg_scale + 1) * (logits - unconditional)
+        logits = guided(logits, unconditional, cfg_scale)
     truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - truth
 

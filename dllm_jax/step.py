@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.arithmetic import Rope
+from dllm_jax.arithmetic import Rope, guided
 from dllm_jax.block import embed, unembed, walk
 from dllm_jax.blocks import advance
 from dllm_jax.cache import Cache, LayerView
@@ -186,6 +186,6 @@ def _propose(
     logits = unembed(model.params, spec, gather(hidden, jnp.tile(slot, (plan.streams, 1))))
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
-        logits = unconditional + (sampler.cfg_scale + 1) * (conditional - unconditional)
+        logits = guided(conditional, unconditional, sampler.cfg_scale)
     token, score = sampler.propose(logits, index, canvas, noise)
     return index, token, jnp.where(index < length, score, -jnp.inf)

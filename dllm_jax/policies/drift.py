@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.rows import compact
+from dllm_jax.rows import Rows, compact
 
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
 
@@ -103,9 +103,7 @@ class KeyCosine(DriftTest):
 
 def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"]:
     """All layers' tracked positions as a set."""
-    flat = attended.reshape(attended.shape[0], -1)
-    batch = jnp.arange(flat.shape[0])[:, None]
-    return jnp.zeros((flat.shape[0], length), bool).at[batch, flat].set(True, mode="drop")
+    return Rows(attended.reshape(attended.shape[0], -1), whole=False).mask(length)
 
 
 def most_attended(
