@@ -109,6 +109,18 @@ def key_mask(valid: Bool[Array, "b s"]) -> Mask:
     return valid[:, None, None, :]
 
 
+def padding_mask(valid: Bool[Array, "b s"], queries: Bool[Array, "b q"], spec: ModelSpec) -> Mask:
+    """Every query may attend to every valid key; a query at padding too, or to nothing, as the family has it.
+
+    Args:
+      valid: keys that are not padding.
+      queries: queries that are not padding.
+      spec: says what queries at padding do (`pad_rows_attend`).
+    """
+    mask = key_mask(valid)
+    return mask if spec.pad_rows_attend else mask & queries[:, None, :, None]
+
+
 def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
     """Each kv head may read its first `lengths` of `slots` cached pairs."""
     return jnp.arange(slots) < lengths[:, :, None, None]

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
-from dllm_jax.attention import Mask
+from dllm_jax.attention import Mask, padding_mask
 from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
@@ -159,12 +159,7 @@ class Canvas:
 
     def attends(self, rows: Rows) -> Mask | None:
         """Which positions each computed row may attend to; None where nothing is padding."""
-        if not self.layout.padded:
-            return None
-        mask = self.valid[:, None, None, :]
-        if self.spec.pad_rows_attend:
-            return mask
-        return mask & rows.take(self.valid)[:, None, :, None]
+        return padding_mask(self.valid, rows.take(self.valid), self.spec) if self.layout.padded else None
 
 
 def masked_response(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import Rope, rope_table
-from dllm_jax.attention import Mask, attention
+from dllm_jax.attention import Mask, attention, padding_mask
 from dllm_jax.block import Block, embed, unembed, walk
 from dllm_jax.parameters import Params
 from dllm_jax.rows import Rows, whole_rows
@@ -104,9 +104,5 @@ def exact_layer(
 def _everything(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
     batch, length = tokens.shape
     rows = whole_rows(jnp.ones((batch,), bool), length)
-    mask = None
-    if valid is not None:
-        mask = valid[:, None, None, :]
-        if not spec.pad_rows_attend:
-            mask = mask & valid[:, None, :, None]
+    mask = None if valid is None else padding_mask(valid, valid, spec)
     return rows, mask, rope_table(length, spec.head, spec.rope_base)
