@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
@@ -28,10 +27,16 @@ class Cache(NamedTuple):
 
 
 class KV(NamedTuple):
-    """Rotated keys and values, one pair per canvas position; stacked [n b l k d] in a `Cache`."""
+    """Rotated keys and values in s slots, usually the canvas positions; stacked [n b s k d] in a `Cache`."""
 
     k: Float[Array, "*n b s k d"]
     v: Float[Array, "*n b s k d"]
+
+    @staticmethod
+    def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any) -> "KV":
+        """Empty slots for every layer: 2 n b s k d scalars."""
+        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 class LayerView(NamedTuple):
@@ -71,9 +76,3 @@ class LayerView(NamedTuple):
             old = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
             fresh = jnp.where(moves, fresh, old)
         return jax.lax.dynamic_update_index_in_dim(array, fresh, self.layer, 0)
-
-
-def dense(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> KV:
-    """K and V of every layer and position, zeros: 2 n b l k d scalars."""
-    shape = (spec.layers, batch, layout.length, spec.kv_heads, spec.head)
-    return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

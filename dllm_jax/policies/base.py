@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
@@ -29,7 +29,7 @@ class Policy:
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
-        return Cache(layers=dense(spec, layout, batch, dtype) if self.reuses else (), shared=())
+        return Cache(layers=KV.zeros(spec, batch, layout.length, dtype) if self.reuses else (), shared=())
 
     def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
         """Called once, before the first step: may ask the model about the request.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.attention import key_mask
 from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
@@ -30,7 +30,7 @@ class DKVPrefill(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the prompt."""
         kept = max(layout.prompt - spec.shifted, 0)
-        return Cache(jax.tree.map(lambda a: a[:, :, :kept], dense(spec, layout, batch, dtype)), shared=())
+        return Cache(KV.zeros(spec, batch, kept, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once, then the response."""

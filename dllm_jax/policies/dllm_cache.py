@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.block import Block
-from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
@@ -50,7 +50,8 @@ class DLLMCache(Policy):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
-        return Cache(Store(*dense(spec, layout, batch, dtype), *branches(spec, layout, batch, dtype)), ())
+        pairs = KV.zeros(spec, batch, layout.length, dtype)
+        return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the rows that predict it; everything when the prompt is due."""

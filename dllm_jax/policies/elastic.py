@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.attention import weights
 from dllm_jax.block import Block
 from dllm_jax.blocks import behind_first_eos
-from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.control import after
 from dllm_jax.layout import Layout
@@ -66,9 +66,8 @@ class ElasticCache(Policy):
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
         start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
-        return Cache(
-            Stored(x, dense(spec, layout, batch, dtype)), Drift(attended, attended, start, similarity)
-        )
+        stored = Stored(x, KV.zeros(spec, batch, layout.length, dtype))
+        return Cache(stored, Drift(attended, attended, start, similarity))
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""

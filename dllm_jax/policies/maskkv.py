@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax import eviction
 from dllm_jax.block import Block
-from dllm_jax.cache import Cache, LayerView
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
@@ -67,8 +67,7 @@ class MaskKV(DLLMCache):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
-        shape = (spec.layers, batch, layout.response, spec.kv_heads, spec.head)
-        pairs = jnp.zeros(shape, dtype)
+        pairs = KV.zeros(spec, batch, layout.response, dtype)
         kept = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
         return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), kept)
 

@@ -63,8 +63,7 @@ class SparseDLLM(Policy):
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
-        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
-        return Cache(layers=KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), shared=())
+        return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything until the cache is filled, then the block's rows."""
