@@ -178,8 +178,7 @@ def _propose(
     own = Rows(rows.index[:batch], rows.whole)
     source = canvas.predictor
     reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    ahead = type(plan.policy).judged is not Policy.judged
-    most = layout.response if ahead or sampler.allow_mask_token else layout.block
+    most = layout.response if sampler.allow_mask_token else plan.policy.most_judged(layout)
     index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
     slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)

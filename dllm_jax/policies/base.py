@@ -83,10 +83,14 @@ class Policy:
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.
 
-        Only eligible ones are decoded. Each one meets the vocabulary: `block` rows per step, or if
-        this is overridden as many as the response or the step has.
+        Only eligible ones are decoded. All of them are multiplied with the vocabulary, so a policy that
+        judges more than a block also says how many: `most_judged`.
         """
         return self.eligible(canvas)
+
+    def most_judged(self, layout: Layout) -> int:
+        """How many positions of a row `judged` may return; the rightmost ones beyond it are left out."""
+        return layout.block
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Statistics for later steps; called after the network and before tokens are committed."""

@@ -102,6 +102,10 @@ class D2Cache(Policy):
         """Masks of later blocks too: their confidence decides when they come into M*."""
         return canvas.masked
 
+    def most_judged(self, layout: Layout) -> int:
+        """The response."""
+        return layout.response
+
     def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout starts from the identity."""
         identity = rollout.identity_rows(rows, canvas.layout.length)
