@@ -1,5 +1,6 @@
 """Which prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenHeads:
-    """The same number for every kv head."""
+class HeadBudgets(abc.ABC):
+    """How a layer's budget is spread over its kv heads."""
 
+    @abc.abstractmethod
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -35,15 +37,34 @@ class EvenHeads:
           prompt: prompt length of each row.
           exact: exactly k * budget in all; otherwise shares are rounded down as printed.
         """
+
+    @abc.abstractmethod
+    def most(self, budget: int, heads: int, prompt: int) -> int:
+        """The most that one head may keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenHeads(HeadBudgets):
+    """The same number for every kv head."""
+
+    def keep(
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Bool[Array, "b k p"]:
+        """See `HeadBudgets.keep`."""
         return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """The most that one head may keep."""
+        """The budget."""
         return min(budget, prompt)
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptPreference(EvenHeads):
+class PromptPreference(HeadBudgets):
     """MaskKV, equations 14-15: heads that look more at the prompt keep more of it.
 
     Attributes:
@@ -76,7 +97,7 @@ class PromptPreference(EvenHeads):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Bool[Array, "b k p"]:
-        """See `EvenHeads.keep`."""
+        """See `HeadBudgets.keep`."""
         return top(votes, self.budgets(preference, budget, prompt, exact))
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
@@ -85,7 +106,7 @@ class PromptPreference(EvenHeads):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(EvenHeads):
+class AdaKV(HeadBudgets):
     """Ada-KV (arXiv:2407.11550): the heads of a layer compete for its budget by their votes.
 
     Attributes:
@@ -106,7 +127,7 @@ class AdaKV(EvenHeads):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Bool[Array, "b k p"]:
-        """See `EvenHeads.keep`."""
+        """See `HeadBudgets.keep`."""
         b, heads, width = votes.shape
         sure = selection.share(budget, self.floor, width)
         safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))

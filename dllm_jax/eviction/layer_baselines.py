@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.eviction.layers import UniformLayers, check_profile
+from dllm_jax.eviction.layers import LayerBudgets, check_profile
 from dllm_jax.eviction.rounding import conserve
 
 
 @dataclasses.dataclass(frozen=True)
-class PyramidKV(UniformLayers):
+class PyramidKV(LayerBudgets):
     """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
 
     Attributes:
@@ -33,7 +33,7 @@ class PyramidKV(UniformLayers):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`; the rounding is the method's own, half to even."""
+        """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
         if budget >= prompt or layers == 1 or budget <= self.window:
             return np.full(layers, min(budget, prompt), np.int32)
         depth = np.arange(layers)
@@ -55,7 +55,7 @@ class PyramidKV(UniformLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class SqueezeAttention(UniformLayers):
+class SqueezeAttention(LayerBudgets):
     """SqueezeAttention (arXiv:2404.04793): layers that change their input least give up part of their budget.
 
     Attributes:
@@ -72,7 +72,7 @@ class SqueezeAttention(UniformLayers):
             raise ValueError(f"share={self.share} must lie in [0, 1]")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`."""
+        """See `LayerBudgets.budgets`."""
         check_profile("cosine", self.cosine, layers)
         idle = self.groups() == 2
         given = idle.sum() * self.share * budget

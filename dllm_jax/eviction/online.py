@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.eviction.layers import BoundaryMiddle, UniformLayers
+from dllm_jax.eviction.layers import BoundaryMiddle, LayerBudgets, UniformLayers
 from dllm_jax.eviction.rounding import conserve
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineLayers(UniformLayers):
+class OnlineLayers(LayerBudgets):
     """MaskKV's online variant (section 3, stage 2; Table 2): `BoundaryMiddle` without an offline profile.
 
     The importance of the layers (equation 8) is that of a pass over the masked request before its first
@@ -39,7 +39,7 @@ class OnlineLayers(UniformLayers):
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """The uniform ones: those of a request are as many in all (with `exact`, else at most)."""
         self.groups.shares(np.ones(layers), budget)  # refuses too few layers
-        return super().budgets(layers, budget, prompt, exact)
+        return UniformLayers().budgets(layers, budget, prompt, exact)
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
         """What a layer gets if it alone has any importance, rounded up."""
@@ -54,7 +54,7 @@ class OnlineLayers(UniformLayers):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Int[Array, "n b"]:
-        """See `UniformLayers.of_request`; by the importance measured."""
+        """See `LayerBudgets.of_request`; by the importance measured."""
         base, extra = self.groups.shares(jnp.maximum(importance().T, 1e-9), budget)
         cap = prompt[:, None]
         if exact:

@@ -1,5 +1,6 @@
 """Who votes for the prompt positions to keep, and how the attention they give is counted."""
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from dllm_jax.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskVotes:
-    """MaskKV, equation 7: the rows of masked positions."""
+class Voters(abc.ABC):
+    """The rows whose attention decides which prompt positions are kept."""
 
+    @abc.abstractmethod
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        return canvas.masked
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """The votes as they are ranked."""
@@ -25,7 +26,16 @@ class MaskVotes:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptVotes(MaskVotes):
+class MaskVotes(Voters):
+    """MaskKV, equation 7: the rows of masked positions."""
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.masked
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptVotes(Voters):
     """The prompt's own rows."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -34,7 +44,7 @@ class PromptVotes(MaskVotes):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllVotes(MaskVotes):
+class AllVotes(Voters):
     """All rows."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -43,7 +53,7 @@ class AllVotes(MaskVotes):
 
 
 @dataclasses.dataclass(frozen=True)
-class PositionVotes(MaskVotes):
+class PositionVotes(Voters):
     """One quarter of the masked rows, in order (MaskKV, Table 8).
 
     Attributes:
@@ -58,15 +68,14 @@ class PositionVotes(MaskVotes):
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        masked = canvas.masked
-        rank = jnp.cumsum(masked, axis=1) - 1
-        size, longer = jnp.divmod(jnp.sum(masked, axis=1, keepdims=True), 4)
+        rank = jnp.cumsum(canvas.masked, axis=1) - 1
+        size, longer = jnp.divmod(jnp.sum(canvas.masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
-        return masked & (rank >= begins(self.quarter)) & (rank < begins(self.quarter + 1))
+        return canvas.masked & (rank >= begins(self.quarter)) & (rank < begins(self.quarter + 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(MaskVotes):
+class SnapKV(Voters):
     """SnapKV (arXiv:2404.14469): the last prompt rows, votes averaged over neighbouring positions.
 
     The window itself comes first; if it does not fit the budget, its beginning is kept.
@@ -103,7 +112,7 @@ class SnapKV(MaskVotes):
 
 
 def evidence(
-    voter: MaskVotes,
+    voter: Voters,
     block: Block,
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
