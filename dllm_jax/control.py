@@ -13,9 +13,8 @@ def when(condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: 
     A loop of at most one trip. XLA copies what a `lax.cond` with a writing branch returns (jaxlib 0.10), and
     never what a loop carries.
     """
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), change(c[1])), (condition, carry))[
-        1
-    ]
+    trip = lambda state: (jnp.bool_(False), change(state[1]))
+    return jax.lax.while_loop(lambda state: state[0], trip, (condition, carry))[1]
 
 
 def after(first: Float[Array, "..."], then: PyTree) -> PyTree:

@@ -45,6 +45,14 @@ class Model:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
 
+def _whole_pass(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
+    """Rows, attention mask and rotary tables of a pass over all positions."""
+    batch, length = tokens.shape
+    rows = whole_rows(jnp.ones((batch,), bool), length)
+    mask = None if valid is None else padding_mask(valid, valid, spec)
+    return rows, mask, rope_table(length, spec.head, spec.rope_base)
+
+
 @jax.jit
 def forward(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
@@ -69,12 +77,12 @@ def hidden_states(
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
+    rows, mask, rope = _whole_pass(spec, tokens, valid)
 
     def layer(block: Block, stream):
         x = exact_layer(block, stream[block.layer], rows, mask)
         return jax.lax.dynamic_update_index_in_dim(stream, x, block.layer + 1, 0)
 
-    rows, mask, rope = _everything(spec, tokens, valid)
     return walk(model.params, spec, rope, layer, stream)
 
 
@@ -82,13 +90,12 @@ def encode(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
-    rows, mask, rope = _everything(model.spec, tokens, valid)
-    layer = lambda block, x: exact_layer(block, x, rows, mask)
-    if remat:
-        exact = layer
-        layer = lambda block, x: jax.checkpoint(lambda w, x: exact(dataclasses.replace(block, weights=w), x))(
-            block.weights, x
-        )
+    rows, mask, rope = _whole_pass(model.spec, tokens, valid)
+
+    def layer(block: Block, x):
+        run = lambda weights, x: exact_layer(dataclasses.replace(block, weights=weights), x, rows, mask)
+        return (jax.checkpoint(run) if remat else run)(block.weights, x)
+
     return walk(model.params, model.spec, rope, layer, embed(model.params, tokens))
 
 
@@ -99,10 +106,3 @@ def exact_layer(
     q, k = block.qk(x, rows)
     o, _ = attention(q, k, block.value(x), mask)
     return block.finish(x, o)
-
-
-def _everything(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
-    batch, length = tokens.shape
-    rows = whole_rows(jnp.ones((batch,), bool), length)
-    mask = None if valid is None else padding_mask(valid, valid, spec)
-    return rows, mask, rope_table(length, spec.head, spec.rope_base)
