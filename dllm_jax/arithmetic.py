@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 def precision(dtype: jnp.dtype) -> Precision:
-    """Float32 means float32 (no TF32, no bf16 passes); narrower types use the hardware's default."""
+    """Full precision for float32 (no TF32, no bf16 passes); the hardware's default for narrower types."""
     return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
 
 

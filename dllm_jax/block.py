@@ -1,4 +1,4 @@
-"""A decoder layer opened at its seams, and the walk over all layers."""
+"""A decoder layer as separate operations, and the loop over all layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
-    """Logits (model dtype) of rows that come out of the last layer: final norm, then the head."""
+    """Logits (model dtype) of rows after the last layer: final norm, then the head."""
     normed = rms_norm(hidden, params["norm"], spec.norm_eps)
     return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
 

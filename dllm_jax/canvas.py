@@ -17,8 +17,10 @@ from dllm_jax.spec import ModelSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """State of the sequences. All rows of a batch are in the same block; a row that has nothing left to do
-    in it is not `active` and stands still (its tokens, cache and step counts do not change) until the next.
+    """State of the sequences.
+
+    All rows of a batch are in the same block. A row that has finished the block before the others is not
+    `active`: its tokens, cache and step counts do not change until the next block begins.
 
     Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
     broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
@@ -28,15 +30,15 @@ class Canvas:
       born: the row's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
       block_start: first position of the current block.
-      step: forwards each row has taken part in.
-      block_step: the same, since the block began.
+      step: network forwards each row has taken part in.
+      block_step: the same since the block began.
       block_masks: masks each row had in the block when it began.
       active: rows that take part in the coming step.
-      done: rows that are finished for good.
+      done: rows that are finished.
       spec: the model (static).
       layout: the geometry (static).
-      turn: in which turn (0 first) the coming step decodes a position, -1 if it does not; set only for the
-        `select` of a policy that `foresees`.
+      turn: order in which the coming step decodes the positions, from 0, -1 for those it does not decode; set
+        only for the `select` of a policy that `foresees`.
     """
 
     tokens: Int[Array, "b l"]
@@ -165,7 +167,7 @@ class Canvas:
 def masked_response(
     prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
 ) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
-    """Prompts and `length` masks after each; which positions are not padding, by the prompts' mask if any."""
+    """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
     real = host.place(np.ones(prompt.shape), bool) if mask is None else mask
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 

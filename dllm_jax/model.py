@@ -23,9 +23,9 @@ class Model:
     Attributes:
       params: see `dllm_jax.parameters`.
       spec: static.
-      implementation: of the attention in a generation's steps, static: "xla", "pallas" (kernels wherever
-        they serve, interpreted on CPUs), or None, kernels where they were measured to be faster (nowhere
-        yet). Whole passes (`forward`, training) are XLA's. `dllm_jax.explain` says what it comes to.
+      implementation: of the attention in a generation's steps, static: "xla"; "pallas" (kernels wherever
+        they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
+        (nowhere yet). Whole passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
     """
 
     params: Params

@@ -1,4 +1,4 @@
-"""One denoising step: selected rows through the network, candidates through the sampler, canvas onwards."""
+"""One denoising step: run the selected rows, choose among their candidates, update the canvas."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class Plan:
     """Everything static about a run; hashable.
 
     Attributes:
-      policy: which positions are recomputed and what is kept.
-      sampler: which tokens are decoded.
+      policy: decides which positions are recomputed and what is cached.
+      sampler: decides which tokens are decoded.
       widths: rows of the partial steps to compile, ascending.
-      stop_at_eos: finish a row once everything up to an end-of-text is decoded.
+      stop_at_eos: finish a row once all positions up to an end-of-text are decoded.
       trace: record every step.
     """
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 class State(NamedTuple):
-    """What the loop carries.
+    """The carry of the decoding loop.
 
     Attributes:
       canvas: the sequences.
@@ -81,7 +81,7 @@ def initial(
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
-    """The policy's selection for the coming step, in rows that take part.
+    """The policy's selection for the coming step, empty in inactive rows.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
@@ -118,7 +118,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
 
 
 def computed_rows(need: Bool[Array, "b l"], active: Bool[Array, "b"], width: int | None) -> Rows:
-    """What a step computes: whole canvases (None), or `width` rows among which are all that are needed."""
+    """Row indices of one step: the whole canvas (None), or `width` rows that include every needed one."""
     if width is None:
         return whole_rows(active, need.shape[1])
     return Rows(compact(need, width), whole=False)
@@ -133,16 +133,16 @@ def network(
     rows: Rows,
     cache: Cache,
 ) -> tuple[Float[Array, "b q m"], Cache]:
-    """Runs the rows through all layers; the stacked cache travels in the carry and is written in place.
+    """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
     Args:
       model: the model.
       rope: rotary tables of all canvas positions.
       layer: `Policy.layer`.
-      tokens: what is fed.
-      canvas: the canvas.
+      tokens: input ids.
+      canvas: state before the step.
       rows: which positions are computed.
-      cache: the policy's, prepared.
+      cache: the policy's, after `Policy.prepare`.
     """
 
     def through(block, carry):
@@ -172,7 +172,7 @@ def _propose(
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the judged positions whose source row was computed: only these meet the vocabulary."""
+    """Candidates of the judged positions whose source row was computed; only these get logits."""
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
     batch, length = canvas.tokens.shape
     own = Rows(rows.index[:batch], rows.whole)

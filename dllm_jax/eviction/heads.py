@@ -11,7 +11,7 @@ from dllm_jax.eviction.rounding import conserve
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
-    """The `count` positions with most votes, lowest position first on ties."""
+    """The `count` positions with most votes, ties to the lower position."""
     return selection.ranks(votes) < count[..., None]
 
 
@@ -101,7 +101,7 @@ class PromptPreference(HeadBudgets):
         return top(votes, self.budgets(preference, budget, prompt, exact))
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, should one head alone look at the prompt."""
+        """All heads' pairs, if only one head looks at the prompt."""
         return min(budget * heads, prompt)
 
 
@@ -110,7 +110,7 @@ class AdaKV(HeadBudgets):
     """Ada-KV (arXiv:2407.11550): the heads of a layer compete for its budget by their votes.
 
     Attributes:
-      floor: share of the budget that every head is sure of.
+      floor: share of the budget that every head is guaranteed.
     """
 
     floor: float = 0.2
@@ -135,5 +135,5 @@ class AdaKV(HeadBudgets):
         return top(flat, heads * budget).reshape(votes.shape)
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, should one head win every comparison."""
+        """All heads' pairs, if one head wins every comparison."""
         return min(budget * heads, prompt)

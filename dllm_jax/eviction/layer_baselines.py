@@ -1,4 +1,4 @@
-"""Layer budgets of other methods, to compare with."""
+"""Layer budgets of other methods, for comparison."""
 
 import dataclasses
 
@@ -15,12 +15,12 @@ class PyramidKV(LayerBudgets):
 
     Attributes:
       beta: steepness; the last layer gets budget / beta.
-      window: pairs of the observation window, which the budget counts.
+      window: pairs of the observation window, which count towards the budget.
       outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
-        of falling back to a uniform budget when the last layer could not hold it (kvpress). Its steps are
-        rounded down, so that it keeps somewhat more than the budget.
+        of falling back to a uniform budget when the last layer could not hold it (kvpress). Steps between
+        layers are rounded down, so this keeps somewhat more than the budget.
 
-    A single layer, or a budget that the window alone uses up, is uniform: neither code covers it.
+    With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
     """
 
     beta: int = 20

@@ -1,4 +1,4 @@
-"""How many prompt pairs each layer keeps per kv head: numbers known before the run."""
+"""How many prompt pairs each layer keeps per kv head, as far as known before the run."""
 
 import abc
 import dataclasses
@@ -46,11 +46,11 @@ class LayerBudgets(abc.ABC):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Int[Array, "n b"]:
-        """The budgets of rows that are there.
+        """The budgets of an actual request's rows.
 
         Args:
-          budgets: what `budgets` says for their prompt lengths.
-          importance: measures that of each layer for each row (`eviction.importance`).
+          budgets: those of `budgets` for the rows' prompt lengths.
+          importance: measures each layer's importance for each row (`eviction.importance`).
           budget: average over the layers.
           prompt: prompt length of each row.
           exact: as in `budgets`.
@@ -72,11 +72,11 @@ class BoundaryMiddle(LayerBudgets):
     """MaskKV, equations 9-13: the first and last layers are one group, the middle another.
 
     Attributes:
-      importance: offline profile of the layers (`eviction.calibrate`). None: all alike, which makes the
-        budgets uniform whatever the other fields are; so `MaskKV` takes these only as they are by default.
+      importance: offline profile of the layers (`eviction.calibrate`). With None all layers count alike, so
+        budgets are uniform whatever the other fields; `MaskKV` then accepts only their defaults.
       beta: share of the budget that every layer gets.
       first: layers of the boundary group at the start.
-      last: and at the end.
+      last: layers of the boundary group at the end.
     """
 
     importance: tuple[float, ...] | None = None
@@ -109,7 +109,7 @@ class BoundaryMiddle(LayerBudgets):
         return np.minimum(base + np.floor(extra), prompt).astype(np.int32)
 
     def shares(self, importance: Vector, budget: int) -> tuple[int, Vector]:
-        """What every layer gets, and what each [... n] gets besides by its importance: real, uncapped."""
+        """The base share of every layer, and each layer's addition by importance [... n]: real, uncapped."""
         layers = importance.shape[-1]
         if self.first + self.last > layers:
             raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")

@@ -54,10 +54,10 @@ class AllVotes(Voters):
 
 @dataclasses.dataclass(frozen=True)
 class PositionVotes(Voters):
-    """One quarter of the masked rows, in order (MaskKV, Table 8).
+    """One quarter of the masked rows, in order of position (MaskKV, Table 8).
 
     Attributes:
-      quarter: 0 to 3; longer quarters come first.
+      quarter: 0 to 3; if the rows do not divide by four, the first quarters have one more.
     """
 
     quarter: int = 3
@@ -124,7 +124,7 @@ def evidence(
     """Votes for the prompt positions, and how much each kv head prefers the prompt.
 
     Args:
-      voter: who votes.
+      voter: decides whose attention counts.
       block: the layer.
       q: queries of the rows.
       k: keys of all positions, in canvas order.

@@ -58,5 +58,5 @@ class DKVPrefill(Policy):
         return block.finish(x, o), kv, shared
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response, and one row more for a shifted head."""
+        """The response, and with a shifted head one row more."""
         return (layout.response, layout.answering)

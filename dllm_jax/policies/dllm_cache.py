@@ -28,8 +28,8 @@ class DLLMCache(Policy):
 
     Exact limit: prompt_every=1, response_every=1.
     Departures: prompt rows are not carried between refreshes, except the one that predicts the first
-    response token (shifted heads), whose first layer is live as in the reference; no other prompt output
-    is ever read. Steps are counted per row, so that rows of a batch may drift apart.
+    response token (shifted heads), whose first layer is always recomputed, as in the reference; no other
+    prompt output is ever read. Steps are counted per row, so rows of a batch may refresh at different times.
 
     Attributes:
       prompt_every: prompt refresh interval Kp, in steps of the whole generation.
@@ -58,11 +58,11 @@ class DLLMCache(Policy):
         return canvas.answering | canvas.due(self.prompt_every)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response and the row before it; the canvas, for batches in which one prompt is due."""
+        """The response and the row before it; the canvas, for batches where only some prompts are due."""
         return (layout.answering, layout.length)
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
-        """Whether a layer refreshes the prompt and the response; `first` tells the first layer."""
+        """Whether a layer refreshes the prompt and the response; `first` is true in the first layer."""
         return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
 
     def stale(

@@ -19,12 +19,12 @@ class CertaintyPrior(Sampler):
 
     Attributes:
       sigma: width of the Gaussian, in positions.
-      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes whatever reaches it (compared
-        with confidence * density) and at least one position, until the block is done.
-      tokens_per_step: None as above; a number decodes (at least) that many at every step, until the block is
-        done, however many steps the layout has.
-      alg: as in `Confidence`. "entropy" is kept as released, where a negative score times a density
-        prefers positions *far* from known tokens; it has no threshold, which no negative score reaches.
+      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes every position whose
+        confidence * density reaches it, and at least one per step, until the block is done.
+      tokens_per_step: None as above; a number decodes (at least) that many per step until the block is done,
+        regardless of the steps of the layout.
+      alg: as in `Confidence`. "entropy" is kept as released: there a negative score times a density
+        prefers positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
     sigma: float = 10.0
@@ -49,13 +49,13 @@ class CertaintyPrior(Sampler):
 
     @property
     def criterion(self) -> Alg:
-        """`alg`; the density applies later."""
+        """`alg`; `transfer` applies the density."""
         return self.alg
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The best by confidence times density."""
+        """The positions with the largest product of confidence and density."""
         density = certainty_density(canvas, index, self.sigma)
         priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
         if self._scheduled:
@@ -64,7 +64,7 @@ class CertaintyPrior(Sampler):
         return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """When the schedule has run, or without one when nothing is masked."""
+        """When the schedule has run, or, without a schedule, when nothing is masked."""
         return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.eligible, axis=1)
 
     def max_steps(self, layout: Layout) -> int:
@@ -72,7 +72,7 @@ class CertaintyPrior(Sampler):
         return layout.steps if self._scheduled else layout.response
 
     def most_per_step(self, layout: Layout) -> int:
-        """The schedule's, or one: what is not offered now is decoded later."""
+        """The schedule's count, or one: a position that is not offered now is decoded later."""
         return super().most_per_step(layout) if self._scheduled else 1
 
     @property

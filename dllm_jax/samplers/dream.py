@@ -26,8 +26,8 @@ SCORES: dict[str, Alg] = {
 class DreamSchedule(Sampler):
     """Decodes trunc(masks * (1 - s/t)) positions at each step of the time grid linspace(1, eps).
 
-    With as many steps as tokens the first step decodes nothing and the last two (float truncation; the
-    reference's behaviour). In blocks, each block runs the grid over its own steps.
+    If there are as many steps as tokens, the first step decodes no token and the last step two (truncation in
+    floating point, as in the reference). In blocks, each block runs the grid over its own steps.
 
     Confidences are taken after temperature, top_p and top_k, as in Dream's `sample_tokens`.
 
@@ -63,12 +63,12 @@ class DreamSchedule(Sampler):
 
     @property
     def draws(self) -> bool:
-        """If tokens or the order are random."""
+        """True if the tokens or their order are random."""
         return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
 
     @property
     def criterion(self) -> Alg:
-        """That of `alg`; `alg_temp` applies later."""
+        """The score that `alg` names; `transfer` applies `alg_temp`."""
         return SCORES[self.alg]
 
     def transfer(
@@ -89,7 +89,7 @@ class DreamSchedule(Sampler):
         return best(score, count)
 
     def most_per_step(self, layout: Layout) -> int:
-        """The largest count of a full block; "origin" may leave all of it to the last step."""
+        """The largest count for a full block; "origin" may leave the whole block to the last step."""
         if self.alg == "origin":
             return layout.block
         return max(dream_counts(layout.block, layout.steps_per_block, self.eps))

@@ -1,4 +1,4 @@
-"""Confidence-aware parallel decoding: as many tokens per step as are sure (arXiv:2505.22618, section 3.3)."""
+"""Confidence-aware parallel decoding: all tokens that are sure enough (arXiv:2505.22618, section 3.3)."""
 
 import abc
 import dataclasses
@@ -30,13 +30,13 @@ class UntilDone(Sampler, abc.ABC):
         return layout.response
 
     def most_per_step(self, layout: Layout) -> int:
-        """One: what is not offered now is decoded later."""
+        """One: a position that is not offered now is decoded later."""
         return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(UntilDone):
-    """Decodes every position whose confidence reaches the threshold, and the surest one in any case.
+    """Decodes every position whose confidence reaches the threshold, and always the surest one.
 
     Attributes:
       threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper.
@@ -60,7 +60,7 @@ class Threshold(UntilDone):
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """All that reach the threshold, at least one."""
+        """All positions that reach the threshold, at least one."""
         one = jnp.ones(score.shape[:1], jnp.int32)
         return best(score, one) | (score >= self.threshold)
 
