@@ -33,7 +33,7 @@ def denoise(
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    """Runs the loop until every row is finished.
+    """Runs steps until no row is active, at most the sampler's `max_steps`.
 
     Args:
       model: the model.

@@ -20,7 +20,7 @@ from dllm_jax.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(Policy, abc.ABC):
-    """Base of Decode and PD: K/V of decoded tokens are reused from `delay` steps after their decoding.
+    """Base of Decode and PD: K/V of decoded tokens are reused, starting `delay` steps after decoding.
 
     Attributes:
       refresh_every: refresh at in-block steps 0, n, 2n, ...; None: at 0 only. The paper takes 8 for LLaDA and

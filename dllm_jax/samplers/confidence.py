@@ -22,7 +22,7 @@ class FixedSchedule(Sampler):
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The surest positions, the schedule's number of them."""
+        """The surest positions, up to the schedule's count."""
         return best(score, even_schedule(canvas))
 
 
@@ -72,7 +72,7 @@ class RandomOrder(FixedSchedule):
         return given(noise).order_uniform(canvas, index)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
-        """The schedule's number of eligible positions, ordered by their draws."""
+        """The schedule's count of eligible positions, in the order of their draws."""
         index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
         draw = given(noise).order_uniform(canvas, index)
         turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))

@@ -1,7 +1,7 @@
 """Sources of random numbers: a key, or a recording to replay.
 
 Draws are indexed by (row, the row's step, distance from the canvas's end), so they do not depend on left
-padding, on the other rows of the batch or on how many positions are drawn for at once.
+padding, on the other rows of the batch or on how many positions are drawn together.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
