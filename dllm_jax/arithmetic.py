@@ -1,4 +1,4 @@
-"""The decoder's arithmetic as free functions: norm, rotary embedding, projections."""
+"""The decoder's arithmetic as free functions: norm, rotary embedding, projections, guidance."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 def precision(dtype: jnp.dtype) -> Precision:
-    """Float32 means float32 (no TF32, no bf16 passes); narrower types use the hardware's default."""
+    """Full precision for float32 (no TF32, no bf16 passes); the hardware's default for narrower types."""
     return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
 
 
@@ -23,6 +23,13 @@ def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> F
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale
+
+
+def guided(
+    conditional: Float[Array, "*b v"], unconditional: Float[Array, "*b v"], scale: float
+) -> Float[Array, "*b v"]:
+    """Logits under classifier-free guidance: unconditional + (scale + 1)(conditional - unconditional)."""
+    return unconditional + (scale + 1) * (conditional - unconditional)
 
 
 class Rope(NamedTuple):

@@ -1,9 +1,9 @@
-"""Attention that returns its log-sum-exp, and what can be read from it afterwards.
+"""Attention that returns its log-sum-exp, and statistics of its weights recomputed from that.
 
-There is one attention for every mask: full bidirectional, padding, block-causal, per-head lengths are
-all a boolean array that broadcasts to [b k q s]. Weights are never returned; whoever wants them
-recomputes the part it needs from `lse` (`received`, `head_mean`). Where the scores of all query rows would
-take more than `query_chunks.SCORE_BYTES`, they are computed a chunk of rows at a time.
+One function serves every mask: full bidirectional, padding, block-causal and per-head lengths are all a
+boolean array that broadcasts to [b k q s]. Weights are not returned; a caller that needs them recomputes its
+part from `lse` (`received`, `head_mean`). Where the scores of all query rows would take more than
+`query_chunks.SCORE_BYTES`, they are computed a chunk of rows at a time.
 """
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import einsum
 from dllm_jax.query_chunks import joined, over_chunks, rows_at_once
+from dllm_jax.spec import ModelSpec
 
 Mask = Bool[Array, "#b #k #q s"]
 
@@ -30,7 +31,7 @@ def attention(
       v: values.
       mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
         hold anything, NaN included.
-      chunk: query rows at a time; None takes what `SCORE_BYTES` allows.
+      chunk: query rows at a time; None means as many as `SCORE_BYTES` allows.
 
     Returns:
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
@@ -106,6 +107,18 @@ def weights(
 def key_mask(valid: Bool[Array, "b s"]) -> Mask:
     """Every query may attend to every valid key."""
     return valid[:, None, None, :]
+
+
+def padding_mask(valid: Bool[Array, "b s"], queries: Bool[Array, "b q"], spec: ModelSpec) -> Mask:
+    """Queries attend to valid keys; those at padding do so too or attend to nothing, depending on the model.
+
+    Args:
+      valid: keys that are not padding.
+      queries: queries that are not padding.
+      spec: `pad_rows_attend` decides about queries at padding.
+    """
+    mask = key_mask(valid)
+    return mask if spec.pad_rows_attend else mask & queries[:, None, :, None]
 
 
 def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:

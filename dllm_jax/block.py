@@ -1,4 +1,4 @@
-"""A decoder layer opened at its seams, and the walk over all layers."""
+"""A decoder layer as separate operations, and the loop over all layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from pallas_kernels import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer's weights as pure functions; `qk`, `value`, `attention`, `out`, `mlp` make a layer.
+    """One layer's weights as pure functions; `qk`, `value`, `attention` and `finish` make a layer.
 
-    The residual stream goes in un-normed and what comes out is the branch alone, so a policy decides what
-    is added, cached or skipped. The block knows nothing of caches.
+    Every method takes the residual stream un-normed. `out` and `mlp` return their branch alone, so a policy
+    can decide what is added, cached or skipped. The block knows nothing of caches.
 
     Attributes:
       weights: this layer's parameters, see `dllm_jax.parameters.Layer`.
@@ -93,6 +93,11 @@ class Block:
         up = einsum("bqm,mf->bqf", normed, self.weights["up"])
         return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, self.weights["down"])
 
+    def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
+        """The layer's output, from its input and its attention's: both branches added to the stream."""
+        x = x + self.out(o)
+        return x + self.mlp(x)
+
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
@@ -107,7 +112,7 @@ def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
-    """Logits (model dtype) of rows that come out of the last layer: final norm, then the head."""
+    """Logits (model dtype) of rows after the last layer: final norm, then the head."""
     normed = rms_norm(hidden, params["norm"], spec.norm_eps)
     return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
 

@@ -1,7 +1,7 @@
-"""The cache pytree, and the view of it that one layer sees inside the layer scan.
+"""The cache pytree, and one layer's view of it inside the layer scan.
 
-The stacked arrays are carried through the scan and written in place at [layer, row, position]: threading a
-cache through `lax.scan` as inputs and outputs would copy all of it at every step.
+The stacked arrays are in the scan's carry and are written in place at [layer, row, position]. Passed through
+`lax.scan` as per-layer inputs and outputs, the whole cache would be copied in every step.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
@@ -20,7 +19,7 @@ class Cache(NamedTuple):
 
     Attributes:
       layers: per-layer storage; every leaf is stacked [n b ...].
-      shared: anything else (statistics, tracked positions), leaves as the policy likes.
+      shared: anything else (statistics, tracked positions), leaves of any shape.
     """
 
     layers: PyTree
@@ -28,10 +27,16 @@ class Cache(NamedTuple):
 
 
 class KV(NamedTuple):
-    """Rotated keys and values, one pair per canvas position; stacked [n b l k d] in a `Cache`."""
+    """Rotated keys and values in s slots, usually the canvas positions; stacked [n b s k d] in a `Cache`."""
 
     k: Float[Array, "*n b s k d"]
     v: Float[Array, "*n b s k d"]
+
+    @staticmethod
+    def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any) -> "KV":
+        """Empty slots for every layer: 2 n b s k d scalars."""
+        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 class LayerView(NamedTuple):
@@ -53,8 +58,8 @@ class LayerView(NamedTuple):
         """Writes fresh rows [b q ...] over the stored ones.
 
         Returns:
-          the new view, and this layer as it is now: [b l ...], fresh where computed, stored elsewhere.
-          Where nothing is stored the rows must be whole, and are returned as they are.
+          the new view, and this layer after the write: [b l ...], fresh where computed, stored elsewhere.
+          A policy that stores nothing computes whole rows only, and gets them back unchanged.
         """
         if not jax.tree.leaves(self.stack):
             return self, fresh
@@ -66,14 +71,8 @@ class LayerView(NamedTuple):
         batch = array.shape[1]
         if not rows.whole:
             return array.at[self.layer, jnp.arange(batch)[:, None], rows.index].set(fresh, mode="drop")
-        if batch > 1:  # a row that stands still keeps what it has
+        if batch > 1:  # an inactive row keeps its stored values
             moves = (rows.index[:, 0] < array.shape[2]).reshape(batch, *[1] * (fresh.ndim - 1))
             old = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
             fresh = jnp.where(moves, fresh, old)
         return jax.lax.dynamic_update_index_in_dim(array, fresh, self.layer, 0)
-
-
-def dense(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> KV:
-    """K and V of every layer and position, zeros: 2 n b l k d scalars."""
-    shape = (spec.layers, batch, layout.length, spec.kv_heads, spec.head)
-    return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
-from dllm_jax.attention import Mask
+from dllm_jax.attention import Mask, padding_mask
 from dllm_jax.layout import Layout
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
@@ -17,26 +17,28 @@ from dllm_jax.spec import ModelSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """State of the sequences. All rows of a batch are in the same block; a row that has nothing left to do
-    in it is not `active` and stands still (its tokens, cache and step counts do not change) until the next.
+    """State of the sequences.
 
-    Sets are Bool[b l]; `block_begins` and `due` are Bool[b 1] and combine with them by broadcasting, so a
-    policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
+    All rows of a batch are in the same block. A row that has finished the block before the others is not
+    `active`: its tokens, cache and step counts do not change until the next block begins.
+
+    Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
+    broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
 
     Attributes:
       tokens: current ids, mask_id where undecided.
       born: the row's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
       block_start: first position of the current block.
-      step: forwards each row has taken part in.
-      block_step: the same, since the block began.
+      step: network forwards each row has taken part in.
+      block_step: the same since the block began.
       block_masks: masks each row had in the block when it began.
       active: rows that take part in the coming step.
-      done: rows that are finished for good.
+      done: rows that are finished.
       spec: the model (static).
       layout: the geometry (static).
-      turn: in which turn (0 first) the coming step decodes a position, -1 if it does not; set only for the
-        `select` of a policy that `foresees`.
+      turn: order in which the coming step decodes the positions, from 0, -1 for those it does not decode; set
+        only for the `select` of a policy that `foresees`.
     """
 
     tokens: Int[Array, "b l"]
@@ -66,8 +68,8 @@ class Canvas:
 
     @property
     def masked(self) -> Bool[Array, "b l"]:
-        """Still undecided."""
-        return self.tokens == self.spec.mask_id
+        """Still undecided; padding excluded, whatever token it holds."""
+        return self.valid & (self.tokens == self.spec.mask_id)
 
     @property
     def fresh(self) -> Bool[Array, "b l"]:
@@ -76,8 +78,8 @@ class Canvas:
 
     @property
     def decoded(self) -> Bool[Array, "b l"]:
-        """Response positions that are no longer masked."""
-        return self.response & ~self.masked
+        """Response positions that are no longer masked, padding excluded."""
+        return self.valid & self.response & ~self.masked
 
     @property
     def prompt(self) -> Bool[Array, "b l"]:
@@ -88,6 +90,11 @@ class Canvas:
     def response(self) -> Bool[Array, "b l"]:
         """Response positions."""
         return self.everything & (self.position >= self.layout.prompt)
+
+    @property
+    def answering(self) -> Bool[Array, "b l"]:
+        """The response and the rows that predict it."""
+        return self.response | self.sources(self.response)
 
     @property
     def block(self) -> Bool[Array, "b l"]:
@@ -103,7 +110,7 @@ class Canvas:
     def eligible(self) -> Bool[Array, "b l"]:
         """May be decoded now: masked, not beyond the current block, in an active row."""
         end = self.block_start + self.layout.block
-        return self.masked & self.valid & (self.position < end) & self.active[:, None]
+        return self.masked & (self.position < end) & self.active[:, None]
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
@@ -137,6 +144,11 @@ class Canvas:
     # -- conditions per row -------------------------------------------------------------------------
 
     @property
+    def first_step(self) -> Bool[Array, "b 1"]:
+        """The coming step is the row's first."""
+        return (self.step == 0)[:, None]
+
+    @property
     def block_begins(self) -> Bool[Array, "b 1"]:
         """The coming step is the first of its block."""
         return (self.block_step == 0)[:, None]
@@ -149,18 +161,13 @@ class Canvas:
 
     def attends(self, rows: Rows) -> Mask | None:
         """Which positions each computed row may attend to; None where nothing is padding."""
-        if not self.layout.padded:
-            return None
-        mask = self.valid[:, None, None, :]
-        if self.spec.pad_rows_attend:
-            return mask
-        return mask & rows.take(self.valid)[:, None, :, None]
+        return padding_mask(self.valid, rows.take(self.valid), self.spec) if self.layout.padded else None
 
 
 def masked_response(
     prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
 ) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
-    """Prompts and `length` masks after each; which positions are not padding, by the prompts' mask if any."""
+    """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
     real = host.place(np.ones(prompt.shape), bool) if mask is None else mask
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 

@@ -4,9 +4,9 @@
         for each step variant (whole canvas, then each static width):
             while the coming step fits this variant: step
 
-The policy's next selection is part of the loop state, so which variant comes next is known without leaving
-the device. Runs of steps of one kind are inner `while_loop`s rather than branches of a `switch`: XLA copies a
-cache that is carried through several branches, and never one that is carried through nested loops.
+The policy's next selection is part of the loop state, so the next variant is known without leaving the
+device. Consecutive steps of one variant run in an inner `while_loop`, not in a branch of a `switch`: XLA
+copies a cache that is carried through several branches, but not one that is carried through nested loops.
 """
 
 import functools
@@ -33,7 +33,7 @@ def denoise(
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    """Runs the loop to its end.
+    """Runs steps until no row is active, at most the sampler's `max_steps`.
 
     Args:
       model: the model.
@@ -44,8 +44,8 @@ def denoise(
       plan: static choices.
 
     Returns:
-      the tokens (with `stop_at_eos` end-of-text where masks are left), statistics per row, and the trace if
-      asked for.
+      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per row, and the
+      trace if the plan asks for it.
     """
     limit = plan.sampler.max_steps(layout)
     rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
@@ -69,7 +69,7 @@ def denoise(
     state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
     tokens = state.canvas.tokens
     if plan.stop_at_eos:
-        tokens = jnp.where(tokens == model.spec.mask_id, model.spec.eos_id, tokens)
+        tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 

@@ -8,7 +8,7 @@ class Layout:
     """How many positions there are and how they are scheduled; hashable, a static jit argument.
 
     Attributes:
-      prompt: prompt positions (0 for infilling, where masks may stand anywhere).
+      prompt: prompt positions (0 for infilling, where masks may be anywhere).
       response: response positions; the canvas is prompt + response.
       block: positions decoded together; blocks go left to right. block == response is the
         non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive.
@@ -40,6 +40,11 @@ class Layout:
     def length(self) -> int:
         """Canvas positions `l`."""
         return self.prompt + self.response
+
+    @property
+    def answering(self) -> int:
+        """The most rows in `Canvas.answering`: the response, and with a shifted head the row before it."""
+        return min(self.response + 1, self.length)
 
     @property
     def blocks(self) -> int:

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax import checks
+from dllm_jax.arithmetic import guided
 from dllm_jax.block import unembed
 from dllm_jax.model import Model, encode
 
@@ -28,14 +29,14 @@ def log_likelihood(
     masks: ArrayLike | None = None,
     chunk: int = 16,
 ) -> Float[Array, "b"]:
-    """Estimates log p(answer | prompt), the whole answer's, not normalised by its length.
+    """Estimates log p(answer | prompt) of the whole answer, not normalised by its length.
 
     Each draw masks x of the answer's r tokens and sums their cross entropies, weighted by r/x; the estimate
     is minus the mean over draws. x is stratified: each group of `strata` draws spreads it evenly over 1..r.
     The paper's estimator for single-token answers needs one draw and is exact.
 
     Args:
-      model: from `load`; works for shifted heads too.
+      model: from `load`, with or without a shifted head.
       prompt: ids Int[b p], left-padded if lengths differ.
       answer: ids Int[b r], all rows of equal length.
       prompt_mask: Bool[b p], False at the padding.
@@ -50,7 +51,7 @@ def log_likelihood(
       float32 [b], in nats.
 
     Raises:
-      ValueError: for any input that breaks a rule.
+      ValueError: an argument is out of range or does not fit the others.
     """
     prompt = checks.token_ids(prompt, model.spec, "prompt")
     answer = checks.token_ids(answer, model.spec, "answer")
@@ -129,7 +130,7 @@ def token_cross_entropy(
     if cfg_scale > 0:
         hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
         unconditional = _answer_logits(model, hidden_prompt, noised, padding)
-        logits = unconditional + (cfg_scale + 1) * (logits - unconditional)
+        logits = guided(logits, unconditional, cfg_scale)
     truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - truth
 

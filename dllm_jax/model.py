@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.arithmetic import Rope, rope_table
-from dllm_jax.attention import Mask, attention
+from dllm_jax.attention import Mask, attention, padding_mask
 from dllm_jax.block import Block, embed, unembed, walk
 from dllm_jax.parameters import Params
 from dllm_jax.rows import Rows, whole_rows
@@ -23,9 +23,9 @@ class Model:
     Attributes:
       params: see `dllm_jax.parameters`.
       spec: static.
-      implementation: of the attention in a generation's steps, static: "xla", "pallas" (kernels wherever
-        they serve, interpreted on CPUs), or None, kernels where they were measured to be faster (nowhere
-        yet). Whole passes (`forward`, training) are XLA's. `dllm_jax.explain` says what it comes to.
+      implementation: of the attention in a generation's steps, static: "xla"; "pallas" (kernels wherever
+        they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
+        (nowhere yet). Whole passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
     """
 
     params: Params
@@ -43,6 +43,14 @@ class Model:
     def replace_spec(self, **changes) -> "Model":
         """The same weights under a changed spec, e.g. another `mask_id` or `rope_base`."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
+
+
+def _whole_pass(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
+    """Rows, attention mask and rotary tables of a pass over all positions."""
+    batch, length = tokens.shape
+    rows = whole_rows(jnp.ones((batch,), bool), length)
+    mask = None if valid is None else padding_mask(valid, valid, spec)
+    return rows, mask, rope_table(length, spec.head, spec.rope_base)
 
 
 @jax.jit
@@ -69,12 +77,12 @@ def hidden_states(
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
+    rows, mask, rope = _whole_pass(spec, tokens, valid)
 
     def layer(block: Block, stream):
         x = exact_layer(block, stream[block.layer], rows, mask)
         return jax.lax.dynamic_update_index_in_dim(stream, x, block.layer + 1, 0)
 
-    rows, mask, rope = _everything(spec, tokens, valid)
     return walk(model.params, spec, rope, layer, stream)
 
 
@@ -82,13 +90,12 @@ def encode(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
-    rows, mask, rope = _everything(model.spec, tokens, valid)
-    layer = lambda block, x: exact_layer(block, x, rows, mask)
-    if remat:
-        exact = layer
-        layer = lambda block, x: jax.checkpoint(lambda w, x: exact(dataclasses.replace(block, weights=w), x))(
-            block.weights, x
-        )
+    rows, mask, rope = _whole_pass(model.spec, tokens, valid)
+
+    def layer(block: Block, x):
+        run = lambda weights, x: exact_layer(dataclasses.replace(block, weights=weights), x, rows, mask)
+        return (jax.checkpoint(run) if remat else run)(block.weights, x)
+
     return walk(model.params, model.spec, rope, layer, embed(model.params, tokens))
 
 
@@ -98,16 +105,4 @@ def exact_layer(
     """One layer over all positions, with no cache."""
     q, k = block.qk(x, rows)
     o, _ = attention(q, k, block.value(x), mask)
-    x = x + block.out(o)
-    return x + block.mlp(x)
-
-
-def _everything(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
-    batch, length = tokens.shape
-    rows = whole_rows(jnp.ones((batch,), bool), length)
-    mask = None
-    if valid is not None:
-        mask = valid[:, None, None, :]
-        if not spec.pad_rows_attend:
-            mask = mask & valid[:, None, :, None]
-    return rows, mask, rope_table(length, spec.head, spec.rope_base)
+    return block.finish(x, o)

@@ -1,4 +1,4 @@
-"""Updating some of the rows that pass through a layer: which, how many at a time, and where they are kept."""
+"""Partial updates inside a layer: which rows change, in what width they run, and where they are stored."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,7 +38,7 @@ def run_narrowest(
     Args:
       marked: rows to run.
       widths: ascending; the last must hold every row.
-      rows: the rows `marked` speaks of.
+      rows: the rows that `marked` refers to.
       length: canvas positions.
       body: `index` holds places in `rows` (its width where padding), `rows` the positions there.
       carry: threaded through.
@@ -57,7 +57,7 @@ def run_narrowest(
 
 
 def tail_slot(index: Int[Array, "b q"], slots: int, length: int) -> Int[Array, "b q"]:
-    """Where the last `slots` of `length` positions stand in a store of just these; `slots` for all others."""
+    """Slots of positions in a store of the last `slots` of `length` positions; `slots` for all others."""
     slot = index - (length - slots)
     return jnp.where(slot >= 0, slot, slots)
 
@@ -69,7 +69,7 @@ def put_tail(
     length: int,
     rows: Shaped[Array, "b q *d"],
 ) -> Shaped[Array, "n b t *d"]:
-    """Writes rows into a store of the canvas's last t positions, dropping what it does not hold."""
+    """Writes rows into a store of the canvas's last t positions, dropping the others."""
     slots = Rows(tail_slot(index, stack.shape[2], length), whole=False)
     return LayerView(stack, layer).update(slots, rows)[0].stack
 
@@ -77,6 +77,6 @@ def put_tail(
 def take_tail(
     stack: Shaped[Array, "n b t *d"], layer: Int[Array, ""], index: Int[Array, "b q"], length: int
 ) -> Shaped[Array, "b q *d"]:
-    """Rows of a store of the canvas's last t positions; meaningless where it does not hold them."""
+    """Reads rows from a store of the canvas's last t positions; meaningless for the others."""
     slots = tail_slot(index, stack.shape[2], length)
     return gather(LayerView(stack, layer).read(), slots)

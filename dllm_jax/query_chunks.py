@@ -1,4 +1,4 @@
-"""Query rows a chunk at a time, so that the scores of a long prompt never stand in memory all at once."""
+"""Query rows a chunk at a time, so that the scores of a long prompt are never all in memory at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ def over_chunks(
     mask: Bool[Array, "#b #k #q s"] | None,
     *arrays: Num[Array, "b q ..."],
 ) -> Any:
-    """What `function(mask, *arrays)` gives for each chunk of the rows, stacked [n ...].
+    """`function(mask, *arrays)` for each chunk of the rows, results stacked [n ...].
 
     Args:
       function: of a mask and arrays that have `chunk` rows.
-      chunk: rows at a time; the last chunk is filled up with zeros, and with rows that see nothing.
+      chunk: rows at a time; the last chunk is padded with zeros, and with rows that may attend to nothing.
       mask: rows on axis 2, or 1 for all of them; None stays None.
       *arrays: rows on axis 1.
     """
@@ -44,7 +44,7 @@ def joined(stacked: Num[Array, "n *rest"], axis: int, rows: int) -> Array:
 
 
 def _split(array: Array, axis: int, chunk: int) -> Array:
-    """[... rows ...] as [n ... chunk ...], filled up with zeros."""
+    """[... rows ...] as [n ... chunk ...], padded with zeros."""
     n = -(-array.shape[axis] // chunk)
     widths = [(0, n * chunk - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
     parts = jnp.pad(array, widths).reshape(*array.shape[:axis], n, chunk, *array.shape[axis + 1 :])

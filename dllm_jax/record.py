@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its tokens: statistics per row and, if asked for, every step."""
+"""Per-row statistics of a run, and its optional trace."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ class Stats(NamedTuple):
     Attributes:
       nfe: network forwards the row took part in.
       computed: positions fed through the network, summed over forwards.
-      widened: positions recomputed besides, by layers that widen a step; averaged over layers, summed
-        over forwards.
+      widened: further positions recomputed by layers that widen a step; averaged over layers, summed over
+        forwards.
       cache_ratio: share of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
       decoded: response positions that are not masked at the end.
@@ -37,7 +37,7 @@ class Stats(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Every step; from `generate` outside jit, t is the number of steps that ran, inside it an upper bound.
+    """Every step. From `generate` outside jit, t is the number of steps that ran; inside jit, an upper bound.
 
     Attributes:
       tokens: the sequence before step 0 and after every step.
@@ -57,14 +57,14 @@ class Trace(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The running sums behind `Stats`, and the trace.
+    """Running sums for `Stats`, and the trace.
 
     Attributes:
       steps: denoising steps so far, common to the batch.
       computed: see `Stats`.
       widened: see `Stats`.
       refreshes: see `Stats`.
-      trace: None unless asked for.
+      trace: None if no trace is recorded.
     """
 
     steps: Int[Array, ""]
@@ -118,7 +118,7 @@ class Record(NamedTuple):
 
 
 def cut(trace: Trace, left: int) -> Trace:
-    """The steps that ran (in a trace of jax all, as their number is not known), without `left` positions."""
+    """Drops `left` positions, and the steps that did not run where their number is known (outside jit)."""
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
     rest, right = slice(None), slice(left, None)
     return Trace(

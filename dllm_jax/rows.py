@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     whole: bool
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
-        """x at the rows; padding reads position l-1, whose value is never used."""
+        """x at the rows; padding rows read position l-1, and their value is never used."""
         return x if self.whole else gather(x, self.index)
 
     def mask(self, length: int) -> Bool[Array, "b l"]:
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
         return jnp.zeros((batch.shape[0], length), bool).at[batch, self.index].set(True, mode="drop")
 
     def slot(self, position: Int[Array, "b c"], length: int) -> Int[Array, "b c"]:
-        """Where in `index` a position stands; q if it is not among the rows."""
+        """The place of each position in `index`; q if it is not among the rows."""
         if self.whole:
             return jnp.where(position < length, position, self.index.shape[1])
         b, q = self.index.shape
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 def whole_rows(active: Bool[Array, "b"], length: int) -> Rows:
-    """Every position of the active rows; rows that stand still are all padding."""
+    """Every position of the active rows; inactive rows are all padding."""
     index = jnp.where(active[:, None], jnp.arange(length, dtype=jnp.int32)[None], length)
     return Rows(index, whole=True)
 
@@ -55,7 +55,7 @@ def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
 
 
 def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array, "b q *d"]:
-    """Reads rows at their positions; padding (index l) reads the last one, whose value must not be used."""
+    """Reads rows at their positions; padding (index l) reads the last one, a value that must not be used."""
     index = jnp.minimum(index, x.shape[1] - 1)
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 

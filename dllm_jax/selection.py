@@ -1,6 +1,6 @@
-"""Which positions are chosen: the best of a score, scores of keys, pooled over a set, and shares of it.
+"""Choosing positions: the best by a score, scores of keys, pooling within a set, and shares of its size.
 
-A chosen set becomes a list of positions by `dllm_jax.rows.compact`.
+`dllm_jax.rows.compact` turns a chosen set into a list of positions.
 """
 
 import jax
@@ -12,12 +12,12 @@ from dllm_jax.rows import compact, gather, scatter
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
-    """The `count` largest of each row, ties to the lower index, never one of -inf."""
+    """The `count` largest entries of each row, ties to the lower index; entries of -inf are never chosen."""
     return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
 
 
 def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
-    """Place of each entry when its row is sorted from the largest down, ties to the lower index."""
+    """Rank of each entry in its row, 0 for the largest, ties to the lower index."""
     return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
 
 
@@ -38,12 +38,12 @@ def mean_query_score(
 
 
 def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int) -> Float[Array, "b l"]:
-    """Maximum over `kernel` neighbours within `among`; what lies between two members does not part them.
+    """Maximum over `kernel` neighbours within `among`; positions outside of the set are skipped over.
 
     Args:
       score: may hold anything outside of `among`.
       among: the members; -inf is returned elsewhere.
-      kernel: odd window; 1 pools nothing. At the ends of the set the window is cut.
+      kernel: odd window; 1 does not pool. The window is cut off at the ends of the set.
     """
     length = score.shape[1]
     index = compact(among, length)

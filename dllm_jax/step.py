@@ -1,4 +1,4 @@
-"""One denoising step: selected rows through the network, candidates through the sampler, canvas onwards."""
+"""One denoising step: run the selected rows, choose among their candidates, update the canvas."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.arithmetic import Rope
+from dllm_jax.arithmetic import Rope, guided
 from dllm_jax.block import embed, unembed, walk
 from dllm_jax.blocks import advance
 from dllm_jax.cache import Cache, LayerView
@@ -28,10 +28,10 @@ class Plan:
     """Everything static about a run; hashable.
 
     Attributes:
-      policy: which positions are recomputed and what is kept.
-      sampler: which tokens are decoded.
+      policy: decides which positions are recomputed and what is cached.
+      sampler: decides which tokens are decoded.
       widths: rows of the partial steps to compile, ascending.
-      stop_at_eos: finish a row once everything up to an end-of-text is decoded.
+      stop_at_eos: finish a row once all positions up to an end-of-text are decoded.
       trace: record every step.
     """
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 class State(NamedTuple):
-    """What the loop carries.
+    """The carry of the decoding loop.
 
     Attributes:
       canvas: the sequences.
@@ -81,7 +81,7 @@ def initial(
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
-    """The policy's selection for the coming step, in rows that take part.
+    """The policy's selection for the coming step, empty in inactive rows.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
@@ -118,7 +118,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
 
 
 def computed_rows(need: Bool[Array, "b l"], active: Bool[Array, "b"], width: int | None) -> Rows:
-    """What a step computes: whole canvases (None), or `width` rows among which are all that are needed."""
+    """Row indices of one step: the whole canvas (None), or `width` rows that include every needed one."""
     if width is None:
         return whole_rows(active, need.shape[1])
     return Rows(compact(need, width), whole=False)
@@ -133,16 +133,16 @@ def network(
     rows: Rows,
     cache: Cache,
 ) -> tuple[Float[Array, "b q m"], Cache]:
-    """Runs the rows through all layers; the stacked cache travels in the carry and is written in place.
+    """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
     Args:
       model: the model.
       rope: rotary tables of all canvas positions.
       layer: `Policy.layer`.
-      tokens: what is fed.
-      canvas: the canvas.
+      tokens: input ids.
+      canvas: state before the step.
       rows: which positions are computed.
-      cache: the policy's, prepared.
+      cache: the policy's, after `Policy.prepare`.
     """
 
     def through(block, carry):
@@ -172,20 +172,19 @@ def _propose(
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the judged positions whose source row was computed: only these meet the vocabulary."""
+    """Candidates of the judged positions whose source row was computed; only these get logits."""
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
     batch, length = canvas.tokens.shape
     own = Rows(rows.index[:batch], rows.whole)
     source = canvas.predictor
     reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    ahead = type(plan.policy).judged is not Policy.judged
-    most = layout.response if ahead or sampler.allow_mask_token else layout.block
+    most = layout.response if sampler.allow_mask_token else plan.policy.most_judged(layout)
     index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
     padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
     slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
     logits = unembed(model.params, spec, gather(hidden, jnp.tile(slot, (plan.streams, 1))))
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
-        logits = unconditional + (sampler.cfg_scale + 1) * (conditional - unconditional)
+        logits = guided(conditional, unconditional, sampler.cfg_scale)
     token, score = sampler.propose(logits, index, canvas, noise)
     return index, token, jnp.where(index < length, score, -jnp.inf)

@@ -43,6 +43,7 @@ def test_sets_of_positions():
     assert members(c.decoded) == [[3, 4, 5, 6, 8], [3, 5, 6]]
     assert members(c.block) == [[7, 8, 9, 10]] * 2
     assert members(c.suffix) == [[7, 8, 9, 10]] * 2
+    assert members(c.answering) == [list(range(3, 11))] * 2
     first = running(block_start=jnp.asarray(3, jnp.int32))
     assert members(first.block) == [[3, 4, 5, 6]] * 2
     assert members(first.suffix) == [list(range(3, 11))] * 2
@@ -56,10 +57,10 @@ def test_eligible_are_masks_up_to_the_end_of_the_block_in_active_rows():
     assert members(again.eligible) == [[], [4]]
 
 
-def test_padding_is_never_eligible_even_if_it_holds_the_mask_id():
+def test_padding_is_neither_masked_nor_eligible_even_if_it_holds_the_mask_id():
     masked = np.ones((1, 4), bool)
     c = canvas(masked, valid=np.asarray([[False, True, True, True]]))
-    assert members(c.eligible) == [[1, 2, 3]]
+    assert members(c.eligible) == members(c.masked) == [[1, 2, 3]]
 
 
 def test_begin():
@@ -75,6 +76,7 @@ def test_begin():
     assert not c.done.any()
     assert c.step.tolist() == c.block_step.tolist() == [0, 0]
     assert members(c.fresh) == [[], []]
+    assert c.first_step.all()
 
 
 def test_write_decodes_and_counts_only_where_told():
@@ -103,6 +105,7 @@ def test_conditions_per_row_broadcast_over_positions():
     c = running(block_step=jnp.asarray([0, 2], jnp.int32), step=jnp.asarray([4, 6], jnp.int32))
     assert c.block_begins.tolist() == [[True], [False]]
     assert c.due(4).tolist() == [[True], [False]]
+    assert c.first_step.tolist() == [[False], [False]]
     assert c.due(3).tolist() == [[False], [True]]
     assert c.due(1).tolist() == [[True], [True]]
     assert members(c.block_begins | c.block) == [list(range(LENGTH)), [7, 8, 9, 10]]
@@ -125,6 +128,8 @@ def test_sources_cover_every_position():
         everything = np.asarray(c.sources(c.everything))
         last_needed = 5 if family == "llada" else 4  # the last row of a shifted head predicts nothing here
         assert members(everything) == [list(range(last_needed))] * 2
+    shifted = canvas(np.ones((1, 5)), prompt=3, family="dream")
+    assert members(shifted.answering) == [[2, 3, 4]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

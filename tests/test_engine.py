@@ -213,10 +213,13 @@ def test_infill_fills_masks_anywhere_and_nothing_else(policy, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_infilling_a_padded_row_equals_the_row_alone(family):
-    """Also where the first real position is a mask, which a shifted head predicts from its own row."""
+    """Also where padding holds the mask id, and where the first real position is a mask (for Dream)."""
     model = tiny(family)
     template, mask = prompts(model, (10, 6))
-    template[0, [2, 5]] = template[1, [4, 7]] = model.spec.mask_id
-    batch = dj.infill(model, template, token_mask=mask, steps=2)
-    alone = dj.infill(model, template[1:, 4:], steps=2)
-    np.testing.assert_array_equal(batch.tokens[1, 4:], alone.tokens[0])
+    template[0, [2, 5]] = template[1, [0, 1, 2, 3, 4, 7]] = model.spec.mask_id
+    batch = dj.infill(model, template, token_mask=mask, steps=2, trace=True)
+    alone = dj.infill(model, template[1:, 4:], steps=2, trace=True)
+    assert batch.trace is not None
+    assert alone.trace is not None
+    np.testing.assert_array_equal(batch.trace.tokens[:, 1, 4:], alone.trace.tokens[:, 0])
+    assert batch.stats.decoded[1] == alone.stats.decoded[0] == 6

@@ -2,11 +2,13 @@
 
 from dllm_jax.eviction.heads import AdaKV as AdaKV
 from dllm_jax.eviction.heads import EvenHeads as EvenHeads
+from dllm_jax.eviction.heads import HeadBudgets as HeadBudgets
 from dllm_jax.eviction.heads import PromptPreference as PromptPreference
 from dllm_jax.eviction.heads import top as top
 from dllm_jax.eviction.layer_baselines import PyramidKV as PyramidKV
 from dllm_jax.eviction.layer_baselines import SqueezeAttention as SqueezeAttention
 from dllm_jax.eviction.layers import BoundaryMiddle as BoundaryMiddle
+from dllm_jax.eviction.layers import LayerBudgets as LayerBudgets
 from dllm_jax.eviction.layers import UniformLayers as UniformLayers
 from dllm_jax.eviction.layers import table as table
 from dllm_jax.eviction.online import OnlineLayers as OnlineLayers
@@ -19,4 +21,5 @@ from dllm_jax.eviction.voters import MaskVotes as MaskVotes
 from dllm_jax.eviction.voters import PositionVotes as PositionVotes
 from dllm_jax.eviction.voters import PromptVotes as PromptVotes
 from dllm_jax.eviction.voters import SnapKV as SnapKV
+from dllm_jax.eviction.voters import Voters as Voters
 from dllm_jax.eviction.voters import evidence as evidence

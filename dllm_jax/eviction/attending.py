@@ -1,8 +1,8 @@
-"""What a step attends to of the prompt: the kept pairs, or all of it where it is recomputed.
+"""Attention to the prompt: to the kept pairs, or to all of it where it is recomputed.
 
-Kept pairs are taken in chunks of each head's. Heads keep different numbers of them, and unpacked to one
-width all would be as wide as the widest head may be, which is the whole prompt if one head can win a
-layer's budget. In chunks the widest head that there is decides, at run time.
+Kept pairs are read in chunks of slots per head. Heads keep different numbers of pairs; unpacked to one static
+width, all heads would be as wide as the widest one may be, which is the whole prompt if one head can win a
+layer's budget. With chunks, the actually widest head decides at run time.
 """
 
 import jax
@@ -26,16 +26,16 @@ def attend_to_kept(
     widest: int,
     least: int = LEAST,
 ) -> Float[Array, "b q h d"]:
-    """Attention of the queries to a layer's kept pairs and to what `given` attended to.
+    """Attention of the queries to a layer's kept pairs and to the pairs of `given`.
 
     Args:
       block: the layer.
       q: queries.
       kept: the pairs.
-      given: outcome and log-sum-exp of attention to other pairs.
+      given: output and log-sum-exp of attention to other pairs.
       budget: pairs of a head on average, and the size of a chunk.
       widest: the most pairs that a head may have.
-      least: a chunk has as many if a head may have them.
+      least: the smallest chunk, unless no head may have as many pairs.
     """
     chunk, layer = slots_of_chunk(budget, widest, least), block.layer
     longest = jnp.max(kept.length[layer])
@@ -64,15 +64,15 @@ def prompt_pairs(
     values: tuple[Rows, Float[Array, "b q k d"]],
     canvas: Canvas,
 ) -> tuple[Float[Array, "b p k d"], Float[Array, "b p k d"], Bool[Array, "b #k 1 p"]]:
-    """Keys, values and which are real: the whole fresh prompt in rows where it is due, else the kept pairs.
+    """Keys, values and which are real: the whole fresh prompt in rows where it is due, else kept pairs.
 
     Args:
       kept: the pairs.
-      layer: whose.
+      layer: index of the layer.
       due: rows whose prompt is recomputed; all of it is among the fresh rows.
-      keys: fresh rotated keys, and where they stand.
-      values: fresh values, and where they stand.
-      canvas: the canvas.
+      keys: fresh rotated keys, and their positions.
+      values: fresh values, and their positions.
+      canvas: state before the step.
     """
     prompt = canvas.layout.prompt
     old_k, old_v, real = kept.read(layer, prompt)
@@ -87,7 +87,7 @@ def joined(
     one: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
     other: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """Outcome and log-sum-exp of attention to both sets of pairs; 0 and -inf where both are empty."""
+    """Output and log-sum-exp of attention to both sets of pairs; 0 and -inf where both are empty."""
     lse = jnp.logaddexp(one[1], other[1])
     safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
     share = lambda part: jnp.swapaxes(jnp.exp(part - safe), 1, 2)[..., None]

@@ -1,5 +1,6 @@
 """Which prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -10,14 +11,15 @@ from dllm_jax.eviction.rounding import conserve
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
-    """The `count` positions with most votes, lowest position first on ties."""
+    """The `count` positions with most votes, ties to the lower position."""
     return selection.ranks(votes) < count[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenHeads:
-    """The same number for every kv head."""
+class HeadBudgets(abc.ABC):
+    """How a layer's budget is spread over its kv heads."""
 
+    @abc.abstractmethod
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -35,15 +37,34 @@ class EvenHeads:
           prompt: prompt length of each row.
           exact: exactly k * budget in all; otherwise shares are rounded down as printed.
         """
+
+    @abc.abstractmethod
+    def most(self, budget: int, heads: int, prompt: int) -> int:
+        """The most that one head may keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenHeads(HeadBudgets):
+    """The same number for every kv head."""
+
+    def keep(
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
+        exact: bool,
+    ) -> Bool[Array, "b k p"]:
+        """See `HeadBudgets.keep`."""
         return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """The most that one head may keep."""
+        """The budget."""
         return min(budget, prompt)
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptPreference(EvenHeads):
+class PromptPreference(HeadBudgets):
     """MaskKV, equations 14-15: heads that look more at the prompt keep more of it.
 
     Attributes:
@@ -76,20 +97,20 @@ class PromptPreference(EvenHeads):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Bool[Array, "b k p"]:
-        """See `EvenHeads.keep`."""
+        """See `HeadBudgets.keep`."""
         return top(votes, self.budgets(preference, budget, prompt, exact))
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, should one head alone look at the prompt."""
+        """All heads' pairs, if only one head looks at the prompt."""
         return min(budget * heads, prompt)
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(EvenHeads):
+class AdaKV(HeadBudgets):
     """Ada-KV (arXiv:2407.11550): the heads of a layer compete for its budget by their votes.
 
     Attributes:
-      floor: share of the budget that every head is sure of.
+      floor: share of the budget that every head is guaranteed.
     """
 
     floor: float = 0.2
@@ -106,7 +127,7 @@ class AdaKV(EvenHeads):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Bool[Array, "b k p"]:
-        """See `EvenHeads.keep`."""
+        """See `HeadBudgets.keep`."""
         b, heads, width = votes.shape
         sure = selection.share(budget, self.floor, width)
         safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
@@ -114,5 +135,5 @@ class AdaKV(EvenHeads):
         return top(flat, heads * budget).reshape(votes.shape)
 
     def most(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, should one head win every comparison."""
+        """All heads' pairs, if one head wins every comparison."""
         return min(budget * heads, prompt)

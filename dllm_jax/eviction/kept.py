@@ -1,4 +1,4 @@
-"""Storage of the kept prompt pairs: one flat run of slots for all layers and heads, as long as the budget."""
+"""Storage of the kept prompt pairs: one flat array of slots for all layers and heads, sized by the budget."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Kept(NamedTuple):
-    """Pairs of all layers and kv heads behind one another; a head's pairs are in order of position.
+    """Pairs of all layers and kv heads stored back to back, each head's in order of position.
 
     Attributes:
       k: rotated keys.
       v: values.
-      position: where in the prompt each pair stands.
+      position: prompt position of each pair.
       start: first slot of each layer and head.
       length: slots of each layer and head.
       budget: slots of each layer, per kv head.
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
         return take(self.k), take(self.v), real[:, :, None]
 
     def positions(self, layer: Int[Array, ""], width: int) -> Int[Array, "b k w"]:
-        """Prompt positions of one layer's pairs, padded as in `read`; meaningless where padding."""
+        """Prompt positions of one layer's pairs, padded as in `read`; meaningless at padding."""
         slots, _ = self.slots(layer, width)
         return self.position[_row(slots), self._clipped(slots)]
 
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
         keep: Bool[Array, "b k p"],
         where: Bool[Array, "b 1"],
     ) -> "Kept":
-        """Gives one layer's heads the positions to keep, from slot `first` on, in the marked rows."""
+        """Assigns slots to the positions that one layer's heads keep, from `first` on, in the marked rows."""
         length = jnp.sum(keep, axis=-1)
         start = first[:, None] + jnp.cumsum(length, axis=1) - length
         put = lambda a, new: a.at[layer].set(jnp.where(where, new, a[layer]).astype(a.dtype))
@@ -75,7 +75,7 @@ class Kept(NamedTuple):
         width: int,
         where: Bool[Array, "b 1"],
     ) -> "Kept":
-        """Takes the kept pairs of one layer from the prompt's fresh keys and values, in the marked rows."""
+        """Overwrites the kept pairs of one layer with the prompt's fresh ones, in the marked rows."""
         slots, _ = self.slots(layer, width)
         position = self.positions(layer, width)[..., None]
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
@@ -88,7 +88,7 @@ class Kept(NamedTuple):
 
 
 def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: int, dtype: Any) -> Kept:
-    """No pairs yet, and room for the largest of the given sets of layer budgets."""
+    """An empty store with room for the largest of the given sets of layer budgets."""
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
     pairs = jnp.zeros((batch, room, head), dtype)
     segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)

@@ -1,27 +1,27 @@
-"""Layer budgets of other methods, to compare with."""
+"""Layer budgets of other methods, for comparison."""
 
 import dataclasses
 
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.eviction.layers import UniformLayers, check_profile
+from dllm_jax.eviction.layers import LayerBudgets, check_profile
 from dllm_jax.eviction.rounding import conserve
 
 
 @dataclasses.dataclass(frozen=True)
-class PyramidKV(UniformLayers):
+class PyramidKV(LayerBudgets):
     """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
 
     Attributes:
       beta: steepness; the last layer gets budget / beta.
-      window: pairs of the observation window, which the budget counts.
+      window: pairs of the observation window, which count towards the budget.
       outside: keep the window outside the pyramid (the older public code, whole-number arithmetic) instead
-        of falling back to a uniform budget when the last layer could not hold it (kvpress), which the
-        defaults of the other fields mean for budgets below 640. Its steps are rounded down, so that it keeps
-        somewhat more than the budget.
+        of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
+        beta and window the latter happens below 640 pairs. Steps between layers are rounded down, so that
+        `outside` keeps somewhat more than the budget.
 
-    A single layer, or a budget that the window alone uses up, is uniform: neither code covers it.
+    With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
     """
 
     beta: int = 20
@@ -34,7 +34,7 @@ class PyramidKV(UniformLayers):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`; the rounding is the method's own, half to even."""
+        """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
         if budget >= prompt or layers == 1 or budget <= self.window:
             return np.full(layers, min(budget, prompt), np.int32)
         depth = np.arange(layers)
@@ -56,7 +56,7 @@ class PyramidKV(UniformLayers):
 
 
 @dataclasses.dataclass(frozen=True)
-class SqueezeAttention(UniformLayers):
+class SqueezeAttention(LayerBudgets):
     """SqueezeAttention (arXiv:2404.04793): layers that change their input least give up part of their budget.
 
     Attributes:
@@ -73,7 +73,7 @@ class SqueezeAttention(UniformLayers):
             raise ValueError(f"share={self.share} must lie in [0, 1]")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`."""
+        """See `LayerBudgets.budgets`."""
         check_profile("cosine", self.cosine, layers)
         idle = self.groups() == 2
         given = idle.sum() * self.share * budget

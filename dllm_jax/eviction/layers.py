@@ -1,5 +1,6 @@
-"""How many prompt pairs each layer keeps per kv head: numbers known before the run."""
+"""How many prompt pairs each layer keeps per kv head, as far as known before the run."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,15 +14,16 @@ from dllm_jax.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class UniformLayers:
-    """The same for every layer."""
+class LayerBudgets(abc.ABC):
+    """How many pairs each layer keeps."""
 
     online: ClassVar[bool] = False
     """Budgets depend on the request, and cost a forward pass."""
 
-    def check(self):
+    def check(self):  # noqa: B027 (a hook)
         """Raises ValueError if fields are set that have no effect; `MaskKV` asks, as others may fill them."""
 
+    @abc.abstractmethod
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """Pairs per kv head of each layer, at most `prompt`.
 
@@ -31,7 +33,6 @@ class UniformLayers:
           prompt: prompt length.
           exact: the total is exactly n * min(budget, prompt); otherwise shares are rounded down as printed.
         """
-        return np.full(layers, min(budget, prompt), np.int32)
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
         """The most pairs per kv head in any layer, given `budgets` for the prompt lengths that may occur."""
@@ -45,11 +46,11 @@ class UniformLayers:
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Int[Array, "n b"]:
-        """The budgets of rows that are there.
+        """The budgets of an actual request's rows.
 
         Args:
-          budgets: what `budgets` says for their prompt lengths.
-          importance: measures that of each layer for each row (`eviction.importance`).
+          budgets: those of `budgets` for the rows' prompt lengths.
+          importance: measures each layer's importance for each row (`eviction.importance`).
           budget: average over the layers.
           prompt: prompt length of each row.
           exact: as in `budgets`.
@@ -58,15 +59,24 @@ class UniformLayers:
 
 
 @dataclasses.dataclass(frozen=True)
-class BoundaryMiddle(UniformLayers):
+class UniformLayers(LayerBudgets):
+    """The same for every layer."""
+
+    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+        """See `LayerBudgets.budgets`."""
+        return np.full(layers, min(budget, prompt), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundaryMiddle(LayerBudgets):
     """MaskKV, equations 9-13: the first and last layers are one group, the middle another.
 
     Attributes:
-      importance: offline profile of the layers (`eviction.calibrate`). None: all alike, which makes the
-        budgets uniform whatever the other fields are; so `MaskKV` takes these only as they are by default.
+      importance: offline profile of the layers (`eviction.calibrate`). With None all layers count alike, so
+        budgets are uniform whatever the other fields; `MaskKV` then accepts only their defaults.
       beta: share of the budget that every layer gets.
       first: layers of the boundary group at the start.
-      last: and at the end.
+      last: layers of the boundary group at the end.
     """
 
     importance: tuple[float, ...] | None = None
@@ -83,7 +93,7 @@ class BoundaryMiddle(UniformLayers):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
 
     def check(self):
-        """See `UniformLayers.check`."""
+        """See `LayerBudgets.check`."""
         if self.importance is None and self != BoundaryMiddle():
             raise ValueError(
                 f"{self!r} needs a profile, without which budgets are uniform: `eviction.calibrate` measures "
@@ -91,7 +101,7 @@ class BoundaryMiddle(UniformLayers):
             )
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """See `UniformLayers.budgets`."""
+        """See `LayerBudgets.budgets`."""
         check_profile("importance", self.importance, layers)
         base, extra = self.shares(np.asarray(self.importance or np.ones(layers), np.float64), budget)
         if exact:
@@ -99,7 +109,7 @@ class BoundaryMiddle(UniformLayers):
         return np.minimum(base + np.floor(extra), prompt).astype(np.int32)
 
     def shares(self, importance: Vector, budget: int) -> tuple[int, Vector]:
-        """What every layer gets, and what each [... n] gets besides by its importance: real, uncapped."""
+        """The base share of every layer, and each layer's addition by importance [... n]: real, uncapped."""
         layers = importance.shape[-1]
         if self.first + self.last > layers:
             raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")
@@ -118,7 +128,7 @@ def check_profile(name: str, profile: tuple[float, ...] | None, layers: int):
 
 @functools.cache
 def table(
-    layers: UniformLayers, depth: int, budget: int, layout: Layout, exact: bool
+    layers: LayerBudgets, depth: int, budget: int, layout: Layout, exact: bool
 ) -> Int[np.ndarray, "lengths n"]:
     """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt."""
     lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)

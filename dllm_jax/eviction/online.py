@@ -1,4 +1,4 @@
-"""Layer budgets by the importance that the layers have for the request itself."""
+"""Layer budgets by the importance of the layers, measured on the request itself."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,24 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.eviction.layers import BoundaryMiddle, UniformLayers
+from dllm_jax.eviction.layers import BoundaryMiddle, LayerBudgets, UniformLayers
 from dllm_jax.eviction.rounding import conserve
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineLayers(UniformLayers):
+class OnlineLayers(LayerBudgets):
     """MaskKV's online variant (section 3, stage 2; Table 2): `BoundaryMiddle` without an offline profile.
 
-    The importance of the layers (equation 8) is that of a pass over the masked request before its first
-    step, each row's own. The pass stores nothing, so the first step evicts layer by layer as with an offline
-    profile, which on the same request gives the same budgets. They add up to as many pairs for every request:
-    the storage is no larger. The price is one more forward pass.
+    The importance of the layers (equation 8) is measured for each row, in a pass over the masked request
+    before its first step. The pass stores nothing, so the first step evicts layer by layer as with an offline
+    profile, which on the same request gives the same budgets. Their sum is the same for every request, so the
+    storage is no larger. The price is one more forward pass.
 
-    Departures: the paper measures in the first step itself, where the keys and values of all layers must wait
-    for the last one, and rejects the variant for this peak of memory. Budgets are float32 before rounding.
+    Departures: the paper measures in the first step itself, which must hold the keys and values of all layers
+    until the last one, and rejects the variant for this peak of memory. Budgets are float32 before rounding.
 
     Attributes:
-      groups: the groups of layers and their base share; no importance, which is measured.
+      groups: the groups of layers and their base share, without importance.
     """
 
     groups: BoundaryMiddle = BoundaryMiddle()  # noqa: RUF009 (frozen)
@@ -37,12 +37,12 @@ class OnlineLayers(UniformLayers):
             raise ValueError(f"importance={self.groups.importance} must be None: it is measured")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """The uniform ones: those of a request are as many in all (with `exact`, else at most)."""
+        """The uniform ones: a request's budgets have the same sum (with `exact`, else at most)."""
         self.groups.shares(np.ones(layers), budget)  # refuses too few layers
-        return super().budgets(layers, budget, prompt, exact)
+        return UniformLayers().budgets(layers, budget, prompt, exact)
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
-        """What a layer gets if it alone has any importance, rounded up."""
+        """The budget of a layer that alone has any importance, rounded up."""
         base, extra = self.groups.shares(np.eye(budgets.shape[1]), budget)
         return min(prompt, int(np.ceil(base + extra.max())) + 1)
 
@@ -54,7 +54,7 @@ class OnlineLayers(UniformLayers):
         prompt: Int[Array, "b"],
         exact: bool,
     ) -> Int[Array, "n b"]:
-        """See `UniformLayers.of_request`; by the importance measured."""
+        """See `LayerBudgets.of_request`; by the measured importance."""
         base, extra = self.groups.shares(jnp.maximum(importance().T, 1e-9), budget)
         cap = prompt[:, None]
         if exact:

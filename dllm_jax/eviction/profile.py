@@ -65,7 +65,7 @@ def calibrate(model: Model, prompts: checks.Ids, length: int, prompt_mask=None) 
 
 
 def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: str | int):
-    """Writes a profile as JSON; notes say what it was measured on."""
+    """Writes a profile as JSON, with notes on how it was measured."""
     pathlib.Path(path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Real-valued shares made whole numbers that add up: water-filling under a cap, largest remainders."""
+"""Rounds shares to whole numbers of a given sum: water-filling under a cap, then largest remainders."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Vector = Any  # np.ndarray or jax.Array; what comes out is what went in
+Vector = Any  # np.ndarray or jax.Array; the result has the type of the argument
 
 
 def conserve(target: Vector, total, cap) -> Vector:
@@ -33,7 +33,7 @@ def conserve(target: Vector, total, cap) -> Vector:
 
 
 def _water_fill(xp, target, total, cap):
-    """Scales the targets to `total` after setting the m largest to the cap, for the least m that will do."""
+    """Scales the targets to `total` after setting the m largest to the cap, for the least possible m."""
     n = target.shape[-1]
     order = xp.argsort(-target, axis=-1, stable=True)
     descending = xp.take_along_axis(target, order, axis=-1)

@@ -1,5 +1,6 @@
 """Who votes for the prompt positions to keep, and how the attention they give is counted."""
 
+import abc
 import dataclasses
 
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from dllm_jax.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskVotes:
-    """MaskKV, equation 7: the rows of masked positions."""
+class Voters(abc.ABC):
+    """The rows whose attention decides which prompt positions are kept."""
 
+    @abc.abstractmethod
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        return canvas.masked & canvas.valid
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """The votes as they are ranked."""
@@ -25,7 +26,16 @@ class MaskVotes:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptVotes(MaskVotes):
+class MaskVotes(Voters):
+    """MaskKV, equation 7: the rows of masked positions."""
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions whose rows vote."""
+        return canvas.masked
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptVotes(Voters):
     """The prompt's own rows."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -34,7 +44,7 @@ class PromptVotes(MaskVotes):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllVotes(MaskVotes):
+class AllVotes(Voters):
     """All rows."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -43,11 +53,11 @@ class AllVotes(MaskVotes):
 
 
 @dataclasses.dataclass(frozen=True)
-class PositionVotes(MaskVotes):
-    """One quarter of the masked rows, in order (MaskKV, Table 8).
+class PositionVotes(Voters):
+    """One quarter of the masked rows, in order of position (MaskKV, Table 8).
 
     Attributes:
-      quarter: 0 to 3; longer quarters come first.
+      quarter: 0 to 3; if the rows do not divide by four, the first quarters have one more.
     """
 
     quarter: int = 3
@@ -58,15 +68,14 @@ class PositionVotes(MaskVotes):
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
-        masked = canvas.masked & canvas.valid
-        rank = jnp.cumsum(masked, axis=1) - 1
-        size, longer = jnp.divmod(jnp.sum(masked, axis=1, keepdims=True), 4)
+        rank = jnp.cumsum(canvas.masked, axis=1) - 1
+        size, longer = jnp.divmod(jnp.sum(canvas.masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
-        return masked & (rank >= begins(self.quarter)) & (rank < begins(self.quarter + 1))
+        return canvas.masked & (rank >= begins(self.quarter)) & (rank < begins(self.quarter + 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(MaskVotes):
+class SnapKV(Voters):
     """SnapKV (arXiv:2404.14469): the last prompt rows, votes averaged over neighbouring positions.
 
     The window itself comes first; if it does not fit the budget, its beginning is kept.
@@ -103,7 +112,7 @@ class SnapKV(MaskVotes):
 
 
 def evidence(
-    voter: MaskVotes,
+    voter: Voters,
     block: Block,
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
@@ -115,7 +124,7 @@ def evidence(
     """Votes for the prompt positions, and how much each kv head prefers the prompt.
 
     Args:
-      voter: who votes.
+      voter: decides whose attention counts.
       block: the layer.
       q: queries of the rows.
       k: keys of all positions, in canvas order.
@@ -132,10 +141,9 @@ def evidence(
     here = rows.index < canvas.layout.length
     weigh = lambda who: (rows.take(who) & here).astype(jnp.float32)
     given = lambda who: block.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
-    masked = canvas.masked & canvas.valid
-    seen = given(masked)
+    seen = given(canvas.masked)
     to_prompt = jnp.sum(seen[..., :p], axis=-1)
-    to_masks = jnp.sum(jnp.where(masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
+    to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
     votes = voter.score(given(voter.voters(canvas))[..., :p], canvas)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
     return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference

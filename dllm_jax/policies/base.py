@@ -1,4 +1,4 @@
-"""The exact decoder, which is also the interface every cache policy fills in."""
+"""The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
@@ -20,8 +20,8 @@ from dllm_jax.spec import ModelSpec
 class Policy:
     """Exact decoding: every step recomputes every position.
 
-    A cache policy is a frozen dataclass that overrides what differs, its fields being the method's
-    hyper-parameters. The methods are pure and traced once; what they keep between steps is in the `Cache`.
+    A cache policy is a frozen dataclass that overrides the methods in which it differs; its fields are the
+    method's hyper-parameters. The methods are pure and traced once; state between steps is in the `Cache`.
     """
 
     foresees: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class Policy:
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
-        return Cache(layers=dense(spec, layout, batch, dtype) if self.reuses else (), shared=())
+        return Cache(layers=KV.zeros(spec, batch, layout.length, dtype) if self.reuses else (), shared=())
 
     def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
         """Called once, before the first step: may ask the model about the request.
@@ -38,7 +38,7 @@ class Policy:
           cache: from `init`.
           canvas: the request, for the rows of all streams.
           model: the model.
-          tokens: what it will be fed in the first step.
+          tokens: the inputs of the first step.
         """
         return cache
 
@@ -49,7 +49,7 @@ class Policy:
     def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """Called before the layers; may add arrays of the step's width to `shared`.
 
-        The structure of a cache is the same between steps, so `observe` must take them away again.
+        The structure of a cache is the same between steps, so `observe` must remove them again.
         """
         return cache
 
@@ -78,16 +78,19 @@ class Policy:
         q, k = block.qk(x, rows)
         kv, now = kv.update(rows, KV(k, block.value(x)))
         o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.
 
-        Only eligible ones are decoded. Each one meets the vocabulary: `block` rows per step, or if
-        this is overridden as many as the response or the step has.
+        Only eligible positions are decoded. Logits are computed for all judged ones, so a policy that judges
+        more than a block also overrides `most_judged`.
         """
         return self.eligible(canvas)
+
+    def most_judged(self, layout: Layout) -> int:
+        """How many positions of a row `judged` may return; the rightmost ones beyond it are left out."""
+        return layout.block
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Statistics for later steps; called after the network and before tokens are committed."""
@@ -101,14 +104,14 @@ class Policy:
         return canvas.eligible
 
     def most_eligible(self, layout: Layout) -> int | None:
-        """How many masks of a row one step may decode, where `eligible` or `select` limits them; else None.
+        """How many masks of a row one step may decode, if `eligible` or `select` limits them; else None.
 
-        A sampler that may have to decode more in a step would leave masks, and is refused.
+        A sampler that may have to decode more in a step is refused, since masks would remain.
         """
         return None
 
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
-        """Positions recomputed in the step besides the selected, averaged over layers; only for statistics.
+        """Positions recomputed in addition to the selected ones, averaged over layers; only for statistics.
 
         Args:
           cache: after the step, for the rows of all streams.
@@ -120,14 +123,17 @@ class Policy:
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that fits its rows.
 
-        Purely a matter of speed, as long as the widest holds every selection short of everything (a step
-        that fits none is run whole). The default is a ladder of halvings of the canvas.
+        Affects only speed, provided that the widest holds every selection but the whole canvas; a step that
+        fits no width computes the whole canvas. The default is a ladder of halvings of the canvas.
         """
         return halvings(layout.length) if self.reuses else ()
 
     @property
     def reuses(self) -> bool:
-        """Some step may leave positions out; false for the exact decoder, which then stores nothing."""
+        """Whether a step may leave positions out. By default, whether `select` is overridden.
+
+        False for the exact decoder, which therefore stores nothing.
+        """
         return type(self).select is not Policy.select
 
 

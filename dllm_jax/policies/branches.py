@@ -1,4 +1,4 @@
-"""What a layer of dLLM-Cache keeps: keys and values, and the outputs of both branches of the response."""
+"""Storage of a dLLM-Cache layer: keys and values, and both branch outputs of the response."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ from dllm_jax.spec import ModelSpec
 
 
 class Store(NamedTuple):
-    """What the layers keep, stacked.
+    """The layers' storage, stacked.
 
     Attributes:
       k: rotated keys of the last s canvas positions (`DLLMCache`: of all of them).
       v: their values.
       attention: the attention branch's output at the last t positions: the response, and with a shifted
-        head the row before it. The rest of the prompt's outputs would never be read between refreshes.
-      mlp: the MLP branch's output there.
+        head the row before it. Outputs of the other prompt rows are never read between refreshes.
+      mlp: the MLP branch's output at the same positions.
     """
 
     k: Float[Array, "n b s k d"]
@@ -31,7 +31,7 @@ class Store(NamedTuple):
 
 
 def write_keys(kv: LayerView, rows: Rows, k: Float[Array, "b w k d"], canvas: Canvas) -> LayerView:
-    """Stores the rows' keys, as far as the store has their positions."""
+    """Stores the keys of those rows whose positions the store holds."""
     keys = put_tail(kv.stack.k, kv.layer, rows.index, canvas.layout.length, k)
     return kv._replace(stack=kv.stack._replace(k=keys))
 

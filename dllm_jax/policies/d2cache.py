@@ -20,10 +20,10 @@ from dllm_jax.spec import ModelSpec
 
 
 class Salience(NamedTuple):
-    """What is known of each position.
+    """Statistics of each position.
 
     Attributes:
-      confidence: the sampler's, from the last step that computed it while masked; -inf where never.
+      confidence: the sampler's, from the last step that computed the position while masked; -inf if none did.
       influence: column sums of the last step's attention rollout.
       rolled: computed rows of the rollout matrix, [b q l] during a step and () between steps.
     """
@@ -46,11 +46,11 @@ class D2Cache(Policy):
       k: masks per step; more where the sampler's schedule leaves fewer steps than that.
       sigma: width of the certainty density, in positions; the sampler's own is independent of it.
       p: rollout threshold, the nucleus's share of the influence.
-      inflate: two computed positions at most this far apart have the ones between computed as well (released
-        code; 4 is its advice for parallel decoding in blocks).
+      inflate: positions between two computed ones at most this far apart are computed as well (released
+        code, which advises 4 for parallel decoding in blocks).
       rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
-      top_up: fills the rows of a batch up to the longest one's number of positions as the reference has
-        to; a row then depends on its batch mates. For replays only: it makes nothing faster here.
+      top_up: fills all rows of a batch up to the same number of positions, as the reference has to; a row
+        then depends on the other rows. For replays only: it makes nothing faster here.
 
     Exact limit: p=1.
     Departures: the released code's four slips are repaired as its comments intend (docs/departures.md).
@@ -91,16 +91,20 @@ class D2Cache(Policy):
         known: Salience = cache.shared
         score = prior(known.confidence, canvas, self.sigma)
         upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.fresh
-        # the last prompt position competes for U even where it predicts a position of M*
+        # the last prompt position is a candidate for U even where it predicts a position of M*
         others = canvas.valid & ~(upcoming & canvas.response)
         chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
         if self.top_up:
             chosen = topped_up(chosen, known.influence, score, canvas)
-        return chosen | (canvas.step == 0)[:, None]
+        return chosen | canvas.first_step
 
     def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Masks of later blocks too: their confidence decides when they come into M*."""
-        return canvas.masked & canvas.valid
+        """Masks of later blocks too: their confidence decides when they enter M*."""
+        return canvas.masked
+
+    def most_judged(self, layout: Layout) -> int:
+        """The response."""
+        return layout.response
 
     def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout starts from the identity."""
@@ -116,7 +120,7 @@ class D2Cache(Policy):
         rows: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
-        """The default layer, whose attention the rollout is multiplied with."""
+        """The default layer; its attention multiplies the rollout matrix."""
         q, k = block.qk(x, rows)
         kv, now = kv.update(rows, KV(k, block.value(x)))
         mask = canvas.attends(rows)
@@ -129,11 +133,10 @@ class D2Cache(Policy):
             rolled = roll(shared.rolled)
         else:
             rolled = jax.lax.cond(block.layer < self.rollout_layers, roll, lambda c: c, shared.rolled)
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared._replace(rolled=rolled)
+        return block.finish(x, o), kv, shared._replace(rolled=rolled)
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """New confidences where there are any, and the step's influence in rows that took part."""
+        """Updates confidences where the step computed any, and the influence in active rows."""
         known: Salience = cache.shared
         influence = rollout.column_sums(known.rolled, rows, canvas.valid)
         return cache._replace(

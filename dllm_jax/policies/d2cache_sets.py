@@ -12,7 +12,7 @@ from dllm_jax.selection import best
 def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: float) -> Float[Array, "b l"]:
     """Confidence times the density of known tokens around each response position, -inf elsewhere.
 
-    A negative confidence is divided by the density, so that isolated positions are less certain here, too.
+    A negative confidence is divided by the density, so that isolated positions rank lower here too.
     """
     prompt = canvas.layout.prompt
     batch = confidence.shape[0]
@@ -36,13 +36,13 @@ def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
 def candidates(score: Float[Array, "b l"], canvas: Canvas, k: int) -> Bool[Array, "b l"]:
     """M*: the k masks of the largest score within the search range, those that may be decoded now first.
 
-    More than k where the schedule has to decode more per step to be through with the block in time.
+    More than k where the schedule has to decode more per step to finish the block in time.
     """
     steps_left = jnp.maximum(canvas.layout.steps_per_block - canvas.block_step, 1)
     per_step = -(-jnp.sum(canvas.eligible, axis=1) // steps_left)
     count = jnp.maximum(k, per_step)
     now = best(jnp.where(canvas.eligible, score, -jnp.inf), count)
-    later = canvas.masked & canvas.valid & search_range(canvas, count) & ~canvas.eligible
+    later = canvas.masked & search_range(canvas, count) & ~canvas.eligible
     return now | best(jnp.where(later, score, -jnp.inf), count - jnp.sum(now, axis=1))
 
 
@@ -60,7 +60,7 @@ def inflated(chosen: Bool[Array, "b l"], distance: int) -> Bool[Array, "b l"]:
 def topped_up(
     chosen: Bool[Array, "b l"], influence: Float[Array, "b l"], score: Float[Array, "b l"], canvas: Canvas
 ) -> Bool[Array, "b l"]:
-    """The reference's batches: active rows get as many positions as the longest one.
+    """The reference's batches: all active rows are filled up to the number of positions of the longest.
 
     Response positions come first, by their (for decoded ones, last known) score, the block's raised above
     all others; then the rest by influence. The maxima are over all rows, as in the reference.

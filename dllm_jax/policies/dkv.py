@@ -1,7 +1,7 @@
 """dKV-Cache for any decoding order: Decode and PD (arXiv:2505.15781, section 3.3).
 
 K/V of a token change most in the step after it was decoded, when its input is no longer [MASK]; so they are
-cached one step late. What is said of a shifted head follows the paper's appendix B.
+cached one step late. A shifted head is treated as in the paper's appendix B.
 """
 
 import abc
@@ -20,7 +20,7 @@ from dllm_jax.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(Policy, abc.ABC):
-    """What Decode and PD share: decoded tokens are reused, `delay` steps after they were decoded.
+    """Base of Decode and PD: K/V of decoded tokens are reused, starting `delay` steps after decoding.
 
     Attributes:
       refresh_every: refresh at in-block steps 0, n, 2n, ...; None: at 0 only. The paper takes 8 for LLaDA and
@@ -52,13 +52,13 @@ class Delayed(Policy, abc.ABC):
         """The positions that go through the network."""
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response, and one row more for a shifted head; fewer than 16 rows are no faster."""
-        return (*halvings(layout.response, smallest=16), widest(layout))
+        """Halvings of the response down to 16 rows (fewer are no faster), and one more for a shifted head."""
+        return (*halvings(layout.response, smallest=16), layout.answering)
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
-        """By the interval; where the head is not shifted also in the first `delay` steps after the first.
+        """At the interval; without a shifted head, also in the `delay` steps after a block's first.
 
-        The reference for LLaDA caches nothing before its delay is over; its Dream counterpart does.
+        The reference for LLaDA caches nothing until the delay has passed; the one for Dream does.
         """
         settling = (canvas.block_step <= self.delay)[:, None] & (not canvas.spec.shifted)
         return interval(canvas, self.refresh_every) | settling
@@ -66,8 +66,8 @@ class Delayed(Policy, abc.ABC):
     def unsettled(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Rows that may not be reused yet: their tokens are masked or were decoded in the last `delay` steps.
 
-        The last row of a shifted head predicts nothing. Reuse of it begins after the first `delay` steps of
-        a block ("un"), whether or not its own token is decoded, or along with its neighbour's ("un_right").
+        The last row of a shifted head predicts nothing. It is reused after the first `delay` steps of a block
+        ("un"), whether or not its own token is decoded, or together with its neighbour ("un_right").
         """
         recent = (canvas.born >= 0) & (canvas.born >= canvas.step[:, None] - self.delay)
         tokens = canvas.masked | recent
@@ -110,7 +110,7 @@ class DKVPD(Delayed):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""
-        return first_step(canvas) | (self.refreshes(canvas) & answering(canvas)) | self.unsettled(canvas)
+        return canvas.first_step | (self.refreshes(canvas) & canvas.answering) | self.unsettled(canvas)
 
 
 def check_interval(refresh_every: int | None):
@@ -122,18 +122,3 @@ def check_interval(refresh_every: int | None):
 def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:
     """The coming step is the first of its block, or a multiple of `every` after it."""
     return canvas.block_begins if every is None else (canvas.block_step % every == 0)[:, None]
-
-
-def first_step(canvas: Canvas) -> Bool[Array, "b 1"]:
-    """The coming step is the row's first."""
-    return (canvas.step == 0)[:, None]
-
-
-def answering(canvas: Canvas) -> Bool[Array, "b l"]:
-    """The response and the rows that predict it."""
-    return canvas.response | canvas.sources(canvas.response)
-
-
-def widest(layout: Layout) -> int:
-    """Rows of `answering`, at most."""
-    return min(layout.response + 1, layout.length)

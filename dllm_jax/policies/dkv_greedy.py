@@ -1,4 +1,4 @@
-"""dKV-Cache-Greedy (arXiv:2505.15781, section 3.4): as many rows per step however long the canvas."""
+"""dKV-Cache-Greedy (arXiv:2505.15781, section 3.4): rows per step do not grow with the canvas."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -19,8 +19,8 @@ from dllm_jax.selection import best
 class DKVGreedy(Policy):
     """Recomputes the tokens decoded by this step (D_t) and by the last one, and masked neighbours of D_t.
 
-    Everything else is reused, masked positions included. D_t must be known before the model is asked, so the
-    policy goes with `RandomOrder` and no other sampler.
+    Everything else is reused, masked positions included. D_t must be known before the model runs, so the
+    policy works with `RandomOrder` only.
 
     Attributes:
       refresh_every: recompute everything at in-block steps 0, n, 2n, ...; None: at 0 only. 2 in the paper.
@@ -57,12 +57,12 @@ class DKVGreedy(Policy):
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """D_t, D_{t-1}, the window, and the rows that predict D_t."""
-        decoded = -(-layout.block // layout.steps_per_block)  # at most, by the even schedule
+        decoded = -(-layout.block // layout.steps_per_block)  # the even schedule's most per step
         return (min(decoded * (3 + self.window), layout.length),)
 
 
 def left_to_right(centres: Bool[Array, "b l"]) -> Int[Array, "b l"]:
-    """Turns in the order of positions, -1 elsewhere."""
+    """Turns of the centres from left to right, -1 elsewhere."""
     return jnp.where(centres, jnp.cumsum(centres, axis=1, dtype=jnp.int32) - 1, -1)
 
 
@@ -72,9 +72,9 @@ def neighbours(
     """The `size` nearest masked positions of each centre that are not taken yet, the left of two first.
 
     Args:
-      turn: 0 for the centre that takes first, then 1, ..; -1 elsewhere.
-      masked: may be taken.
-      taken: are taken already, the centres among them.
+      turn: order in which the centres choose, from 0; -1 elsewhere.
+      masked: positions that may be taken.
+      taken: positions that are taken already, the centres among them.
       size: positions per centre.
     """
     position = jnp.arange(turn.shape[1])

@@ -9,11 +9,10 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.attention import key_mask
 from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dkv import answering, first_step, widest
 from dllm_jax.rows import Rows
 from dllm_jax.spec import ModelSpec
 
@@ -31,11 +30,11 @@ class DKVPrefill(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the prompt."""
         kept = max(layout.prompt - spec.shifted, 0)
-        return Cache(jax.tree.map(lambda a: a[:, :, :kept], dense(spec, layout, batch, dtype)), shared=())
+        return Cache(KV.zeros(spec, batch, kept, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once, then the response."""
-        return first_step(canvas) | answering(canvas)
+        return canvas.first_step | canvas.answering
 
     def layer(
         self,
@@ -56,9 +55,8 @@ class DKVPrefill(Policy):
             computed = rows.index < canvas.layout.length
             mask = key_mask(jnp.concatenate([canvas.valid[:, :kept], computed], axis=1))
         o, _ = block.attention(q, now.k, now.v, mask)
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response, and one row more for a shifted head."""
-        return (layout.response, widest(layout))
+        """The response, and with a shifted head one row more."""
+        return (layout.response, layout.answering)

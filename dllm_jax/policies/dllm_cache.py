@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.block import Block
-from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
 from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
@@ -28,8 +28,8 @@ class DLLMCache(Policy):
 
     Exact limit: prompt_every=1, response_every=1.
     Departures: prompt rows are not carried between refreshes, except the one that predicts the first
-    response token (shifted heads), whose first layer is live as in the reference; no other prompt output
-    is ever read. Steps are counted per row, so that rows of a batch may drift apart.
+    response token (shifted heads), whose first layer is always recomputed, as in the reference; no other
+    prompt output is ever read. Steps are counted per row, so rows of a batch may refresh at different times.
 
     Attributes:
       prompt_every: prompt refresh interval Kp, in steps of the whole generation.
@@ -50,18 +50,19 @@ class DLLMCache(Policy):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
-        return Cache(Store(*dense(spec, layout, batch, dtype), *branches(spec, layout, batch, dtype)), ())
+        pairs = KV.zeros(spec, batch, layout.length, dtype)
+        return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the rows that predict it; everything when the prompt is due."""
-        return canvas.response | canvas.sources(canvas.response) | canvas.due(self.prompt_every)
+        return canvas.answering | canvas.due(self.prompt_every)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response and the row before it; the canvas, for batches in which one prompt is due."""
-        return (min(layout.response + 1, layout.length), layout.length)
+        """The response and the row before it; the canvas, for batches where only some prompts are due."""
+        return (layout.answering, layout.length)
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
-        """Whether a layer refreshes the prompt and the response; `first` tells the first layer."""
+        """Whether a layer refreshes the prompt and the response; `first` is true in the first layer."""
         return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
 
     def stale(

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.rows import compact
+from dllm_jax.rows import Rows, compact
 
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
 
 
 class Drift(NamedTuple):
-    """What is known of the drift.
+    """State of the drift test.
 
     Attributes:
       attended: the positions each layer attended to most in the row's last step, l = none.
-      coming: the same for the step under way.
+      coming: the same for the current step.
       start: the first layer that the row's last step computed for all positions; n = none.
-      similarity: result of each layer's test in it; NaN where the layer did not test.
+      similarity: result of each layer's test in that step; NaN where the layer did not test.
     """
 
     attended: Int[Array, "b n track"]
@@ -55,7 +55,7 @@ class DriftTest(abc.ABC):
         tested: Bool[Array, "b t"],
         keys: Bool[Array, "b s"],
     ) -> Float[Array, "b"]:
-        """Mean over the tested tokens; NaN, which is below no threshold, if there are none."""
+        """Mean over the tested tokens; if there are none NaN, which is below no threshold."""
         return _mean(self.cosine(old, new, keys), tested)
 
 
@@ -63,8 +63,8 @@ class DriftTest(abc.ABC):
 class HeadCosine(DriftTest):
     """As released: every layer tests the tokens of all layers, by the cosine along the head axis.
 
-    sigma(token, key) = cos over heads of (A_old, A_new), mean over keys. Vectors of small positive numbers:
-    close to 1, and not comparable with `KeyCosine`.
+    sigma(token, key) = cos over heads of (A_old, A_new), mean over keys. The vectors hold small positive
+    numbers, so values are close to 1 and not comparable with `KeyCosine`.
     """
 
     def tokens(
@@ -103,9 +103,7 @@ class KeyCosine(DriftTest):
 
 def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"]:
     """All layers' tracked positions as a set."""
-    flat = attended.reshape(attended.shape[0], -1)
-    batch = jnp.arange(flat.shape[0])[:, None]
-    return jnp.zeros((flat.shape[0], length), bool).at[batch, flat].set(True, mode="drop")
+    return Rows(attended.reshape(attended.shape[0], -1), whole=False).mask(length)
 
 
 def most_attended(

@@ -1,4 +1,4 @@
-"""Elastic-Cache (arXiv:2510.14973): a sliding window, and a refresh by depth once attention drifts."""
+"""Elastic-Cache (arXiv:2510.14973): a sliding window, and deep layers refreshed once attention drifts."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.attention import weights
 from dllm_jax.block import Block
 from dllm_jax.blocks import behind_first_eos
-from dllm_jax.cache import Cache, LayerView, dense
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.control import after
 from dllm_jax.layout import Layout
@@ -26,9 +26,9 @@ class ElasticCache(Policy):
     """Recomputes a window of masks, fresh tokens and tracked ones; after drift, all from some layer on.
 
     The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
-    the tracked tokens (the most attended ones of the last step) is still what it was; where the similarity
-    falls below `gamma`, the following layers recompute all positions from the inputs they have stored
-    (algorithm 1). Layer 0, whose K/V depend on the token alone, stays exact without.
+    the tracked tokens (the most attended ones of the last step) has changed; where the similarity falls below
+    `gamma`, the following layers recompute all positions from the inputs they have stored (algorithm 1).
+    Layer 0 needs no such refresh: its K/V depend on the token alone.
 
     Exact limit: a single step; unless the head is shifted, also any run with window and track that cover the
     canvas (the shifted window is of source rows and leaves out the last mask's own).
@@ -42,8 +42,8 @@ class ElasticCache(Policy):
       gamma: a layer whose similarity is below it has drifted; -1 never refreshes, above 1 always does.
       track: most attended tokens that each layer tracks.
       test: what is compared, `HeadCosine` (released code) or `KeyCosine` (paper).
-      block_caching: False computes all masks, as voters too; still only the window is decoded.
-      cut_at_eos: give up the masks behind the first end-of-text when it is decoded: they stay masked. With
+      block_caching: False computes all masks, which then also vote; only the window is decoded in any case.
+      cut_at_eos: leave the masks after the first decoded end-of-text masked. For use with
         `generate(stop_at_eos=True)`, which ends the row and fills them; else the row idles to its last step.
     """
 
@@ -66,9 +66,8 @@ class ElasticCache(Policy):
         x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
         start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
-        return Cache(
-            Stored(x, dense(spec, layout, batch, dtype)), Drift(attended, attended, start, similarity)
-        )
+        stored = Stored(x, KV.zeros(spec, batch, layout.length, dtype))
+        return Cache(stored, Drift(attended, attended, start, similarity))
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""
@@ -81,8 +80,7 @@ class ElasticCache(Policy):
 
     def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks that are still to be decoded."""
-        masks = canvas.masked & canvas.valid
-        return masks & ~behind_first_eos(canvas) if self.cut_at_eos else masks
+        return canvas.masked & ~behind_first_eos(canvas) if self.cut_at_eos else canvas.masked
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Rows that predict masks."""
@@ -90,9 +88,8 @@ class ElasticCache(Policy):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at first; then the fresh, the tracked, and the rows that predict the window."""
-        first = (canvas.step == 0)[:, None]
         tracked = members(cache.shared.attended, canvas.layout.length)
-        return first | canvas.fresh | tracked | self.voters(canvas)
+        return canvas.first_step | canvas.fresh | tracked | self.voters(canvas)
 
     def layer(
         self,
@@ -130,19 +127,19 @@ class ElasticCache(Policy):
         return x, kv, shared
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """What the layers attended to is tracked from the next step on."""
+        """The most attended tokens of this step are tracked from the next step on."""
         drift = cache.shared
         attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
         return cache._replace(shared=drift._replace(attended=attended))
 
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
-        """What was not queried, in the layers from `start` on."""
+        """The positions that were not selected, in the layers from `start` on."""
         start, layers = cache.shared.start[: computed.shape[0]], canvas.spec.layers
-        besides = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
-        return jnp.where(canvas.active, besides, 0.0)
+        further = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
+        return jnp.where(canvas.active, further, 0.0)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Four windows, room for the usual tracked tokens, and for the rare rest the canvas."""
+        """Four windows, which usually hold the tracked tokens too; the canvas, for the rare other steps."""
         if not self.block_caching:
             return halvings(layout.length)
         return tuple({min(4 * self.window, layout.length), layout.length})

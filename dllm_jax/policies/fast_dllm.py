@@ -27,7 +27,7 @@ class PrefixCache(Policy):
         return canvas.block_begins | canvas.sources(canvas.suffix)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response: a block that begins further right leaves a shorter suffix."""
+        """Halvings of the response: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response) if w >= layout.block) or (layout.response,)
 
 

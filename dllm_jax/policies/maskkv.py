@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax import eviction
 from dllm_jax.block import Block
-from dllm_jax.cache import Cache, LayerView
+from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
@@ -25,32 +25,32 @@ from dllm_jax.spec import ModelSpec
 class MaskKV(DLLMCache):
     """dLLM-Cache that keeps, after the first step, only the prompt pairs that masked positions look at.
 
-    A prompt refresh attends to the whole prompt. Behind each layer's attention, every kv head then keeps
-    the positions with most votes; between refreshes nothing else of the prompt exists. The storage holds
-    exactly the budget: one flat run of slots over layers and heads.
+    A prompt refresh attends to the whole prompt. After each layer's attention, every kv head keeps the
+    positions with most votes; between refreshes nothing else of the prompt is stored. The storage is exactly
+    as large as the budget: one flat run of slots over layers and heads.
 
-    Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, but for
-    the row before the response in the first layer (shifted heads).
+    Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, except
+    for the row before the response in the first layer (shifted heads).
     Departures: shares are rounded so that the budget is used up (`exact`), where the paper's floors lose some
     of it; online layer budgets are measured in a pass of their own, see `eviction.OnlineLayers`.
 
     Attributes:
       budget: prompt pairs kept per layer and kv head, on average.
-      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, and is
-        uniform without.
+      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, without
+        which it is uniform.
       heads: how a layer's share is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       exact: use the whole budget; False rounds down as printed.
       reselect: vote again at every prompt refresh instead of renewing the pairs first chosen; needs
-        prompt_every to be a multiple of response_every, so that all masked rows are there to vote.
+        prompt_every to be a multiple of response_every, so that all masked rows vote.
     """
 
     prompt_every: int = 50
     response_every: int = 5
     budget: int = 256
-    layers: eviction.UniformLayers = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
-    heads: eviction.EvenHeads = eviction.PromptPreference()  # noqa: RUF009 (frozen)
-    votes: eviction.MaskVotes = eviction.MaskVotes()  # noqa: RUF009 (frozen)
+    layers: eviction.LayerBudgets = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
+    heads: eviction.HeadBudgets = eviction.PromptPreference()  # noqa: RUF009 (frozen)
+    votes: eviction.Voters = eviction.MaskVotes()  # noqa: RUF009 (frozen)
     exact: bool = True
     reselect: bool = False
 
@@ -67,10 +67,9 @@ class MaskKV(DLLMCache):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
-        shape = (spec.layers, batch, layout.response, spec.kv_heads, spec.head)
-        pairs = jnp.zeros(shape, dtype)
+        pairs = KV.zeros(spec, batch, layout.response, dtype)
         kept = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
-        return Cache(Store(pairs, pairs, *branches(spec, layout, batch, dtype)), kept)
+        return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), kept)
 
     def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
         """Sets the layer budgets of each row."""
@@ -81,7 +80,7 @@ class MaskKV(DLLMCache):
         return cache._replace(shared=cache.shared._replace(budget=budgets))
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
-        """As `DLLMCache`, but the prompt stands still in the first layer too: its pairs are gone."""
+        """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
         return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
 
     def attend(
@@ -95,7 +94,7 @@ class MaskKV(DLLMCache):
         some: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerView, PyTree]:
-        """Attention to the kept pairs, or to the whole prompt where it is due, which is then evicted."""
+        """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction."""
         layout, layer = canvas.layout, block.layer
         q, k = block.qk(x, some)
         kv = write_keys(kv, some, k, canvas)
@@ -129,11 +128,11 @@ class MaskKV(DLLMCache):
         before = (jnp.cumsum(kept.budget, axis=0) - kept.budget)[layer] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
         keep = self.heads.keep(votes, preference, kept.budget[layer], length, self.exact)
-        chooses = due if self.reselect else due & (canvas.step == 0)[:, None]
+        chooses = due if self.reselect else due & canvas.first_step
         return kept.allot(layer, before, keep, chooses)
 
     def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
-        """What `survey` computed before the first step."""
+        """The pass of `survey` before the first step, if there was one."""
         first = canvas.active & (canvas.step == 0) & self.layers.online
         return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
 
@@ -143,5 +142,5 @@ class MaskKV(DLLMCache):
         return self.heads.most(widest, spec.kv_heads, layout.prompt)
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
-        """Pairs per kv head of each layer that are known before the run, see `layers.table`."""
+        """Pairs per kv head of each layer, as far as known before the run; see `eviction.table`."""
         return eviction.table(self.layers, spec.layers, self.budget, layout, self.exact)

@@ -28,14 +28,14 @@ def roll(
 ) -> Float[Array, "b q l"]:
     """The computed rows of W C, for one layer's head-averaged attention.
 
-    A row that attends to nothing, and a row of padding whatever it attends to, stays what it is.
+    A row that attends to nothing stays unchanged; so does any row at padding.
     """
     length = valid.shape[1]
     real = (rows.index < length) & rows.take(valid)
     attention = jnp.where(real[..., None], attention, 0.0)
     selected = rows.mask(length)[:, None]
     unchanged = jnp.where(selected, 0.0, attention)
-    # rows of padding read some position's attention, but their C is zero
+    # rows of padding read the attention of some position, but their C is zero
     among_rows = jnp.swapaxes(rows.take(jnp.swapaxes(attention, 1, 2)), 1, 2)
     product = unchanged + einsum("bqr,brl->bql", among_rows, c)
     return (product + c) / (jnp.sum(attention, axis=2, keepdims=True) + 1.0)
@@ -44,8 +44,8 @@ def roll(
 def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"]) -> Float[Array, "b l"]:
     """How much every position influences all of them: the column sums of C, padding left out.
 
-    A row sums to the number of valid positions. A position that was not computed adds 1 to its own, which is
-    what makes the recomputed set rotate.
+    The sums of a row add up to the number of valid positions. A position that was not computed adds 1 to its
+    own sum, so the recomputed set rotates.
     """
     from_rows = jnp.sum(jnp.where(rows.take(valid)[..., None], c, 0.0), axis=1)
     return jnp.where(valid, from_rows + ~rows.mask(valid.shape[1]), 0.0)

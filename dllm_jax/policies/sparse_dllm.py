@@ -20,12 +20,12 @@ from dllm_jax.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class SparseDLLM(Policy):
-    """Recomputes the block over the most important K/V outside of it, chosen once per block and layer.
+    """Recomputes the block against the most important K/V outside of it, chosen once per block and layer.
 
     The first 1 + delay steps of a block are whole. The last of them fills the cache (Algorithms 1 and 4):
     keys outside the block are scored by the block's mean query, mean over heads (`mean_query_score`), pooled
-    over neighbours (the block does not part them), and the `keep` best are stored, the same for all heads of
-    a layer. The cache holds nothing else: [n b s k d] with s = int((l - block) * keep).
+    over neighbours (across the block too), and the `keep` best are stored, the same for all heads of a layer.
+    The cache holds nothing else: [n b s k d] with s = int((l - block) * keep).
 
     With a shifted head the rows that predict the block are recomputed: the position before the block is
     always fresh, so it is no candidate; the block's last position is not, so its pair is always stored (as
@@ -63,8 +63,7 @@ class SparseDLLM(Policy):
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
-        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
-        return Cache(layers=KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), shared=())
+        return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything until the cache is filled, then the block's rows."""
@@ -93,17 +92,16 @@ class SparseDLLM(Policy):
             stored = kv.read()
             keys = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, now)
             o, _ = block.attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
-        x = x + block.out(o)
-        return x + block.mlp(x), kv, shared
+        return block.finish(x, o), kv, shared
 
-    # -- sets: what a block recomputes, stores in any case, and may evict ---------------------------
+    # -- sets of positions: recomputed, always stored, stored if important --------------------------
 
     def fresh(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Recomputed in every step."""
         return canvas.sources(canvas.block)
 
     def always(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Stored without contest."""
+        """Stored whatever their importance."""
         stored = canvas.block if self.side == "both" else canvas.suffix
         return stored & canvas.valid & ~self.fresh(canvas)
 
@@ -121,7 +119,7 @@ class SparseDLLM(Policy):
     def kept(
         self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
     ) -> Bool[Array, "b l"]:
-        """What this layer stores, given the queries and keys of the step that fills the cache."""
+        """The positions this layer stores, given the queries and keys of the step that fills the cache."""
         return self.always(canvas) | best(self.importance(q, k, canvas), self._share(canvas))
 
     # -- storage ------------------------------------------------------------------------------------
@@ -130,7 +128,7 @@ class SparseDLLM(Policy):
         return share(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
 
     def _store(self, kv: LayerView, q: Float[Array, "b l h d"], now: KV, canvas: Canvas) -> LayerView:
-        """Kept pairs in ascending order from slot 0 on, in rows whose step it is."""
+        """Writes the kept pairs in ascending order from slot 0 on, in rows whose step fills the cache."""
         slots = kv.stack.k.shape[2]
         kept = Rows(compact(self.kept(q, now.k, canvas), slots), whole=False)
         turn = canvas.active & (canvas.block_step == self.delay)
@@ -138,7 +136,7 @@ class SparseDLLM(Policy):
         return kv.update(slot, jax.tree.map(kept.take, now))[0]
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
-        """Filled slots, then the computed rows that are neither padding of the canvas nor of the width."""
+        """Filled slots, then the computed rows except padding (of the canvas or of the width)."""
         filled = self._share(canvas) + jnp.sum(self.always(canvas), axis=1)
         stored = jnp.arange(slots) < filled[:, None]
         fresh = rows.take(canvas.valid) & (rows.index < canvas.layout.length)

@@ -1,4 +1,4 @@
-"""A layer over the computed rows, or over all positions from its stored inputs: refresh by depth."""
+"""One layer over the computed rows, or over all positions from its stored inputs."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ from dllm_jax.rows import Rows
 
 
 class Stored(NamedTuple):
-    """What a layer keeps so that it can be recomputed: its input and its K/V, for all positions."""
+    """Storage from which a layer can be recomputed: its input and its K/V, for all positions."""
 
     x: Float[Array, "*n b l m"]
     kv: KV
 
 
 class Passed(NamedTuple):
-    """A layer's outcome.
+    """The result of a layer.
 
     Attributes:
       x: the residual stream at the rows.
@@ -47,7 +47,7 @@ def pass_layer(
 
     The rows' fresh inputs are stored first; a wide sequence recomputes everything from the stored inputs and
     stores its outputs as the next layer's inputs. If any sequence is wide, all are computed in full, but the
-    others keep only what they would have computed alone.
+    others keep only the results that they would have computed alone.
     """
     queried = rows.mask(canvas.layout.length)
     position = jnp.broadcast_to(canvas.position, queried.shape)
@@ -87,5 +87,4 @@ def _compute(
     q, k = block.qk(x, rows)
     kv, now = kv.update(kept, KV(k, block.value(x)))
     o, lse = block.attention(q, now.k, now.v, canvas.attends(rows))
-    x = x + block.out(o)
-    return x + block.mlp(x), q, lse, kv.stack
+    return block.finish(x, o), q, lse, kv.stack

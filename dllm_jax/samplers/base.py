@@ -1,4 +1,4 @@
-"""What all samplers share: from logits to one candidate token and score per position."""
+"""The base of all samplers: from logits to one candidate token and its score per position."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ Alg = Literal["prob", "margin", "entropy"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler(abc.ABC):
-    """Chooses a token for every eligible position, and which of them are decoded now.
+    """Chooses a token for every eligible position, and which positions are decoded now.
 
     Attributes:
       temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
@@ -55,9 +55,19 @@ class Sampler(abc.ABC):
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
 
-    # -- what a sampler defines ---------------------------------------------------------------------
+    # -- defined by each sampler ----------------------------------------------------------------------
 
     @abc.abstractmethod
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
+    ) -> Bool[Array, "b c"]:
+        """Which candidates are decoded now; score is -inf where there is no candidate."""
+
+    @property
+    def criterion(self) -> Alg:
+        """What `confidence` measures: by default, the probability of the token."""
+        return "prob"
+
     def confidence(
         self,
         logits: Float[Array, "b c v"],
@@ -66,20 +76,15 @@ class Sampler(abc.ABC):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """How sure the candidate tokens are; larger is surer."""
+        """How sure the candidate tokens are, by `criterion`; larger is surer."""
+        return score_by(self.criterion, logits, token, self, canvas)
 
-    @abc.abstractmethod
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
-        """Which candidates are decoded now; score is -inf where there is no candidate."""
-
-    @abc.abstractmethod
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """Which rows are through with the current block."""
+        """Which rows have finished the current block: by default, after its share of the steps."""
+        return canvas.block_step >= canvas.layout.steps_per_block
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
-        """The coming step's positions before the model is asked: 0, 1, .. in turn, -1 elsewhere.
+        """The positions that the coming step decodes, before the model runs: 0, 1, .. in order, -1 elsewhere.
 
         Raises:
           ValueError: the order depends on the model.
@@ -94,7 +99,7 @@ class Sampler(abc.ABC):
         return layout.steps
 
     def most_per_step(self, layout: Layout) -> int:
-        """The most positions that some step has to decode so that none is left masked; the even schedule's.
+        """Positions that a step has to decode at most so that none stays masked: the even schedule's count.
 
         A policy that offers fewer (`Policy.most_eligible`) is refused with this sampler.
         """
@@ -102,7 +107,7 @@ class Sampler(abc.ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are needed."""
+        """Whether the sampler needs random numbers."""
         return self.temperature > 0
 
     # -- shared -------------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ def score_by(
     if not sampler.confidence_eos_eot_inf:
         return score
     ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
-    return jnp.where(ends, least, score)  # also where nothing but an end survived the filters
+    return jnp.where(ends, least, score)  # also where only such a token survived the filters
 
 
 def check_alg(alg: str, *allowed: str):
@@ -168,7 +173,7 @@ def check_alg(alg: str, *allowed: str):
 
 
 def check_ends_unordered(sampler: Sampler, order: str):
-    """Raises if end-of-text and end-of-turn are to come last in an order that follows no confidence."""
+    """Raises if end-of-text and end-of-turn are to come last in an order that ignores confidence."""
     if sampler.confidence_eos_eot_inf:
         raise ValueError(
             f"confidence_eos_eot_inf=True has no effect with {order}, which ignores confidence: "

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best
@@ -19,12 +19,12 @@ class CertaintyPrior(Sampler):
 
     Attributes:
       sigma: width of the Gaussian, in positions.
-      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes whatever reaches it (compared
-        with confidence * density) and at least one position, until the block is done.
-      tokens_per_step: None as above; a number decodes (at least) that many at every step, until the block is
-        done, however many steps the layout has.
-      alg: as in `Confidence`. "entropy" is kept as released, where a negative score times a density
-        prefers positions *far* from known tokens; it has no threshold, which no negative score reaches.
+      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes every position whose
+        confidence * density reaches it, and at least one per step, until the block is done.
+      tokens_per_step: None as above; a number decodes (at least) that many per step until the block is done,
+        regardless of the steps of the layout.
+      alg: as in `Confidence`. "entropy" is kept as released: there a negative score times a density
+        prefers positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
     sigma: float = 10.0
@@ -47,21 +47,15 @@ class CertaintyPrior(Sampler):
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1, or None")
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`, without the density."""
-        return score_by(self.alg, logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """`alg`; `transfer` applies the density."""
+        return self.alg
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The best by confidence times density."""
+        """The positions with the largest product of confidence and density."""
         density = certainty_density(canvas, index, self.sigma)
         priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
         if self._scheduled:
@@ -70,17 +64,15 @@ class CertaintyPrior(Sampler):
         return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """When the schedule has run, or without one when nothing is masked."""
-        if self._scheduled:
-            return canvas.block_step >= canvas.layout.steps_per_block
-        return ~jnp.any(canvas.eligible, axis=1)
+        """When the schedule has run, or, without a schedule, when nothing is masked."""
+        return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.eligible, axis=1)
 
     def max_steps(self, layout: Layout) -> int:
         """The schedule's steps, or one per position."""
         return layout.steps if self._scheduled else layout.response
 
     def most_per_step(self, layout: Layout) -> int:
-        """The schedule's, or one: what is not offered now is decoded later."""
+        """The schedule's count, or one: a position that is not offered now is decoded later."""
         return super().most_per_step(layout) if self._scheduled else 1
 
     @property

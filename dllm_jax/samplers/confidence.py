@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best, ranks
@@ -22,12 +22,8 @@ class FixedSchedule(Sampler):
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The surest positions, as many as the schedule says."""
+        """The surest positions, up to the schedule's count."""
         return best(score, even_schedule(canvas))
-
-    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """After the block's share of the steps."""
-        return canvas.block_step >= canvas.layout.steps_per_block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,16 +41,10 @@ class Confidence(FixedSchedule):
         super().__post_init__()
         check_alg(self.alg, "prob", "margin", "entropy")
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`."""
-        return score_by(self.alg, logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """`alg`."""
+        return self.alg
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +72,7 @@ class RandomOrder(FixedSchedule):
         return given(noise).order_uniform(canvas, index)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
-        """The schedule's share of the eligible positions, by their draws."""
+        """The schedule's count of eligible positions, in the order of their draws."""
         index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
         draw = given(noise).order_uniform(canvas, index)
         turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import dream_counts, dream_fractions
 from dllm_jax.selection import best
@@ -26,8 +26,8 @@ SCORES: dict[str, Alg] = {
 class DreamSchedule(Sampler):
     """Decodes trunc(masks * (1 - s/t)) positions at each step of the time grid linspace(1, eps).
 
-    With as many steps as tokens the first step decodes nothing and the last two (float truncation; the
-    reference's behaviour). In blocks, each block runs the grid over its own steps.
+    If there are as many steps as tokens, the first step decodes no token and the last step two (truncation in
+    floating point, as in the reference). In blocks, each block runs the grid over its own steps.
 
     Confidences are taken after temperature, top_p and top_k, as in Dream's `sample_tokens`.
 
@@ -63,19 +63,13 @@ class DreamSchedule(Sampler):
 
     @property
     def draws(self) -> bool:
-        """If tokens or the order are random."""
+        """True if the tokens or their order are random."""
         return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`; before `alg_temp`."""
-        return score_by(SCORES[self.alg], logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """The score that `alg` names; `transfer` applies `alg_temp`."""
+        return SCORES[self.alg]
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
@@ -94,12 +88,8 @@ class DreamSchedule(Sampler):
             )
         return best(score, count)
 
-    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """After the block's share of the steps."""
-        return canvas.block_step >= canvas.layout.steps_per_block
-
     def most_per_step(self, layout: Layout) -> int:
-        """The largest count of a full block; "origin" may leave all of it to the last step."""
+        """The largest count for a full block; "origin" may leave the whole block to the last step."""
         if self.alg == "origin":
             return layout.block
         return max(dream_counts(layout.block, layout.steps_per_block, self.eps))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float
 
 
 def kept(logits: Float[Array, "b c v"], top_p: float | None, top_k: int | None) -> Bool[Array, "b c v"]:
-    """Which tokens survive: first the nucleus, then the k largest of what is left.
+    """Which tokens survive: first the nucleus, then the k largest of the tokens left in it.
 
     A token is in the nucleus if the mass of the tokens ranked before it is at most `top_p`; the best
     always is. Tokens tied with the k-th largest all stay.

@@ -1,7 +1,7 @@
-"""Where random numbers come from: a key, or a recording to replay.
+"""Sources of random numbers: a key, or a recording to replay.
 
 Draws are indexed by (row, the row's step, distance from the canvas's end), so they do not depend on left
-padding, on batch mates or on how many positions are looked at together.
+padding, on the other rows of the batch or on how many positions are drawn together.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -31,7 +31,7 @@ class Noise(Protocol):
 
 
 def given(noise: Noise | None) -> Noise:
-    """The noise; an error where a sampler draws and has none."""
+    """The noise; raises ValueError if there is none."""
     if noise is None:
         raise ValueError("the sampler draws random numbers, and was given neither a key nor a recording")
     return noise

@@ -1,4 +1,4 @@
-"""Confidence-aware parallel decoding: as many tokens per step as are sure (arXiv:2505.22618, section 3.3)."""
+"""Confidence-aware parallel decoding: all tokens that are sure enough (arXiv:2505.22618, section 3.3)."""
 
 import abc
 import dataclasses
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, score_by
+from dllm_jax.samplers.base import Alg, Sampler, check_alg
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.selection import best
@@ -30,13 +30,13 @@ class UntilDone(Sampler, abc.ABC):
         return layout.response
 
     def most_per_step(self, layout: Layout) -> int:
-        """One: what is not offered now is decoded later."""
+        """One: a position that is not offered now is decoded later."""
         return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(UntilDone):
-    """Decodes every position whose confidence reaches the threshold, and the surest one in any case.
+    """Decodes every position whose confidence reaches the threshold, and always the surest one.
 
     Attributes:
       threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper.
@@ -52,21 +52,15 @@ class Threshold(UntilDone):
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
 
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """By `alg`."""
-        return score_by(self.alg, logits, token, self, canvas)
+    @property
+    def criterion(self) -> Alg:
+        """`alg`."""
+        return self.alg
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """All that reach the threshold, at least one."""
+        """All positions that reach the threshold, at least one."""
         one = jnp.ones(score.shape[:1], jnp.int32)
         return best(score, one) | (score >= self.threshold)
 
@@ -87,17 +81,6 @@ class Factor(UntilDone):
         super().__post_init__()
         if not self.factor > 0:
             raise ValueError(f"factor={self.factor} must be positive")
-
-    def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
-        """Probability of the token."""
-        return score_by("prob", logits, token, self, canvas)
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None

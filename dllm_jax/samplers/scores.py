@@ -1,7 +1,7 @@
 """How sure the model is of a token: probability, margin, negative entropy. Larger is surer.
 
-`logits` are float32, -inf where a token is ruled out; the softmax runs over everything that is left, the
-mask token included, so a position where the model would rather say [MASK] is not called certain.
+`logits` are float32, -inf where a token is ruled out. The softmax runs over all other tokens, [MASK]
+included, so a position where the model prefers [MASK] does not count as certain.
 """
 
 import jax
