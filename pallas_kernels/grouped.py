@@ -12,7 +12,7 @@ KeyMask = Bool[Array, "b s"] | Bool[Array, "b k s"]
 KeyMaskShape = Bool[Shapes, "b s"] | Bool[Shapes, "b k s"]
 
 
-def checked(
+def check_shapes(
     q: Float[Shapes, "b q h d"],
     k: Float[Shapes, "b s k d"],
     mask: KeyMaskShape | None,
@@ -91,7 +91,9 @@ def product(x: Float[Array, "*b r c"], y: Float[Array, "*b y z"], axis: int) -> 
     )
 
 
-def served(widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[Array, "..."]) -> None:
+def check_supported(
+    widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[Array, "..."]
+) -> None:
     """Refuses what a kernel for these head widths does not serve.
 
     Raises:

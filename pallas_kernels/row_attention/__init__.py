@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
-from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.grouped import KeyMask, KeyMaskShape, check_shapes
 from pallas_kernels.row_attention import xla
 from pallas_kernels.row_attention.reference import RowAttention
 
@@ -37,7 +37,7 @@ def row_attention(
       lengths: each kv head may read its first `lengths` slots; None means all.
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     return OPERATION.run((q, k, v, mask, lengths), {}, implementation)
 
 
@@ -49,5 +49,5 @@ def explain(
     lengths: Int[Shapes, "b k"] | None = None,
 ) -> dict[Platform, str]:
     """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     return OPERATION.explain((q, k, v, mask, lengths), {})

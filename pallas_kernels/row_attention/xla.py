@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, scores, visible
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, scores, visible
 from pallas_kernels.row_attention import online, reference
 from pallas_kernels.row_attention.reference import RowAttention, shaped
 
@@ -23,7 +23,7 @@ def row_attention(
 
     K and V are sliced, never copied or padded: the last tile begins early and skips what was seen.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     slots = k.shape[1]
     if not slots:
         return reference.row_attention(q, k, v)

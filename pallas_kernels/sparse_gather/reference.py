@@ -20,7 +20,7 @@ def sparse_gather(
     Raises:
       ValueError: shapes that do not go together.
     """
-    checked(k, v, index)
+    check_shapes(k, v, index)
     slots = k.shape[1]
     place = jnp.swapaxes(index, 1, 2)[..., None]
     row = jnp.minimum(place, slots - 1)
@@ -28,7 +28,9 @@ def sparse_gather(
     return take(k), take(v)
 
 
-def checked(k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]) -> None:
+def check_shapes(
+    k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]
+) -> None:
     """Refuses what does not go together.
 
     Raises:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.token_confidence import online
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked, product
+from pallas_kernels.token_confidence.reference import TokenConfidence, product, vocabulary_size
 
 TOKENS, DEPTH = 128, 64  # of a tile: tokens, and width read at a time
 LEAST_ROWS, MOST_ROWS = 16, 64  # 16 is what tensor cores take at least
@@ -35,7 +35,7 @@ def token_confidence(
       NotImplementedError: no rows, the width is no multiple of 64, the head has fewer than 128 rows, or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     row_tile = _row_tile(rows, head)
     padded = jnp.pad(rows, ((0, -rows.shape[0] % row_tile), (0, 0)))

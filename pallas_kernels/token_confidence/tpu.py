@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.token_confidence import online
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked, product
+from pallas_kernels.token_confidence.reference import TokenConfidence, product, vocabulary_size
 
 LANES, SUBLANES = 128, 16  # 16 rows are one bfloat16 tile, two float32 tiles
 TILE_BYTES = 2**22  # one tile of rows or of the head; each is held twice, to load the next one meanwhile
@@ -30,7 +30,7 @@ def token_confidence(
       NotImplementedError: no rows; the width is no multiple of 128, or 128 rows of it exceed 4 MiB; or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     row_tile, tile = _tiles(rows, head, valid)
     count, width = rows.shape
