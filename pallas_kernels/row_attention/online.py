@@ -10,7 +10,7 @@ from pallas_kernels.grouped import product
 LOWEST = -1e30  # below any score, and still finite when subtracted
 
 
-class Running(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Sums over the tiles seen, per row.
 
     Attributes:
@@ -24,20 +24,20 @@ class Running(NamedTuple):
     out: Float[Array, "*b r d"]
 
 
-def start(shape: tuple[int, ...]) -> Running:
+def init(shape: tuple[int, ...]) -> OnlineSoftmax:
     """Nothing seen yet, for rows [*b r d]."""
     column = (*shape[:-1], 1)
-    return Running(
+    return OnlineSoftmax(
         jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros(shape, jnp.float32)
     )
 
 
-def seen(
-    before: Running,
+def update(
+    before: OnlineSoftmax,
     scores: Float[Array, "*b r t"],
     visible: Bool[Array, "*#b #r t"],
     v: Float[Array, "*b t d"],
-) -> Running:
+) -> OnlineSoftmax:
     """With one more tile.
 
     Args:
@@ -49,21 +49,21 @@ def seen(
     top = jnp.maximum(before.top, jnp.max(jnp.where(visible, scores, LOWEST), axis=-1, keepdims=True))
     scale = jnp.exp(before.top - top)
     weight = jnp.where(visible, jnp.exp(scores - top), 0.0)
-    return Running(
+    return OnlineSoftmax(
         top=top,
         total=before.total * scale + jnp.sum(weight, axis=-1, keepdims=True),
         out=before.out * scale + product(weight.astype(v.dtype), v, 0),
     )
 
 
-def merged(parts: Running) -> Running:
+def merge(parts: OnlineSoftmax) -> OnlineSoftmax:
     """One from those of several ranges of slots, stacked on the first axis."""
     top = jnp.max(parts.top, axis=0)
     scale = jnp.exp(parts.top - top)
-    return Running(top, jnp.sum(parts.total * scale, axis=0), jnp.sum(parts.out * scale, axis=0))
+    return OnlineSoftmax(top, jnp.sum(parts.total * scale, axis=0), jnp.sum(parts.out * scale, axis=0))
 
 
-def outcome(running: Running) -> tuple[Float[Array, "*b r d"], Float[Array, "*b r 1"]]:
+def finalize(running: OnlineSoftmax) -> tuple[Float[Array, "*b r d"], Float[Array, "*b r 1"]]:
     """Attention and log-sum-exp, once all tiles are seen; 0 and -inf for rows that saw nothing."""
     some = running.total > 0
     safe = jnp.where(some, running.total, 1.0)

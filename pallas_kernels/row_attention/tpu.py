@@ -42,7 +42,7 @@ def row_attention(
     row_tile = min(MOST_ROWS, pl.cdiv(rows.shape[2], SUBLANES) * SUBLANES)
     tile = min(MOST_SLOTS, pl.cdiv(slots, LANES) * LANES)
     of_rows = lambda width: pl.BlockSpec((1, 1, row_tile, width), lambda b, h, i, j, ends: (b, h, i, 0))
-    state = jax.eval_shape(functools.partial(online.start, (row_tile, head)))
+    state = jax.eval_shape(functools.partial(online.init, (row_tile, head)))
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile, masked=allowed is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -84,19 +84,19 @@ def _kernel(ends_ref, q_ref, k_ref, v_ref, *rest, tile, masked):
 
     @pl.when(j == 0)
     def _():
-        _store(running, online.start(running[-1].shape))
+        _store(running, online.init(running[-1].shape))
 
     @pl.when(j * tile < end)
     def _():
         v = v_ref[0, 0]
         seen, readable = _visible(mask_ref, end - j * tile, v.shape)
         v = jnp.where(readable, v, jnp.zeros_like(v))  # 0 * NaN is NaN
-        before = online.Running(*(ref[...] for ref in running))
-        _store(running, online.seen(before, scores(q_ref[0, 0], k_ref[0, 0]), seen, v))
+        before = online.OnlineSoftmax(*(ref[...] for ref in running))
+        _store(running, online.update(before, scores(q_ref[0, 0], k_ref[0, 0]), seen, v))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        out, lse = online.outcome(online.Running(*(ref[...] for ref in running)))
+        out, lse = online.finalize(online.OnlineSoftmax(*(ref[...] for ref in running)))
         out_ref[0, 0] = out.astype(out_ref.dtype)
         lse_ref[0, 0] = lse
 

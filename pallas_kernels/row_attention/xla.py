@@ -36,11 +36,11 @@ def row_attention(
         seen = jax.lax.dynamic_slice_in_dim(allowed, begin, tile, axis=2)
         seen = seen & (begin + jnp.arange(tile) >= first)
         values = jnp.where(seen[..., None], part(v), 0)
-        return online.seen(running, scores(rows, part(k)), seen[:, :, None], values), None
+        return online.update(running, scores(rows, part(k)), seen[:, :, None], values), None
 
     firsts = jnp.arange(0, slots, tile, dtype=jnp.int32)
     if slots <= tile:
-        running, _ = step(online.start(rows.shape), firsts[0])
+        running, _ = step(online.init(rows.shape), firsts[0])
     else:
-        running, _ = jax.lax.scan(step, online.start(rows.shape), firsts)
-    return shaped(q, *online.outcome(running))
+        running, _ = jax.lax.scan(step, online.init(rows.shape), firsts)
+    return shaped(q, *online.finalize(running))

@@ -40,7 +40,7 @@ def token_confidence(
     row_tile = _row_tile(rows, head)
     padded = jnp.pad(rows, ((0, -rows.shape[0] % row_tile), (0, 0)))
     tiles = pl.cdiv(valid, TOKENS)
-    state = jax.eval_shape(functools.partial(online.start, padded.shape[0]))
+    state = jax.eval_shape(functools.partial(online.init, padded.shape[0]))
     parts = pl.pallas_call(
         functools.partial(_kernel, valid=valid, forbidden=forbidden),
         grid=(tiles, padded.shape[0] // row_tile),
@@ -51,7 +51,7 @@ def token_confidence(
         interpret=interpret,
         name="token_confidence",
     )(padded, head)
-    outcome = online.outcome(online.merged(online.Running(*parts)))
+    outcome = online.finalize(online.merge(online.OnlineConfidence(*parts)))
     return TokenConfidence(*(x[: rows.shape[0]].reshape(hidden.shape[:-1]) for x in outcome))
 
 
@@ -66,7 +66,7 @@ def _kernel(rows_ref, head_ref, *parts, valid, forbidden):
 
     logits = jax.lax.fori_loop(0, rows_ref.shape[1] // DEPTH, add, jnp.zeros(shape, jnp.float32))
     ids = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    running = online.seen(online.start(shape[0]), logits, ids, first, valid, forbidden)
+    running = online.update(online.init(shape[0]), logits, ids, first, valid, forbidden)
     for ref, value in zip(parts, running, strict=True):
         ref[0] = value
 

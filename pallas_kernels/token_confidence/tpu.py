@@ -61,16 +61,16 @@ def _kernel(rows_ref, head_ref, token_ref, p_ref, margin_ref, entropy_ref, *runn
 
     @pl.when(j == 0)
     def _():
-        _store(running, online.start(rows_ref.shape[0]))
+        _store(running, online.init(rows_ref.shape[0]))
 
     logits = product(rows_ref[...], head_ref[...])
     ids = j * tile + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    before = online.Running(*(ref[...] for ref in running))
-    _store(running, online.seen(before, logits, ids, 0, valid, forbidden))
+    before = online.OnlineConfidence(*(ref[...] for ref in running))
+    _store(running, online.update(before, logits, ids, 0, valid, forbidden))
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        outcome = online.outcome(online.Running(*(ref[...] for ref in running)))
+        outcome = online.finalize(online.OnlineConfidence(*(ref[...] for ref in running)))
         _store((token_ref, p_ref, margin_ref, entropy_ref), outcome)
 
 
@@ -79,8 +79,8 @@ def _store(refs, values):
         ref[...] = value
 
 
-def _state(rows: int) -> online.Running:
-    return jax.eval_shape(functools.partial(online.start, rows))
+def _state(rows: int) -> online.OnlineConfidence:
+    return jax.eval_shape(functools.partial(online.init, rows))
 
 
 def _tiles(rows: Float[Array, "r m"], head: Float[Array, "v m"], valid: int) -> tuple[int, int]:

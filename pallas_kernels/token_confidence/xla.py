@@ -30,8 +30,8 @@ def token_confidence(
         begin = jnp.minimum(first, last)
         logits = product(rows, jax.lax.dynamic_slice_in_dim(head, begin, tile))
         ids = jnp.broadcast_to(begin + jnp.arange(tile, dtype=jnp.int32), logits.shape)
-        return online.seen(running, logits, ids, first, valid, forbidden), None
+        return online.update(running, logits, ids, first, valid, forbidden), None
 
     firsts = jnp.arange(0, valid, tile, dtype=jnp.int32)
-    running, _ = jax.lax.scan(step, online.start(rows.shape[0]), firsts)
-    return TokenConfidence(*(x.reshape(hidden.shape[:-1]) for x in online.outcome(running)))
+    running, _ = jax.lax.scan(step, online.init(rows.shape[0]), firsts)
+    return TokenConfidence(*(x.reshape(hidden.shape[:-1]) for x in online.finalize(running)))
