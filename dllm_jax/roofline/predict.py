@@ -19,7 +19,7 @@ USABLE = 0.92  # of the memory: the rest is the runtime's, and lost between allo
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes that a generation holds at once.
 
     Attributes:
@@ -72,7 +72,7 @@ class Work:
     """
 
     steps: tuple[tuple[Step, Number, Cost], ...]
-    memory: Memory
+    memory: MemoryUse
     tokens: int
 
     def on(self, hardware: Hardware) -> Prediction:
@@ -117,7 +117,7 @@ def work(
 
 def memory(
     spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, Number]
-) -> Memory:
+) -> MemoryUse:
     """What a generation holds at once; arguments as in `work`."""
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
@@ -127,7 +127,7 @@ def memory(
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     scores = min(SCORE_BYTES, 4 * batch * spec.heads * layout.length**2)
     widest = max(step.rows * row + step.scratch for step in steps)
-    return Memory(
+    return MemoryUse(
         weights=itemsize * (spec.layers * layer_size(spec) + tables),
         cache=sum(a.size * a.dtype.itemsize for a in cache),
         workspace=batch * (widest + logits) + 2 * scores,

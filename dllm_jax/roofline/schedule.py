@@ -122,7 +122,7 @@ def _prefill(policy: p.DKVPrefill, at: Setting) -> Iterator[Step]:
 def _branches(policy: p.DLLMCache, at: Setting) -> Iterator[Step]:
     """Response rows get new values; some of them, in the first layer all, pass through whole layers."""
     layout, n, width = at.layout, at.spec.layers, policy.widths(at.layout)[0]
-    store = statistical.kept(policy, at) if isinstance(policy, p.MaskKV) else statistical.Kept.all(at)
+    store = statistical.kept(policy, at) if isinstance(policy, p.MaskKV) else statistical.KeptCost.dense(at)
     few = width - layout.response + int(layout.response * policy.ratio)
     some = few + (width - few) / n
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)

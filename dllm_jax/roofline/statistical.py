@@ -13,7 +13,7 @@ from dllm_jax.roofline.steps import Number, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptCost:
     """What dLLM-Cache's layer attends to between prompt refreshes, and the refresh that renews it.
 
     Attributes:
@@ -27,13 +27,13 @@ class Kept:
     refresh: Step
 
     @staticmethod
-    def all(at: Setting) -> "Kept":
+    def dense(at: Setting) -> "KeptCost":
         """The dense cache."""
         length = at.layout.length
-        return Kept(length, 0, at.whole(length))
+        return KeptCost(length, 0, at.whole(length))
 
 
-def kept(policy: p.MaskKV, at: Setting) -> Kept:
+def kept(policy: p.MaskKV, at: Setting) -> KeptCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
     A refresh copies prompt and response, and computes the scores once more for the votes.
@@ -46,7 +46,7 @@ def kept(policy: p.MaskKV, at: Setting) -> Kept:
     again = at.again(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
     refresh = at.whole(budget + layout.response, moved=moved, products=again)
-    return Kept(unpacked + layout.response, 2 * unpacked, refresh)
+    return KeptCost(unpacked + layout.response, 2 * unpacked, refresh)
 
 
 def elastic(policy: p.ElasticCache, at: Setting) -> Iterator[Step]:
