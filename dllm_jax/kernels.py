@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax import attention as plain
 from dllm_jax.attention import Mask
 from pallas_kernels import Implementation, Operation, received_attention, row_attention
-from pallas_kernels.choice import Platform, Shapes
+from pallas_kernels.choice import Platform
 from pallas_kernels.row_attention import RowAttention
 
+Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are looked at
 SEAMS: tuple[Operation, ...] = (
     row_attention.OPERATION,
     received_attention.RECEIVED,

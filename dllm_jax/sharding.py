@@ -68,13 +68,6 @@ def sharding(spec: ModelSpec, axes: str, mesh: Mesh) -> NamedSharding:
     return NamedSharding(automatic(mesh), partition(spec, axes, mesh))
 
 
-def shardings(spec: ModelSpec, mesh: Mesh) -> dict[str, NamedSharding | dict[str, NamedSharding]]:
-    """The tree of shardings of all parameters, shaped like `dllm_jax.parameters.Params`."""
-    flat = {leaf: sharding(spec, AXES[leaf], mesh) for leaf in leaves(spec)}
-    layers = {leaf: where for leaf, where in flat.items() if AXES[leaf].startswith("n")}
-    return {"layers": layers} | {leaf: where for leaf, where in flat.items() if leaf not in layers}
-
-
 def automatic(mesh: Mesh) -> Mesh:
     """The same devices with Auto axes: the compiler partitions the model, its code names no mesh axis."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -13,7 +13,6 @@ from pallas_kernels.refused import refuse
 
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
-Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are looked at
 
 log = logging.getLogger(__name__)
 

@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 KeyMask = Bool[Array, "b s"] | Bool[Array, "b k s"]
-KeyMaskShape = Bool[Shapes, "b s"] | Bool[Shapes, "b k s"]
 
 
 def check_shapes(
-    q: Float[Shapes, "b q h d"],
-    k: Float[Shapes, "b s k d"],
-    mask: KeyMaskShape | None,
-    lengths: Int[Shapes, "b k"] | None,
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    mask: KeyMask | None,
+    lengths: Int[Array, "b k"] | None,
 ) -> None:
     """Refuses what does not go together.
 

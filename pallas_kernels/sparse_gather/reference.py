@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 def sparse_gather(
     k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]
@@ -28,9 +26,7 @@ def sparse_gather(
     return take(k), take(v)
 
 
-def check_shapes(
-    k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]
-) -> None:
+def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
     """Refuses what does not go together.
 
     Raises:

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 class TokenConfidence(NamedTuple):
     """The best token of each row and three confidences, larger = surer, as in `dllm_jax.samplers.scores`.
@@ -72,7 +70,7 @@ def _at(values: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array,
     return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
 
 
-def vocabulary_size(head: Float[Shapes, "v m"], valid: int | None, forbidden: int | None) -> int:
+def vocabulary_size(head: Float[Array, "v m"], valid: int | None, forbidden: int | None) -> int:
     """How many rows of the head are tokens: `valid`, or all of them.
 
     Raises:

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 def topk_evict(
     score: Float[Array, "b k l"],
@@ -55,7 +53,7 @@ def pooled(
     return index, jnp.where(members[:, None], best, -jnp.inf)
 
 
-def check_options(score: Float[Shapes, "b k l"], width: int, pool: int) -> None:
+def check_options(score: Float[Array, "b k l"], width: int, pool: int) -> None:
     """Refuses what has no meaning.
 
     Raises:
