@@ -1,7 +1,8 @@
 """A generation's steps, what they cost, what has to fit into memory, and how long it takes at least."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from dllm_jax.query_chunks import SCORE_BYTES
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.schedule import schedule
 from dllm_jax.roofline.setting import Assumed
-from dllm_jax.roofline.steps import Cost, Number, Step, cost, layer_size
+from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
 from dllm_jax.spec import ModelSpec
 
 USABLE = 0.92  # of the memory: the rest is the runtime's, and lost between allocations
@@ -28,12 +29,12 @@ class MemoryUse:
       workspace: activations of one layer of the widest step, a chunk of scores, logits: an estimate.
     """
 
-    weights: Number
-    cache: Number
-    workspace: Number
+    weights: float
+    cache: float
+    workspace: float
 
     @property
-    def total(self) -> Number:
+    def total(self) -> float:
         """All of it."""
         return self.weights + self.cache + self.workspace
 
@@ -61,26 +62,40 @@ class Prediction:
     memory_bound: float
 
 
+class Counted(NamedTuple):
+    """A kind of step.
+
+    Attributes:
+      step: what it is.
+      count: how many there are; not whole where a share of steps was assumed.
+      cost: of one.
+    """
+
+    step: Step
+    count: float
+    cost: Cost
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A generation of a batch, in steps.
 
     Attributes:
-      steps: each kind with how many there are and what one costs.
+      steps: each kind once.
       memory: what has to fit.
       tokens: response tokens of the batch.
     """
 
-    steps: tuple[tuple[Step, Number, Cost], ...]
+    steps: tuple[Counted, ...]
     memory: MemoryUse
     tokens: int
 
     def on(self, hardware: Hardware) -> Prediction:
         """Times at the full rates of the hardware."""
-        timed = [(step, count, price.seconds(hardware)) for step, count, price in self.steps]
-        total = sum(count * seconds for _, count, seconds in timed)
-        waiting = sum(count * p.seconds(hardware) for _, count, p in self.steps if p.memory_bound(hardware))
-        whole, part = (_mean([t for t in timed if t[0].whole is kind]) for kind in (True, False))
+        total = _seconds(self.steps, hardware)
+        waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
+        whole = _mean_ms([kind for kind in self.steps if kind.step.whole], hardware)
+        part = _mean_ms([kind for kind in self.steps if not kind.step.whole], hardware)
         assert whole is not None, "every generation begins with a whole step"
         return Prediction(whole, part, total, 1e3 * total / self.tokens, waiting / total)
 
@@ -91,7 +106,7 @@ def work(
     layout: Layout,
     batch: int = 1,
     dtype: Any = jnp.bfloat16,
-    assumed: Assumed = Assumed(),  # noqa: B008 (frozen)
+    assumed: Assumed = Assumed(),
 ) -> Work:
     """What a generation with a fixed schedule has to do.
 
@@ -111,12 +126,12 @@ def work(
         raise ValueError(f"batch={batch} must be at least 1")
     itemsize = jnp.dtype(dtype).itemsize
     counts = schedule(policy, spec, layout, assumed)
-    steps = tuple((step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
+    steps = tuple(Counted(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     return Work(steps, memory(spec, policy, layout, batch, dtype, counts), batch * layout.response)
 
 
 def memory(
-    spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, Number]
+    spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, float]
 ) -> MemoryUse:
     """What a generation holds at once; arguments as in `work`."""
     itemsize = jnp.dtype(dtype).itemsize
@@ -134,7 +149,12 @@ def memory(
     )
 
 
-def _mean(timed: list[tuple[Step, Number, float]]) -> float | None:
-    """Milliseconds of a step, weighted by how many there are."""
-    count = sum(count for _, count, _ in timed)
-    return 1e3 * sum(count * seconds for _, count, seconds in timed) / count if count else None
+def _seconds(kinds: Iterable[Counted], hardware: Hardware) -> float:
+    """Seconds of all steps of these kinds."""
+    return sum(kind.count * kind.cost.seconds(hardware) for kind in kinds)
+
+
+def _mean_ms(kinds: list[Counted], hardware: Hardware) -> float | None:
+    """Milliseconds of the average step of these kinds, None if there is none."""
+    count = sum(kind.count for kind in kinds)
+    return 1e3 * _seconds(kinds, hardware) / count if count else None
