@@ -9,6 +9,7 @@ from tests.checkpoints import tiny, write_hf
 
 PROGRAM = """
 import sys
+import chex
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def check(path, alone, mesh):
     assert local(layers["k"]) == (3, 32, kv if kv % ways else kv // ways, 8)
     assert local(layers["down"]) == (3, 48 // ways, 32)
     assert local(layers["mlp_norm"]) == (3, 32)
-    assert jax.tree.all(jax.tree.map(same, alone.params, model.params))
+    chex.assert_trees_all_equal(alone.params, model.params, strict=True)
     return model
 
 
