@@ -28,7 +28,7 @@ class OnlineLayers(UniformLayers):
       groups: the groups of layers and their base share; no importance, which is measured.
     """
 
-    groups: BoundaryMiddle = BoundaryMiddle()  # noqa: RUF009 (frozen)
+    groups: BoundaryMiddle = BoundaryMiddle()
 
     online: ClassVar[bool] = True
 

@@ -48,9 +48,9 @@ class MaskKV(DLLMCache):
     prompt_every: int = 50
     response_every: int = 5
     budget: int = 256
-    layers: eviction.UniformLayers = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
-    heads: eviction.EvenHeads = eviction.PromptPreference()  # noqa: RUF009 (frozen)
-    votes: eviction.MaskVotes = eviction.MaskVotes()  # noqa: RUF009 (frozen)
+    layers: eviction.UniformLayers = eviction.BoundaryMiddle()
+    heads: eviction.EvenHeads = eviction.PromptPreference()
+    votes: eviction.MaskVotes = eviction.MaskVotes()
     exact: bool = True
     reselect: bool = False
 

@@ -13,7 +13,7 @@ from dllm_jax.layout import Layout
 from dllm_jax.policies.dkv import Delayed
 from dllm_jax.roofline import statistical
 from dllm_jax.roofline.setting import Assumed, Setting
-from dllm_jax.roofline.steps import Number, Step
+from dllm_jax.roofline.steps import Step
 from dllm_jax.spec import ModelSpec
 
 
@@ -21,15 +21,15 @@ def schedule(
     policy: p.Policy,
     spec: ModelSpec,
     layout: Layout,
-    assumed: Assumed = Assumed(),  # noqa: B008 (frozen)
-) -> dict[Step, Number]:
+    assumed: Assumed = Assumed(),
+) -> dict[Step, float]:
     """Steps of each kind in a generation of `layout.steps` steps, none of which ends early.
 
     Raises:
       NotImplementedError: for a policy that is not one of `policies.ALL`'s classes.
     """
     at = Setting(spec, layout, assumed)
-    counts: dict[Step, Number] = collections.defaultdict(int)
+    counts: dict[Step, float] = collections.defaultdict(int)
     for step in _steps(policy, at):
         counts[step] += 1
     if isinstance(policy, p.ElasticCache) and assumed.widened:

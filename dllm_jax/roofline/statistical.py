@@ -9,7 +9,7 @@ from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.drift import KeyCosine
 from dllm_jax.roofline.setting import Setting
-from dllm_jax.roofline.steps import Number, Step
+from dllm_jax.roofline.steps import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class KeptCost:
       refresh: a prompt refresh.
     """
 
-    slots: Number
-    moved: Number
+    slots: float
+    moved: float
     refresh: Step
 
     @staticmethod
@@ -68,7 +68,7 @@ def drifting(policy: p.ElasticCache, at: Setting, step: Step) -> Step:
     return dataclasses.replace(step, moved=1.5 * length, products=products)
 
 
-def widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, Number]) -> dict[Step, Number]:
+def widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
     """A share of every step that is not whole counted as one over the canvas."""
     found, share = dict(counts), at.assumed.widened
     whole = drifting(policy, at, at.whole(at.layout.length))
