@@ -67,10 +67,10 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recording(Block):
-    """A block that notes which operations are called.
+    """A block that records which operations are called.
 
     Attributes:
-      calls: what was called so far.
+      calls: those made so far.
     """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
@@ -117,10 +117,10 @@ class Recording(Block):
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
     """Which implementation attention, and what is read from it, takes in a generation on each platform.
 
-    Every kind of step is traced and what its layers call is noted; nothing is computed or compiled.
+    Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.
 
     Args:
-      model: from `load`; its `implementation` counts.
+      model: from `load`; its `implementation` is respected.
       batch: sequences, twice as many with guidance.
       layout: geometry of the generation.
       policy: None is the exact decoder.

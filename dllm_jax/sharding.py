@@ -1,4 +1,4 @@
-"""Where parameters lie on a mesh: one table from parameter to axes, one rule from axes to mesh axes."""
+"""Placement of parameters on a mesh: a table from parameter to axes, a rule from axes to mesh axes."""
 
 import jax
 import numpy as np

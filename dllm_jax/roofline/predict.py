@@ -1,4 +1,4 @@
-"""A generation's steps, what they cost, what has to fit into memory, and how long it takes at least."""
+"""A generation's steps, their cost, its memory, and a lower bound on its time."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
 from dllm_jax.spec import ModelSpec
 
-USABLE = 0.92  # of the memory: the rest is the runtime's, and lost between allocations
+USABLE = 0.92  # share of the memory; the rest goes to the runtime and to fragmentation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class MemoryUse:
         return self.weights + self.cache + self.workspace
 
     def fits(self, hardware: Hardware) -> bool:
-        """It takes at most `USABLE` of the capacity."""
+        """Whether it takes at most `USABLE` of the capacity."""
         return self.total <= USABLE * hardware.capacity
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The least a generation takes.
+    """Lower bounds on the time of a generation.
 
     Attributes:
       whole_ms: a step that recomputes the canvas.
@@ -82,7 +82,7 @@ class Work:
 
     Attributes:
       steps: each kind once.
-      memory: what has to fit.
+      memory: what must fit.
       tokens: response tokens of the batch.
     """
 

@@ -1,4 +1,4 @@
-"""Which kinds of steps a policy's generation consists of, and how many of each."""
+"""The kinds of steps in a policy's generation, and how many of each."""
 
 import collections
 import dataclasses
@@ -67,7 +67,7 @@ def _per_block(policy, at: Setting) -> Iterator[Step]:
 def _sparse(policy: p.SparseDLLM, at: Setting) -> Iterator[Step]:
     """Whole steps, the last of which fills the store; then the block behind a copy of what is stored.
 
-    All whole steps read the keys once more for scores, and take out what may be stored.
+    All whole steps read the keys once more for scores, and extract what may be stored.
     """
     layout = at.layout
     made = jax.eval_shape(lambda: policy.init(at.spec, layout, 1, jnp.bfloat16))

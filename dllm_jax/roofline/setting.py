@@ -1,4 +1,4 @@
-"""What a schedule depends on besides the policy, and the two kinds of steps it is made of."""
+"""Inputs of a schedule other than the policy, and constructors for its steps."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ from dllm_jax.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """What is decided by data during a run.
+    """What the data decides during a run.
 
     Attributes:
       widened: share of the layers that Elastic-Cache recomputes in full after drift, averaged over its
-        steps; 0 is the least.
+        steps; at least 0.
       nucleus: share of the canvas in d2Cache's nucleus; None takes the policy's p, as if influence were
-        uniform: the most there can be.
-      uneven: pairs that the widest head of a layer keeps over the average of its heads in MaskKV; 1 is the
-        least.
+        uniform: an upper bound.
+      uneven: pairs that the widest head of a layer keeps over the average of its heads in MaskKV; at
+        least 1.
     """
 
     widened: float = 0

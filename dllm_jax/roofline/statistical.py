@@ -1,4 +1,4 @@
-"""Steps of the policies that read attention itself: what their statistics move and compute besides."""
+"""Steps of the policies that read attention itself, with what their statistics move and compute."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

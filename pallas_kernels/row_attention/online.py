@@ -1,4 +1,4 @@
-"""What is carried from one tile of slots to the next; the same for every implementation."""
+"""Online softmax over tiles of slots, shared by every implementation."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def init(shape: tuple[int, ...]) -> OnlineSoftmax:
-    """Nothing seen yet, for rows [*b r d]."""
+    """The state before the first tile, for rows [*b r d]."""
     column = (*shape[:-1], 1)
     return OnlineSoftmax(
         jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros(shape, jnp.float32)
@@ -38,10 +38,10 @@ def update(
     visible: Bool[Array, "*#b #r t"],
     v: Float[Array, "*b t d"],
 ) -> OnlineSoftmax:
-    """With one more tile.
+    """The state with one more tile.
 
     Args:
-      before: the other tiles.
+      before: the state of the other tiles.
       scores: anything where not visible.
       visible: slots that are new and may be attended to.
       v: their values, finite where no row may attend.
@@ -57,14 +57,14 @@ def update(
 
 
 def merge(parts: OnlineSoftmax) -> OnlineSoftmax:
-    """One from those of several ranges of slots, stacked on the first axis."""
+    """One state from those of several ranges of slots, stacked on the first axis."""
     top = jnp.max(parts.top, axis=0)
     scale = jnp.exp(parts.top - top)
     return OnlineSoftmax(top, jnp.sum(parts.total * scale, axis=0), jnp.sum(parts.out * scale, axis=0))
 
 
 def finalize(running: OnlineSoftmax) -> tuple[Float[Array, "*b r d"], Float[Array, "*b r 1"]]:
-    """Attention and log-sum-exp, once all tiles are seen; 0 and -inf for rows that saw nothing."""
+    """Attention and log-sum-exp after the last tile; 0 and -inf for rows that may attend to nothing."""
     some = running.total > 0
     safe = jnp.where(some, running.total, 1.0)
     return running.out / safe, jnp.where(some, running.top + jnp.log(safe), -jnp.inf)

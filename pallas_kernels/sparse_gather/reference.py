@@ -27,7 +27,7 @@ def sparse_gather(
 
 
 def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
-    """Refuses what does not go together.
+    """Refuses arrays whose shapes do not fit together.
 
     Raises:
       ValueError: keys and values of different shape, indices of other rows or heads, or no slots.

@@ -1,4 +1,4 @@
-"""What is carried from one vocabulary tile to the next; the same for every implementation."""
+"""Confidence accumulated over vocabulary tiles, shared by every implementation."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class OnlineConfidence(NamedTuple):
 
 
 def init(rows: int) -> OnlineConfidence:
-    """Nothing seen yet."""
+    """The state before the first tile."""
     column = lambda value: jnp.full((rows, 1), value, jnp.float32)
     nothing = column(-jnp.inf)
     token = jnp.zeros((rows, 1), jnp.int32)
@@ -45,10 +45,10 @@ def update(
     valid: int,
     forbidden: int | None,
 ) -> OnlineConfidence:
-    """With one more tile.
+    """The state with one more tile.
 
     Args:
-      before: the tiles with lower ids.
+      before: the state of the tiles with lower ids.
       logits: of this tile; anything where ids lie outside of [first, valid).
       ids: tokens of the tile.
       first: lowest id that is new.
@@ -79,7 +79,7 @@ def update(
 
 
 def merge(parts: OnlineConfidence) -> OnlineConfidence:
-    """One from those of several ranges of tokens [n r 1], the ranges ascending."""
+    """One state from those of several ranges of tokens [n r 1], the ranges ascending."""
     first = jnp.argmax(parts.best, axis=0, keepdims=True)
     winner = jnp.arange(parts.best.shape[0])[:, None, None] == first
     top = jnp.max(parts.top, axis=0)
@@ -98,7 +98,7 @@ def merge(parts: OnlineConfidence) -> OnlineConfidence:
 def finalize(
     running: OnlineConfidence,
 ) -> tuple[Int[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"]]:
-    """Token, probability, margin and negative entropy, once all tiles are seen."""
+    """Token, probability, margin and negative entropy after the last tile."""
     probability = jnp.exp(running.best - running.top) / running.total
     other = jnp.exp(running.second - running.top) / running.total
     entropy = running.weighted / running.total - jnp.log(running.total)

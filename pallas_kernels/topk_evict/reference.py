@@ -54,7 +54,7 @@ def pooled(
 
 
 def check_options(score: Float[Array, "b k l"], width: int, pool: int) -> None:
-    """Refuses what has no meaning.
+    """Refuses invalid options.
 
     Raises:
       ValueError: a width that is not positive, a window that is not odd, or scores that are not float32.
