@@ -8,7 +8,6 @@ made.
 """
 
 import dataclasses
-import datetime
 import json
 import platform
 import shutil
@@ -26,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dllm_jax import ModelSpec
-from dllm_jax.checkpoint.convert import LIBRARIES, library_version
+from dllm_jax.checkpoint.convert import LIBRARIES
 from dllm_jax.checkpoint.families import family_of, spec_to_config
 from dllm_jax.checkpoint.names import foreign_shape, units
 from dllm_jax.checkpoint.writer import plan, write
+from dllm_jax.provenance import now, versions
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 GIB = 2**30
@@ -149,9 +149,9 @@ def _report(spec: ModelSpec, shards: int, size: int, done: list[Measured], outpu
         f"{size / 1e9:.2f} GB in {shards} shards; limit for convert: {limit / GIB:.2f} GiB", table
     )
     run = {
-        "date": datetime.date.today().isoformat(),
+        "date": now(),
         "device": f"CPU, {platform.machine()}, {platform.system()}",
-        "versions": {"python": platform.python_version()} | {n: library_version(n) for n in LIBRARIES},
+        "versions": {"python": platform.python_version()} | versions(LIBRARIES),
         "dtype": str(BF16),
         "spec": dataclasses.asdict(spec),
         "shards": shards,

@@ -57,7 +57,7 @@ class Options:
     block: int = 32
     steps: int | None = None
     threshold: float | None = None
-    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()  # noqa: RUF009 (frozen)
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()
     out: Path | None = None
 
     def chosen(self) -> list[dj.policies.Policy]:

@@ -20,8 +20,8 @@ class Setting:
       variant: what sets it apart from the other settings of its policy, for figures.
     """
 
-    policy: p.Policy = p.Policy()  # noqa: RUF009 (frozen)
-    sampler: s.Sampler = s.Confidence()  # noqa: RUF009 (frozen)
+    policy: p.Policy = p.Policy()
+    sampler: s.Sampler = s.Confidence()
     divide_steps: int = 1
     whole: bool = False
     variant: str = ""

@@ -1,7 +1,6 @@
 """What bench/policies.py runs its settings on: the embedded models' tasks, and random weights."""
 
 import dataclasses
-import datetime
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from dllm_jax.chat import decode_answers
 from dllm_jax.eval.record import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.parameters import initialise
+from dllm_jax.provenance import now
 from dllm_jax.tasks import Chain, Example, FewShot, Task, exact, examples, needle, prompt_arrays
 
 CALIBRATION = 32  # prompts of a profile
@@ -58,7 +58,7 @@ class Workload:
             "layers": self.model.spec.layers,
             "width": self.model.spec.width,
             "model_sha256": self.sha256,
-            "date": datetime.date.today().isoformat(),
+            "date": now(),
         }
 
     def chunks(self) -> list[np.ndarray]:
@@ -110,7 +110,7 @@ def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Wo
         dj.presets.model_spec("llada-8b"), layers=layers, width=width, heads=width // 64,
         kv_heads=width // 64, head=64, hidden=3 * width, vocab=2048, mask_id=2047, eos_id=2046, eot_id=2045,
     )  # fmt: skip
-    params = jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, initialise(spec, jax.random.key(0)))
+    params = initialise(spec, jax.random.key(0), gain=3.0)
     tokens = np.random.default_rng(0).integers(0, 2000, (batch, prompt), dtype=np.int32)
     return Workload(f"random {layers}x{width}", dj.Model(params, spec), tokens, length, 32, batch, LONG)
 

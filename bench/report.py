@@ -1,6 +1,5 @@
 """Where results were taken, and how they are stored."""
 
-import datetime
 import functools
 import json
 import re
@@ -10,19 +9,21 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from dllm_jax.provenance import device, now
+
 
 def provenance(dtype: str) -> dict[str, Any]:
     """Device, driver where it is known, versions, date: goes into every result."""
-    device = jax.devices()[0]
+    where = device()
     return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "devices": jax.device_count(),
-        "driver": driver(device.platform),
+        "device": where.kind,
+        "platform": where.platform,
+        "devices": where.count,
+        "driver": driver(where.platform),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "dtype": dtype,
-        "date": datetime.date.today().isoformat(),
+        "date": now(),
     }
 
 

@@ -137,7 +137,7 @@ RECIPES = {
 def start(spec: ModelSpec) -> Params:
     """Initial parameters; a direction common to all tokens lets heads attend by position from the start."""
     key, common = jax.random.split(jax.random.key(0))
-    params = jax.tree.map(lambda p: INIT_GAIN * p if p.std() > 0 else p, initialise(spec, key))
+    params = initialise(spec, key, gain=INIT_GAIN)
     shift = INIT_GAIN * INIT_STD * jax.random.normal(common, (spec.width,))
     return params | {"embed": params["embed"] + shift}
 

@@ -1,12 +1,10 @@
 """`python -m dllm_jax`: converts the embedded checkpoints, answers prompts, prints what each policy costs."""
 
 import dataclasses
-import datetime
 import json
 import platform
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +14,7 @@ import rich.console
 import tyro
 from transformers import AutoTokenizer
 
-from dllm_jax import embedded
+from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
 from dllm_jax.demo import show
 from dllm_jax.demo.measure import Questions, Row, measure, questions
@@ -85,7 +83,8 @@ def main():
             console.print(show.table(rows, f"{title}, block {kind.block}"))
             tables.append(_report(name, kind, model, asked, rows))
         _denoising(console, model, tokenizer, asked, kind)
-    console.print(f"{jax.devices()[0].platform} ({jax.devices()[0].device_kind}), jax {jax.__version__}")
+    device = provenance.device()
+    console.print(f"{device.platform} ({device.kind}), jax {jax.__version__}")
     if options.json:
         options.json.write_text(json.dumps(_provenance(options) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {options.json}")
@@ -141,10 +140,10 @@ def _report(name: str, kind: Kind, model: Model, asked: Questions, rows: list[Ro
 def _provenance(options: Options) -> dict:
     return {
         "seed": options.seed,
-        "device": jax.devices()[0].device_kind,
+        "device": provenance.device().kind,
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "dllm-jax")},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": provenance.versions(("jax", "jaxlib", "flax", "dllm-jax")),
+        "date": provenance.now(),
     }
 
 

@@ -19,16 +19,32 @@ from dllm_jax.step import computed_rows, network
 from pallas_kernels import OPERATIONS, Operation, received_attention, row_attention
 
 
+class Taken(NamedTuple):
+    """What an operation takes on one platform.
+
+    Attributes:
+      operation: its name.
+      rows: query rows that it is called with.
+      platform: "cpu", "cuda" or "tpu".
+      implementation: what it takes, and why if that is not a kernel.
+    """
+
+    operation: str
+    rows: int
+    platform: str
+    implementation: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """A table; `print` it.
 
     Attributes:
-      rows: (operation, query rows that it is called with, platform, what it takes and why).
+      rows: one for each operation, number of query rows and platform.
       unused: (operation, why it is not called).
     """
 
-    rows: tuple[tuple[str, int, str, str], ...]
+    rows: tuple[Taken, ...]
     unused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
@@ -51,10 +67,10 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recording(Block):
-    """A block that notes which operations are called.
+    """A block that records which operations are called.
 
     Attributes:
-      calls: what was called so far.
+      calls: those made so far.
     """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
@@ -101,10 +117,10 @@ class Recording(Block):
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
     """Which implementation attention, and what is read from it, takes in a generation on each platform.
 
-    Every kind of step is traced and what its layers call is noted; nothing is computed or compiled.
+    Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.
 
     Args:
-      model: from `load`; its `implementation` counts.
+      model: from `load`; its `implementation` is respected.
       batch: sequences, twice as many with guidance.
       layout: geometry of the generation.
       policy: None is the exact decoder.
@@ -116,9 +132,9 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
     widths = (*policy.widths(layout), None) if policy.reuses else (None,)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
     rows = dict.fromkeys(
-        (call.operation.name, call.arrays[0].shape[1], platform, reason)
+        Taken(call.operation.name, call.arrays[0].shape[1], platform, implementation)
         for call in calls
-        for platform, reason in choices(*call, model.implementation).items()
+        for platform, implementation in choices(*call, model.implementation).items()
     )
     called = {call.operation.name for call in calls}
     seams = {operation.name for operation in SEAMS}

@@ -41,8 +41,8 @@ def generate(
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
-    policy: Policy = Policy(),  # noqa: B008 (frozen)
-    sampler: Sampler = Confidence(),  # noqa: B008 (frozen)
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
     key: Keys | None = None,
     noise: Noise | None = None,
     stop_at_eos: bool = False,
@@ -106,8 +106,8 @@ def infill(
     token_mask: ArrayLike | None = None,
     block: int | None = None,
     steps: int | None = None,
-    policy: Policy = Policy(),  # noqa: B008 (frozen)
-    sampler: Sampler = Confidence(),  # noqa: B008 (frozen)
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
     key: Keys | None = None,
     noise: Noise | None = None,
     trace: bool = False,

@@ -1,4 +1,4 @@
-"""What is done to small arrays on the host, because XLA would compile a program for each of their sizes."""
+"""Operations on small arrays done on the host, because XLA would compile a program for each size."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Attention and what is read from it by `pallas_kernels`, where that is asked for or measured to be faster.
+"""Attention and its statistics by `pallas_kernels`, where requested or measured to be faster.
 
-Kernels serve masks of one query row, which is what policies have but for padded batches of Dream; everything
-else, and what a kernel refuses, takes the functions of `dllm_jax.attention`.
+Kernels support masks of one query row, which all policies have except in padded batches of Dream. Everything
+else, and whatever a kernel refuses, uses the functions of `dllm_jax.attention`.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax import attention as plain
 from dllm_jax.attention import Mask
 from pallas_kernels import Implementation, Operation, received_attention, row_attention
-from pallas_kernels.choice import Platform, Shapes
+from pallas_kernels.choice import Platform
 from pallas_kernels.row_attention import RowAttention
 
+Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are looked at
 SEAMS: tuple[Operation, ...] = (
     row_attention.OPERATION,
     received_attention.RECEIVED,
@@ -62,9 +63,9 @@ def head_mean(
 
 
 def preferring(operation: Operation, implementation: Implementation | None) -> Operation:
-    """The operation that takes kernels where `implementation` says: everywhere, nowhere, or where faster.
+    """The operation with kernels where `implementation` says: everywhere, nowhere, or where faster.
 
-    With "pallas" CPUs interpret the TPU's kernel, and XLA does what a platform's kernel refuses.
+    With "pallas" CPUs interpret the TPU's kernel, and XLA handles what a platform's kernel refuses.
     """
     if implementation == "xla":
         return dataclasses.replace(operation, preferred=())
@@ -94,7 +95,7 @@ def choices(
 
 
 def _differs(mask: Bool[Shapes, "#b #k #q s"] | None) -> bool:
-    """Query rows see different slots, which no kernel serves."""
+    """Whether query rows see different slots, which no kernel supports."""
     return mask is not None and mask.shape[2] != 1
 
 

@@ -25,11 +25,11 @@ class Layer(nnx.Module):
     gate and up [m f], down [f m]; norms [m]; with `qkv_bias` also q_bias [h d], k_bias and v_bias [k d].
     """
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float = 1.0):
         m, h, k, d, f = spec.width, spec.heads, spec.kv_heads, spec.head, spec.hidden
 
         def kernel(*shape: int, std: float = INIT_STD) -> nnx.Param:
-            return nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype))
+            return nnx.Param(gain * (std * jax.random.normal(rngs.params(), shape, dtype)))
 
         out_std = INIT_STD / (2 * spec.layers) ** 0.5  # keeps the residual stream's variance flat in depth
         self.attn_norm = nnx.Param(jnp.ones((m,), dtype))
@@ -50,23 +50,35 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, `layers` stacked on a leading axis `n`, final norm and vocabulary head."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float = 1.0):
         @nnx.split_rngs(splits=spec.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(spec, dtype, rngs)
+            return Layer(spec, dtype, rngs, gain)
 
-        table = (spec.vocab, spec.width)
-        self.embed = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), table, dtype))
+        def table() -> nnx.Param:
+            shape = spec.vocab, spec.width
+            return nnx.Param(gain * (INIT_STD * jax.random.normal(rngs.params(), shape, dtype)))
+
+        self.embed = table()
         self.layers = stack(rngs)
         self.norm = nnx.Param(jnp.ones((spec.width,), dtype))
         if not spec.tied:
-            self.head = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), table, dtype))
+            self.head = table()
 
 
-def initialise(spec: ModelSpec, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Params:
-    """Random parameters (normal, std 0.02; output projections scaled by 1/sqrt(2n)), for training."""
-    return nnx.to_pure_dict(nnx.state(Decoder(spec, jnp.dtype(dtype), nnx.Rngs(params=key)), nnx.Param))
+def initialise(spec: ModelSpec, key: PRNGKeyArray, dtype: Any = jnp.float32, gain: float = 1.0) -> Params:
+    """Random parameters for training.
+
+    Args:
+      spec: the model.
+      key: of the matrices: normal, std 0.02 (output projections 0.02 / sqrt(2n)), times `gain`. Norms are
+        ones, biases zeros.
+      dtype: of all of them.
+      gain: above 1 for narrow models, which learn slowly from so small matrices.
+    """
+    rngs = nnx.Rngs(params=key)
+    return nnx.to_pure_dict(nnx.state(Decoder(spec, jnp.dtype(dtype), rngs, gain), nnx.Param))
 
 
 def abstract(spec: ModelSpec, dtype: Any = jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:

@@ -43,8 +43,8 @@ def prepare(
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
-    policy: Policy = Policy(),  # noqa: B008 (frozen)
-    sampler: Sampler = Confidence(),  # noqa: B008 (frozen)
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
     key: Keys | None = None,
     noise: Noise | None = None,
     stop_at_eos: bool = False,

@@ -1,4 +1,4 @@
-"""Where parameters lie on a mesh: one table from parameter to axes, one rule from axes to mesh axes."""
+"""Placement of parameters on a mesh: a table from parameter to axes, a rule from axes to mesh axes."""
 
 import jax
 import numpy as np
@@ -66,13 +66,6 @@ def partition(spec: ModelSpec, axes: str, mesh: Mesh) -> PartitionSpec:
 def sharding(spec: ModelSpec, axes: str, mesh: Mesh) -> NamedSharding:
     """Sharding of an array with these axes; on mesh axes other than "tp" it is replicated."""
     return NamedSharding(automatic(mesh), partition(spec, axes, mesh))
-
-
-def shardings(spec: ModelSpec, mesh: Mesh) -> dict[str, NamedSharding | dict[str, NamedSharding]]:
-    """The tree of shardings of all parameters, shaped like `dllm_jax.parameters.Params`."""
-    flat = {leaf: sharding(spec, AXES[leaf], mesh) for leaf in leaves(spec)}
-    layers = {leaf: where for leaf, where in flat.items() if AXES[leaf].startswith("n")}
-    return {"layers": layers} | {leaf: where for leaf, where in flat.items() if leaf not in layers}
 
 
 def automatic(mesh: Mesh) -> Mesh:

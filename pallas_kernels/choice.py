@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs."""
+"""The choice between implementations of an operation."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from pallas_kernels.refused import refuse
 
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
-Shapes = jax.Array | jax.ShapeDtypeStruct  # where only shapes and dtypes are looked at
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Operation:
       name: of the operation.
       xla: takes every shape.
       kernels: by platform; they take `interpret` besides, and raise NotImplementedError while being traced if
-        they do not serve a shape. The first that serves it is interpreted on CPUs.
+        they do not support a shape. The first that does is interpreted on CPUs.
       preferred: platforms whose kernel was measured to be faster than XLA.
     """
 
@@ -60,18 +59,18 @@ class Operation:
     def run(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
     ) -> Any:
-        """What the chosen implementation makes of the arrays.
+        """The result of the chosen implementation.
 
         Args:
           arrays: pytrees of arrays.
           options: static keywords.
-          implementation: "xla"; "pallas"; None takes the kernel on `preferred` platforms if it serves the
-            shape, else XLA, and logs the reason.
+          implementation: "xla"; "pallas"; None takes the kernel on `preferred` platforms if it supports
+            the shape, else XLA, and logs the reason.
 
         Raises:
           ValueError: another implementation.
-          NotImplementedError: with "pallas", while tracing if no kernel serves the shape, and while lowering
-            for a platform whose kernel does not; with the reasons.
+          NotImplementedError: with "pallas", while tracing if no kernel supports the shape, and while
+            lowering for a platform whose kernel does not; with the reasons.
         """
         check_implementation(implementation)
         xla = functools.partial(self.xla, **options)

@@ -1,4 +1,4 @@
-"""What the attention operations share: queries grouped by the kv head they read, and visible slots."""
+"""Shared by the attention operations: queries grouped by the kv head they read, and visible slots."""
 
 from collections.abc import Collection
 
@@ -6,22 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 KeyMask = Bool[Array, "b s"] | Bool[Array, "b k s"]
-KeyMaskShape = Bool[Shapes, "b s"] | Bool[Shapes, "b k s"]
 
 
-def checked(
-    q: Float[Shapes, "b q h d"],
-    k: Float[Shapes, "b s k d"],
-    mask: KeyMaskShape | None,
-    lengths: Int[Shapes, "b k"] | None,
+def check_shapes(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    mask: KeyMask | None,
+    lengths: Int[Array, "b k"] | None,
 ) -> None:
-    """Refuses what does not go together.
+    """Refuses arrays whose shapes do not fit together.
 
     Raises:
-      ValueError: heads that are no multiple of the kv heads, or a mask or lengths of another shape.
+      ValueError: query heads that are not a multiple of the kv heads, or a mask or lengths of another shape.
     """
     batch, slots, kv_heads, head = k.shape
     if q.shape[0] != batch or q.shape[3] != head or q.shape[2] % kv_heads:
@@ -91,8 +88,10 @@ def product(x: Float[Array, "*b r c"], y: Float[Array, "*b y z"], axis: int) -> 
     )
 
 
-def served(widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[Array, "..."]) -> None:
-    """Refuses what a kernel for these head widths does not serve.
+def check_supported(
+    widths: Collection[int], k: Float[Array, "b s k d"], **others: Float[Array, "..."]
+) -> None:
+    """Refuses what a kernel for these head widths does not support.
 
     Raises:
       NotImplementedError: another head width, no slots, no rows, other dtypes than float32 and bfloat16, or

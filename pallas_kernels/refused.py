@@ -1,4 +1,4 @@
-"""The branch of a platform whose kernel does not serve a shape, in a program that other platforms can run."""
+"""The branch for a platform whose kernel does not support a shape, in a program other platforms can run."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.interpreters import mlir
 
 
 def refuse(reason: str, like: Any) -> Any:
-    """What has the shapes of `like`, a pytree, but cannot be lowered.
+    """Placeholders with the shapes of the pytree `like`, which cannot be lowered.
 
     Raises:
       NotImplementedError: the reason; where it is lowered or run, not where it is traced.

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import Operation
+
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -32,3 +34,8 @@ def in_both_dtypes(shapes: Iterable[Any], usual: int) -> list[Any]:
         for i, shape in enumerate(shapes)
         for j, dtype in enumerate(DTYPES)
     ]
+
+
+def explaining(operation: Operation):
+    """What `operation` takes for arrays or their shapes."""
+    return lambda *arrays, **options: operation.explain(arrays, options)

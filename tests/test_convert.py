@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -63,9 +64,7 @@ def test_converted_loads_as_the_original_does(tmp_path, family):
     source = write_hf(tmp_path / "hf", tiny(family, eot_id=5), dtype="bfloat16", shards=2)
     a, b = dj.load(source), dj.load(convert(source, tmp_path / "jax"))
     assert a.spec == b.spec
-    assert jax.tree.all(
-        jax.tree.map(lambda x, y: x.dtype == y.dtype and bool((x == y).all()), a.params, b.params)
-    )
+    chex.assert_trees_all_equal(a.params, b.params, strict=True)
 
 
 def test_changed_dtype_and_rope_are_written_back(tmp_path):

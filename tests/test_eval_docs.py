@@ -54,5 +54,7 @@ def _taking(function, asked: list):
 
 def test_errors_of_the_user_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "tasks", "--policy", "NoSuch", "--model", "tiny-llada"])
-    assert command.main() == 2
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: 'NoSuch': NoSuch is not one of")

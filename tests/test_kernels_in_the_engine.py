@@ -1,5 +1,6 @@
 """Kernels behind a layer's seams: nothing changes by default, and recorded traces replay with them."""
 
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -107,13 +108,18 @@ def explained(model: dj.Model, implementation=None, policy=None, padded=False) -
 def test_explain():
     model = tiny("llada")
     by_default = explained(model, policy=dj.policies.DualCache())
-    assert {row[3] for row in by_default.rows if row[2] == "cpu"} == {"xla: no kernel for this platform"}
-    assert {row[:2] for row in by_default.rows} == {("row_attention", 4), ("row_attention", 16)}
+    assert {row.implementation for row in by_default.rows if row.platform == "cpu"} == {
+        "xla: no kernel for this platform"
+    }
+    assert {(row.operation, row.rows) for row in by_default.rows} == {
+        ("row_attention", 4),
+        ("row_attention", 16),
+    }
     assert ("received", "not called by this policy") in by_default.unused
     assert ("topk_evict", "not used by the engine") in by_default.unused
-    assert {row[3] for row in explained(model, "xla").rows} == {"xla: as asked for"}
+    assert {row.implementation for row in explained(model, "xla").rows} == {"xla: as asked for"}
     asked = explained(model, "pallas")
-    wanted = {(row[2], row[3]) for row in asked.rows}
+    wanted = {(row.platform, row.implementation) for row in asked.rows}
     assert ("cpu", "pallas, interpreted") in wanted
     assert ("cuda", f"xla: head width {model.spec.head} is not in (16, 32, 64, 128)") in wanted
     lines = str(asked).splitlines()
@@ -122,7 +128,7 @@ def test_explain():
 
 
 def test_explain_tells_what_each_policy_calls():
-    called = lambda policy: {row[0] for row in explained(tiny("llada"), policy=policy()).rows}
+    called = lambda policy: {row.operation for row in explained(tiny("llada"), policy=policy()).rows}
     assert called(dj.policies.MaskKV) == {"row_attention", "received"}
     assert called(dj.policies.D2Cache) == {"row_attention", "head_mean"}
     cache = explained(tiny("llada"), policy=dj.policies.DLLMCache()).rows
@@ -132,6 +138,9 @@ def test_explain_tells_what_each_policy_calls():
 def test_explain_looks_at_the_masks_of_each_step():
     """Padded Dream: rows of a whole step see different slots; those of Sparse-dLLM's other steps do not."""
     rows = explained(tiny("dream"), "pallas", dj.policies.SparseDLLM(), padded=True).rows
-    reasons = {n: {row[3] for row in rows if row[1:3] == (n, "tpu")} for n in {row[1] for row in rows}}
+    reasons = collections.defaultdict(set)
+    for row in rows:
+        if row.platform == "tpu":
+            reasons[row.rows].add(row.implementation)
     assert reasons[16] == {"xla: the mask differs between query rows"}
     assert "pallas" in set().union(*reasons.values())

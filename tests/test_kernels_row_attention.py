@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from dllm_jax.attention import attention
-from pallas_kernels.row_attention import OPERATION, explain, gpu, reference, row_attention, xla
+from pallas_kernels.row_attention import OPERATION, gpu, reference, row_attention, xla
 from pallas_kernels.row_attention.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import in_both_dtypes, some
+from .kernel_cases import explaining, in_both_dtypes, some
 
+explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     "reference": reference.row_attention,

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from dllm_jax.eviction.kept import empty
-from pallas_kernels.sparse_gather import OPERATION, explain, reference, sparse_gather
+from pallas_kernels.sparse_gather import OPERATION, reference, sparse_gather
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import in_both_dtypes, some
+from .kernel_cases import explaining, in_both_dtypes, some
 
+explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     "reference": reference.sparse_gather,

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from dllm_jax.samplers import scores
-from pallas_kernels.token_confidence import OPERATION, explain, reference, token_confidence, tpu, xla
+from pallas_kernels.token_confidence import OPERATION, reference, token_confidence, tpu, xla
 from pallas_kernels.token_confidence.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import in_both_dtypes, some
+from .kernel_cases import explaining, in_both_dtypes, some
 
+explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     "reference": reference.token_confidence,

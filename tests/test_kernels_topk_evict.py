@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dllm_jax import rows, selection
-from pallas_kernels.topk_evict import OPERATION, explain, reference, topk_evict, xla
+from pallas_kernels.topk_evict import OPERATION, reference, topk_evict, xla
 from pallas_kernels.topk_evict.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import some
+from .kernel_cases import explaining, some
 
+explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     "reference": reference.topk_evict,
@@ -119,9 +120,9 @@ def test_every_choice_gives_the_same(implementation):
 
 def test_what_a_kernel_does_not_serve_is_said():
     shapes = abstract(Shape(1, 1, 2**15 + 1, 4))
-    assert explain(*shapes, 4)["cuda"] == "xla: 32769 positions: at most 32768"
+    assert explain(*shapes, width=4)["cuda"] == "xla: 32769 positions: at most 32768"
     shapes = abstract(Shape(1, 1, 2**17 + 1, 4))
-    assert explain(*shapes, 4)["tpu"] == "xla: 131073 positions: at most 131072"
+    assert explain(*shapes, width=4)["tpu"] == "xla: 131073 positions: at most 131072"
     with pytest.raises(NotImplementedError, match="131073 positions"):
         jax.eval_shape(functools.partial(topk_evict, width=4, implementation="pallas"), *shapes)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +25,7 @@ def test_shapes_and_dtypes_are_those_of_the_definition(tmp_path, family, tied, d
     spec = tiny(family, tied=tied)
     model = dj.load(write_hf(tmp_path / "hf", spec, dtype=dtype, shards=3))
     assert model.spec == spec
-    describe = lambda leaf: (leaf.shape, leaf.dtype)
-    assert jax.tree.map(describe, model.params) == jax.tree.map(describe, abstract(spec, dtype))
+    chex.assert_trees_all_equal_shapes_and_dtypes(model.params, abstract(spec, dtype))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,7 +75,7 @@ def test_dtype_on_request(tmp_path, converted):
     narrow = dj.load(convert(path, tmp_path / "jax") if converted else path, dtype=jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), dj.load(path).params)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), narrow.params, cast))
+    chex.assert_trees_all_equal(narrow.params, cast)
 
 
 @pytest.mark.parametrize("converted", [False, True])

@@ -9,13 +9,14 @@ from tests.checkpoints import tiny, write_hf
 
 PROGRAM = """
 import sys
+import chex
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import dllm_jax as dj
-from dllm_jax.sharding import shardings
+from dllm_jax.sharding import AXES, leaves, sharding
 
 prompt = np.arange(10).reshape(2, 5)
 llada, dream, converted = sys.argv[1:]
@@ -26,10 +27,11 @@ same = lambda a, b: np.array_equal(np.asarray(a), np.asarray(b))
 
 def check(path, alone, mesh):
     model = dj.load(path, mesh=mesh)
-    expected = shardings(model.spec, mesh)
-    assert jax.tree.structure(expected) == jax.tree.structure(model.params)
-    for leaf, where in zip(jax.tree.leaves(model.params), jax.tree.leaves(expected)):
-        assert leaf.sharding.is_equivalent_to(where, leaf.ndim), (leaf.sharding, where)
+    named = {at[-1].key: leaf for at, leaf in jax.tree.leaves_with_path(model.params)}
+    assert sorted(named) == sorted(leaves(model.spec))
+    for name, leaf in named.items():
+        where = sharding(model.spec, AXES[name], mesh)
+        assert leaf.sharding.is_equivalent_to(where, leaf.ndim), (name, leaf.sharding, where)
     ways = mesh.shape.get("tp", 1)
     layers, local = model.params["layers"], lambda leaf: leaf.addressable_shards[0].data.shape
     assert local(model.params["embed"]) == (64 // ways, 32)
@@ -38,7 +40,7 @@ def check(path, alone, mesh):
     assert local(layers["k"]) == (3, 32, kv if kv % ways else kv // ways, 8)
     assert local(layers["down"]) == (3, 48 // ways, 32)
     assert local(layers["mlp_norm"]) == (3, 32)
-    assert jax.tree.all(jax.tree.map(same, alone.params, model.params))
+    chex.assert_trees_all_equal(alone.params, model.params, strict=True)
     return model
 
 

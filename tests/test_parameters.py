@@ -1,5 +1,6 @@
 """Shapes, counts and initial values of the parameters."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,9 +64,7 @@ DEEP = spec("dream", layers=8, width=64)
 
 def test_initialise_makes_what_abstract_describes():
     made, shapes = drawn(DEEP, jax.random.key(0)), abstract(DEEP)
-    assert jax.tree.structure(made) == jax.tree.structure(shapes)
-    described = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
-    assert described(made) == described(shapes)
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, shapes)
     assert count(made) == count(shapes)
 
 
@@ -80,9 +79,14 @@ def test_initial_values():
     assert not np.array_equal(layers["q"][0], layers["q"][1])  # layers differ
 
 
+def test_the_gain_is_of_matrices_only():
+    made, thrice = (initialise(DEEP, jax.random.key(0), gain=gain) for gain in (1.0, 3.0))
+    chex.assert_trees_all_equal(thrice, jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, made))
+
+
 def test_keys_decide_the_values():
     first, again, other = (drawn(DEEP, jax.random.key(seed)) for seed in (0, 0, 1))
-    assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
+    chex.assert_trees_all_equal(first, again, strict=True)
     assert not np.array_equal(first["embed"], other["embed"])
 
 

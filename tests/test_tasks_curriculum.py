@@ -1,5 +1,6 @@
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -81,8 +82,7 @@ def test_batches_are_a_function_of_memory_and_step(read):
     source = curriculum(read)
     memory = source.begin() | {"stage": 2}
     first, again, other = (source.batch(memory, step) for step in (5, 5, 6))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(first, again)
     assert first.prompt.shape != other.prompt.shape or (first.prompt != other.prompt).any()
 
 

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,8 +76,7 @@ def test_padding_changes_neither_loss_nor_gradient(family):
     (alone, _), alone_gradient = gradient_of(model, batch, key)
     (beside, _), beside_gradient = gradient_of(model, padded, key)
     np.testing.assert_allclose(beside, alone, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(alone_gradient), jax.tree.leaves(beside_gradient), strict=True):
-        np.testing.assert_allclose(b, a, atol=2e-5, rtol=1e-3)
+    chex.assert_trees_all_close(beside_gradient, alone_gradient, atol=2e-5, rtol=1e-3)
 
 
 def test_hidden_answer_positions_are_neither_learnt_nor_seen():
@@ -95,8 +95,7 @@ def test_without_prompt_it_is_the_pretraining_loss():
 def test_remat_changes_no_gradient():
     model, batch, key = tiny("llada"), batch_of(), jax.random.key(0)
     kept, again = (gradient_of(model, batch, key, remat=remat)[1] for remat in (False, True))
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    chex.assert_trees_all_close(kept, again, atol=1e-6, rtol=1e-7)
 
 
 def test_a_floor_on_the_noise_level_masks_more():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +50,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     assert (tmp_path / "cut" / "checkpoints" / "4").is_dir()
     resumed = train(tiny("llada"), Counting(), CONFIG, directory=tmp_path / "cut", progress=False)
     assert resumed.memory == whole.memory == {"reviews": 5}
-    for a, b in zip(jax.tree.leaves(resumed.model), jax.tree.leaves(whole.model), strict=True):
-        assert (a == b).all()
+    chex.assert_trees_all_equal(resumed.model, whole.model, strict=True)
     without_time = lambda log: [{k: v for k, v in entry.items() if k != "seconds"} for entry in log]
     assert without_time(resumed.log) == without_time(whole.log)
 

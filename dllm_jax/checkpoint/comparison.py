@@ -14,9 +14,9 @@ class Tolerance:
       top_k: that k.
     """
 
-    max_abs: float | int = 1e-4
-    kl: float | int = 1e-6
-    agreement: float | int = 0.99
+    max_abs: float = 1e-4
+    kl: float = 1e-6
+    agreement: float = 0.99
     top_k: int = 5
 
 

@@ -1,7 +1,5 @@
 """Hugging Face directory -> converted directory, one unit in memory at a time."""
 
-import datetime
-import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -18,6 +16,7 @@ from dllm_jax.checkpoint.locate import locate
 from dllm_jax.checkpoint.progress import progress
 from dllm_jax.checkpoint.source import stream
 from dllm_jax.checkpoint.staging import check_apart, staged
+from dllm_jax.provenance import now, versions
 
 LIBRARIES = ("dllm-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors")
 
@@ -26,7 +25,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     dtype: Any = None,
-    rope_factor: float | int = 1.0,
+    rope_factor: float = 1.0,
     overwrite: bool = False,
     check_finite: bool = False,
     show_progress: bool = False,
@@ -74,24 +73,16 @@ def convert(
 
 
 def _provenance(
-    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float | int
+    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float
 ) -> dict[str, Any]:
     weights = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
     files = (*kept_files(checkpoint.path), *index, *weights)
     return {
         "source": source,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         "rope_factor": rope_factor,
-        "versions": {name: library_version(name) for name in LIBRARIES},
+        "versions": versions(LIBRARIES),
     }
-
-
-def library_version(library: str) -> str:
-    """Installed version of a distribution, or "not installed"."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # dllm_jax itself, run from a checkout

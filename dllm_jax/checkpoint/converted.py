@@ -112,8 +112,8 @@ def write_spec(path: Path, spec: ModelSpec, dtype: np.dtype):
 def write_unit(path: Path, unit: Unit, arrays: dict[str, np.ndarray]):
     """Writes the parameters of one unit, in our layout."""
     contiguous = {leaf: np.ascontiguousarray(array) for leaf, array in arrays.items()}
-    # Compressed and buffered in pieces: whole arrays and files of Orbax's default size would take memory
-    # of about the unit's size again, on writing and on reading.
+    # Compressed and buffered in pieces: whole arrays and files of Orbax's default size would need about
+    # the unit's size in memory once more, both on writing and on reading.
     pieces = {leaf: ocp.SaveArgs(chunk_byte_size=PIECE) for leaf in contiguous}
     args = ocp.args.PyTreeSave(contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -3,26 +3,26 @@
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Fixed
-from dllm_jax.checkpoint.names import Entry
+from dllm_jax.checkpoint.names import TensorName
 from dllm_jax.spec import ModelSpec
 
 LAYER = "model.layers.{n}."
 NAMES = (
-    Entry("model.embed_tokens.weight", "embed", "v m"),
-    Entry(LAYER + "input_layernorm.weight", "attn_norm", "m"),
-    Entry(LAYER + "self_attn.q_proj.weight", "q", "hd m"),
-    Entry(LAYER + "self_attn.k_proj.weight", "k", "kd m"),
-    Entry(LAYER + "self_attn.v_proj.weight", "v", "kd m"),
-    Entry(LAYER + "self_attn.q_proj.bias", "q_bias", "hd"),
-    Entry(LAYER + "self_attn.k_proj.bias", "k_bias", "kd"),
-    Entry(LAYER + "self_attn.v_proj.bias", "v_bias", "kd"),
-    Entry(LAYER + "self_attn.o_proj.weight", "o", "m hd"),
-    Entry(LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
-    Entry(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
-    Entry(LAYER + "mlp.up_proj.weight", "up", "f m"),
-    Entry(LAYER + "mlp.down_proj.weight", "down", "m f"),
-    Entry("model.norm.weight", "norm", "m"),
-    Entry("lm_head.weight", "head", "v m"),
+    TensorName("model.embed_tokens.weight", "embed", "v m"),
+    TensorName(LAYER + "input_layernorm.weight", "attn_norm", "m"),
+    TensorName(LAYER + "self_attn.q_proj.weight", "q", "hd m"),
+    TensorName(LAYER + "self_attn.k_proj.weight", "k", "kd m"),
+    TensorName(LAYER + "self_attn.v_proj.weight", "v", "kd m"),
+    TensorName(LAYER + "self_attn.q_proj.bias", "q_bias", "hd"),
+    TensorName(LAYER + "self_attn.k_proj.bias", "k_bias", "kd"),
+    TensorName(LAYER + "self_attn.v_proj.bias", "v_bias", "kd"),
+    TensorName(LAYER + "self_attn.o_proj.weight", "o", "m hd"),
+    TensorName(LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
+    TensorName(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
+    TensorName(LAYER + "mlp.up_proj.weight", "up", "f m"),
+    TensorName(LAYER + "mlp.down_proj.weight", "down", "m f"),
+    TensorName("model.norm.weight", "norm", "m"),
+    TensorName("lm_head.weight", "head", "v m"),
 )
 FIXED = (
     Fixed("hidden_act", ("silu",), needed=True),

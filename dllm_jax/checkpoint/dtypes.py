@@ -1,4 +1,4 @@
-"""The number formats parameters may have, and comparing arrays bit by bit."""
+"""The dtypes parameters may have, and bitwise comparison of arrays."""
 
 from collections.abc import Iterable
 from typing import Any

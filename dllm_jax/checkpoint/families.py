@@ -6,7 +6,7 @@ from typing import Any
 
 from dllm_jax.checkpoint import dream, llada
 from dllm_jax.checkpoint.config import Config
-from dllm_jax.checkpoint.names import Entry
+from dllm_jax.checkpoint.names import TensorName
 from dllm_jax.spec import ModelSpec
 
 
@@ -23,7 +23,7 @@ class Family:
     """
 
     model_type: str
-    names: tuple[Entry, ...]
+    names: tuple[TensorName, ...]
     read: Callable[[Config], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     template: Callable[[ModelSpec], dict[str, Any]]

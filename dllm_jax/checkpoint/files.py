@@ -1,4 +1,4 @@
-"""The files of a checkpoint that are no weights: which are kept, and their hashes."""
+"""The files of a checkpoint other than weights: which ones are kept, and their hashes."""
 
 import hashlib
 import shutil
@@ -27,7 +27,7 @@ def kept_files(path: Path) -> tuple[Path, ...]:
 
 
 def keep(source: Path, destination: Path):
-    """Copies the kept files, links followed."""
+    """Copies the kept files, following links."""
     for file in kept_files(source):
         shutil.copyfile(file, destination / file.name)
 

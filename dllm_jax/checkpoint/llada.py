@@ -3,26 +3,26 @@
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Fixed
-from dllm_jax.checkpoint.names import Entry
+from dllm_jax.checkpoint.names import TensorName
 from dllm_jax.spec import ModelSpec
 
 LAYER = "model.transformer.blocks.{n}."
 NAMES = (
-    Entry("model.transformer.wte.weight", "embed", "v m"),
-    Entry(LAYER + "attn_norm.weight", "attn_norm", "m"),
-    Entry(LAYER + "q_proj.weight", "q", "hd m"),
-    Entry(LAYER + "k_proj.weight", "k", "kd m"),
-    Entry(LAYER + "v_proj.weight", "v", "kd m"),
-    Entry(LAYER + "q_proj.bias", "q_bias", "hd"),
-    Entry(LAYER + "k_proj.bias", "k_bias", "kd"),
-    Entry(LAYER + "v_proj.bias", "v_bias", "kd"),
-    Entry(LAYER + "attn_out.weight", "o", "m hd"),
-    Entry(LAYER + "ff_norm.weight", "mlp_norm", "m"),
-    Entry(LAYER + "ff_proj.weight", "gate", "f m"),
-    Entry(LAYER + "up_proj.weight", "up", "f m"),
-    Entry(LAYER + "ff_out.weight", "down", "m f"),
-    Entry("model.transformer.ln_f.weight", "norm", "m"),
-    Entry("model.transformer.ff_out.weight", "head", "v m"),
+    TensorName("model.transformer.wte.weight", "embed", "v m"),
+    TensorName(LAYER + "attn_norm.weight", "attn_norm", "m"),
+    TensorName(LAYER + "q_proj.weight", "q", "hd m"),
+    TensorName(LAYER + "k_proj.weight", "k", "kd m"),
+    TensorName(LAYER + "v_proj.weight", "v", "kd m"),
+    TensorName(LAYER + "q_proj.bias", "q_bias", "hd"),
+    TensorName(LAYER + "k_proj.bias", "k_bias", "kd"),
+    TensorName(LAYER + "v_proj.bias", "v_bias", "kd"),
+    TensorName(LAYER + "attn_out.weight", "o", "m hd"),
+    TensorName(LAYER + "ff_norm.weight", "mlp_norm", "m"),
+    TensorName(LAYER + "ff_proj.weight", "gate", "f m"),
+    TensorName(LAYER + "up_proj.weight", "up", "f m"),
+    TensorName(LAYER + "ff_out.weight", "down", "m f"),
+    TensorName("model.transformer.ln_f.weight", "norm", "m"),
+    TensorName("model.transformer.ff_out.weight", "head", "v m"),
 )
 FIXED = (  # `needed` where the reference's own default is another architecture
     Fixed("activation_type", ("silu",), needed=True),

@@ -25,7 +25,7 @@ def load(
     path: str | os.PathLike[str],
     dtype: Any = None,
     mesh: Mesh | None = None,
-    rope_factor: float | int = 1.0,
+    rope_factor: float = 1.0,
     check_finite: bool = False,
     implementation: Implementation | None = None,
 ) -> Model:
@@ -61,7 +61,7 @@ def load(
     return dataclasses.replace(empty, params=fill(source, target, mesh, check_finite))
 
 
-def scale_rope(spec: ModelSpec, factor: float | int) -> ModelSpec:
+def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     """The spec with its rotary base multiplied.
 
     Raises:

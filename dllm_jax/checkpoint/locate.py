@@ -1,4 +1,4 @@
-"""Finding a checkpoint: a directory here, or an id on the Hugging Face hub."""
+"""Finds a checkpoint: a local directory, or an id on the Hugging Face hub."""
 
 import os
 import re
@@ -12,7 +12,7 @@ HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint, fetched from the hub if `path` is no directory but a hub id.
+    """The directory of a checkpoint, downloaded if `path` is a hub id rather than a directory.
 
     Raises:
       FileNotFoundError: neither; says what was tried.

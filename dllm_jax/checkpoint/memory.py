@@ -20,12 +20,12 @@ class InMemory:
 
     @property
     def path(self) -> Path:
-        """What messages call it."""
+        """Its name in messages."""
         return Path("model")
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's."""
+        """The model's spec."""
         return self.model.spec
 
     @property

@@ -10,7 +10,7 @@ from dllm_jax.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorName:
     """One line of a name table.
 
     Attributes:
@@ -36,7 +36,7 @@ class Unit:
 
     name: str
     layer: int | None
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorName, ...]
 
     def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         """Our shape of every parameter in the unit."""
@@ -48,7 +48,7 @@ def own_axes(leaf: str) -> str:
     return AXES[leaf].removeprefix("n")
 
 
-def units(spec: ModelSpec, table: tuple[Entry, ...]) -> tuple[Unit, ...]:
+def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
     """Everything a checkpoint of this spec holds: embedding, layers in order, norm, head unless tied."""
     present = set(leaves(spec))
     entries = [entry for entry in table if entry.leaf in present]
@@ -61,20 +61,20 @@ def units(spec: ModelSpec, table: tuple[Entry, ...]) -> tuple[Unit, ...]:
     return (lone.pop("embed"), *layers, *lone.values())
 
 
-def foreign_shape(spec: ModelSpec, entry: Entry) -> tuple[int, ...]:
+def foreign_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
     """Shape of the tensor in the checkpoint."""
     length = sizes(spec)
     return tuple(int(np.prod([length[letter] for letter in group])) for group in entry.axes.split())
 
 
-def to_ours(spec: ModelSpec, entry: Entry, tensor: np.ndarray) -> np.ndarray:
+def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarray:
     """Checkpoint tensor -> our parameter (a view; merged axes split, then transposed)."""
     letters = entry.axes.replace(" ", "")
     order = [letters.index(letter) for letter in own_axes(entry.leaf)]
     return tensor.reshape(shape(spec, letters)).transpose(order)
 
 
-def to_foreign(spec: ModelSpec, entry: Entry, array: np.ndarray) -> np.ndarray:
+def to_foreign(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
     """Our parameter -> checkpoint tensor; the inverse of `to_ours`."""
     own = own_axes(entry.leaf)
     order = [own.index(letter) for letter in entry.axes.replace(" ", "")]
@@ -83,7 +83,7 @@ def to_foreign(spec: ModelSpec, entry: Entry, array: np.ndarray) -> np.ndarray:
 
 def check(
     spec: ModelSpec,
-    table: tuple[Entry, ...],
+    table: tuple[TensorName, ...],
     ignored: tuple[str, ...],
     found: dict[str, tuple[int, ...]],
     where: str,

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint offers, and reading it as a stream of units."""
+"""The interface of every kind of checkpoint, and reading one as a stream of units."""
 
 import os
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ class Source(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Its directory."""
         ...
 
     @property
     def spec(self) -> ModelSpec:
-        """What it holds."""
+        """The model it holds."""
         ...
 
     @property
@@ -56,7 +56,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
 def stream(
     source: Source, dtype: np.dtype, check_finite: bool = False
 ) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
-    """Every unit in turn, cast to `dtype`; at the end complains of NaN and infinity if asked to look.
+    """Every unit in turn, cast to `dtype`; finally refuses NaN and infinity if `check_finite`.
 
     Raises:
       ValueError: (check_finite, after the last unit) naming all tensors with NaN or infinity.

@@ -1,4 +1,4 @@
-"""Writing a directory so that it is either not there or whole, whenever the process dies."""
+"""Writes a directory atomically: whenever the process dies, it is either absent or complete."""
 
 import contextlib
 import fcntl
@@ -13,17 +13,17 @@ MARKERS = ("config.json", "spec.json")
 
 @contextlib.contextmanager
 def staged(destination: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yields an empty directory beside `destination` and renames it there once the block is through.
+    """Yields an empty directory beside `destination` and renames it when the block ends.
 
-    With `overwrite` the old directory stays until the new one is complete. What a killed run left beside the
-    destination is cleared up by the next; a run still alive holds a lock on its directory and is let be.
+    With `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are
+    removed by the next run; a live run holds a lock on its directory, which is then left alone.
 
     Args:
-      destination: where the directory shall appear.
+      destination: final path of the directory.
       overwrite: replace an existing checkpoint.
 
     Raises:
-      FileExistsError: the destination exists and is not to be, or cannot safely be, replaced.
+      FileExistsError: the destination exists and may not, or cannot safely, be replaced.
     """
     destination = destination.resolve()
     parent = destination.parent
@@ -71,7 +71,7 @@ def _swap(partial: Path, destination: Path):
 
 
 def _clear_up(destination: Path):
-    """Removes what killed runs left, and puts back an old directory that lost its place to a killed swap."""
+    """Removes leftovers of killed runs, and restores an old directory that a killed swap had moved away."""
     siblings = list(destination.parent.iterdir())
     for old in (path for path in siblings if path.name.startswith(_prefix(destination, "replaced"))):
         if destination.exists():
@@ -81,7 +81,7 @@ def _clear_up(destination: Path):
     for partial in (path for path in siblings if path.name.startswith(_prefix(destination, "partial"))):
         try:
             os.close(_lock(partial))
-        except BlockingIOError:  # its process lives
+        except BlockingIOError:  # its process is alive
             continue
         shutil.rmtree(partial)
 

@@ -24,7 +24,7 @@ def verify(
     b: str | os.PathLike[str],
     tokens: int = 32,
     seed: int = 0,
-    tolerance: Tolerance = Tolerance(),  # noqa: B008 (frozen)
+    tolerance: Tolerance = Tolerance(),
 ) -> Comparison:
     """Compares two checkpoints, each a Hugging Face directory, a converted one or a hub id.
 

@@ -1,4 +1,4 @@
-"""Writing safetensors tensor by tensor: shapes are known, so the header goes first and nothing piles up."""
+"""Writes safetensors one tensor at a time: shapes are known, so the header can go first."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ class Shard:
 
 
 def plan(spec: ModelSpec, units: tuple[Unit, ...], dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
-    """Deals the tensors, in order, into files of at most `limit` bytes.
+    """Distributes the tensors, in order, over files of at most `limit` bytes.
 
     Raises:
       ValueError: the limit is not positive.

@@ -6,6 +6,7 @@ import sys
 import tyro
 
 from dllm_jax.eval import cli
+from dllm_jax.script import plain_errors
 
 COMMANDS = {
     "tasks": cli.run_tasks,
@@ -24,13 +25,10 @@ def main() -> int:
         from dllm_jax.eval import harness
 
         return harness.main(sys.argv[2:])
-    try:
+    with plain_errors():
         return tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="python -m dllm_jax.eval", description=__doc__
         )
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
 """The result of an evaluation: one JSON with what is needed to reproduce it, its costs and every answer."""
 
-import datetime
 import hashlib
 import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
 from dllm_jax.eval.journal import Entry
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.parameters import count
+from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
 
 PACKAGES = (
     "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score lm_eval".split()  # noqa: SIM905
@@ -37,6 +34,7 @@ def fingerprint(folder: Path) -> str:
 
 def provenance(runner: Runner, model_name: str) -> dict[str, Any]:
     """Model, settings, device and versions."""
+    installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
     return {
         "model": {
             "name": model_name,
@@ -50,24 +48,10 @@ def provenance(runner: Runner, model_name: str) -> dict[str, Any]:
         "batch": runner.batch,
         "bucket": runner.bucket,
         "max_length": runner.max_length,
-        "device": {
-            "platform": jax.devices()[0].platform,
-            "kind": jax.devices()[0].device_kind,
-            "count": jax.device_count(),
-        },
-        "versions": {"python": platform.python_version(), **_versions()},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device()._asdict(),
+        "versions": {"python": platform.python_version(), **installed},
+        "date": now(),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class Decoding:
     length: int = 128
     block: int | None = None
     steps: int | None = None
-    policy: Policy = Policy()  # noqa: RUF009 (frozen)
-    sampler: Sampler = Confidence()  # noqa: RUF009 (frozen)
+    policy: Policy = Policy()
+    sampler: Sampler = Confidence()
     stop_at_eos: bool = True
     seed: int = 0
 

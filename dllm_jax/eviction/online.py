@@ -28,7 +28,7 @@ class OnlineLayers(LayerBudgets):
       groups: the groups of layers and their base share, without importance.
     """
 
-    groups: BoundaryMiddle = BoundaryMiddle()  # noqa: RUF009 (frozen)
+    groups: BoundaryMiddle = BoundaryMiddle()
 
     online: ClassVar[bool] = True
 

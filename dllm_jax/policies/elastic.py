@@ -50,7 +50,7 @@ class ElasticCache(Policy):
     window: int = 16
     gamma: float = 0.9
     track: int = 1
-    test: DriftTest = HeadCosine()  # noqa: RUF009 (frozen)
+    test: DriftTest = HeadCosine()
     block_caching: bool = True
     cut_at_eos: bool = False
 

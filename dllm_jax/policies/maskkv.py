@@ -48,9 +48,9 @@ class MaskKV(DLLMCache):
     prompt_every: int = 50
     response_every: int = 5
     budget: int = 256
-    layers: eviction.LayerBudgets = eviction.BoundaryMiddle()  # noqa: RUF009 (frozen)
-    heads: eviction.HeadBudgets = eviction.PromptPreference()  # noqa: RUF009 (frozen)
-    votes: eviction.Voters = eviction.MaskVotes()  # noqa: RUF009 (frozen)
+    layers: eviction.LayerBudgets = eviction.BoundaryMiddle()
+    heads: eviction.HeadBudgets = eviction.PromptPreference()
+    votes: eviction.Voters = eviction.MaskVotes()
     exact: bool = True
     reselect: bool = False
 

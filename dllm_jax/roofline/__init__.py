@@ -12,7 +12,7 @@ rows, softmax, norms, sampling, launches, collectives. What a policy decides fro
 
 from dllm_jax.roofline.hardware import HARDWARE as HARDWARE
 from dllm_jax.roofline.hardware import Hardware as Hardware
-from dllm_jax.roofline.predict import Memory as Memory
+from dllm_jax.roofline.predict import MemoryUse as MemoryUse
 from dllm_jax.roofline.predict import Prediction as Prediction
 from dllm_jax.roofline.predict import Work as Work
 from dllm_jax.roofline.predict import work as work

@@ -29,11 +29,6 @@ class Hardware:
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
 
-    @property
-    def knee(self) -> float:
-        """FLOPs per byte from which on computing takes longer than moving."""
-        return self.flops / self.bandwidth
-
     def times(self, chips: int) -> "Hardware":
         """`chips` of these with the weights, heads and K/V spread over them; communication is free."""
         if chips < 1:

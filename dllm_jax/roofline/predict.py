@@ -1,7 +1,8 @@
-"""A generation's steps, what they cost, what has to fit into memory, and how long it takes at least."""
+"""A generation's steps, their cost, its memory, and a lower bound on its time."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,14 @@ from dllm_jax.query_chunks import SCORE_BYTES
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.schedule import schedule
 from dllm_jax.roofline.setting import Assumed
-from dllm_jax.roofline.steps import Cost, Number, Step, cost, layer_size
+from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
 from dllm_jax.spec import ModelSpec
 
-USABLE = 0.92  # of the memory: the rest is the runtime's, and lost between allocations
+USABLE = 0.92  # share of the memory; the rest goes to the runtime and to fragmentation
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes that a generation holds at once.
 
     Attributes:
@@ -28,23 +29,23 @@ class Memory:
       workspace: activations of one layer of the widest step, a chunk of scores, logits: an estimate.
     """
 
-    weights: Number
-    cache: Number
-    workspace: Number
+    weights: float
+    cache: float
+    workspace: float
 
     @property
-    def total(self) -> Number:
+    def total(self) -> float:
         """All of it."""
         return self.weights + self.cache + self.workspace
 
     def fits(self, hardware: Hardware) -> bool:
-        """It takes at most `USABLE` of the capacity."""
+        """Whether it takes at most `USABLE` of the capacity."""
         return self.total <= USABLE * hardware.capacity
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The least a generation takes.
+    """Lower bounds on the time of a generation.
 
     Attributes:
       whole_ms: a step that recomputes the canvas.
@@ -61,26 +62,40 @@ class Prediction:
     memory_bound: float
 
 
+class Counted(NamedTuple):
+    """A kind of step.
+
+    Attributes:
+      step: what it is.
+      count: how many there are; not whole where a share of steps was assumed.
+      cost: of one.
+    """
+
+    step: Step
+    count: float
+    cost: Cost
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A generation of a batch, in steps.
 
     Attributes:
-      steps: each kind with how many there are and what one costs.
-      memory: what has to fit.
+      steps: each kind once.
+      memory: what must fit.
       tokens: response tokens of the batch.
     """
 
-    steps: tuple[tuple[Step, Number, Cost], ...]
-    memory: Memory
+    steps: tuple[Counted, ...]
+    memory: MemoryUse
     tokens: int
 
     def on(self, hardware: Hardware) -> Prediction:
         """Times at the full rates of the hardware."""
-        timed = [(step, count, price.seconds(hardware)) for step, count, price in self.steps]
-        total = sum(count * seconds for _, count, seconds in timed)
-        waiting = sum(count * p.seconds(hardware) for _, count, p in self.steps if p.memory_bound(hardware))
-        whole, part = (_mean([t for t in timed if t[0].whole is kind]) for kind in (True, False))
+        total = _seconds(self.steps, hardware)
+        waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
+        whole = _mean_ms([kind for kind in self.steps if kind.step.whole], hardware)
+        part = _mean_ms([kind for kind in self.steps if not kind.step.whole], hardware)
         assert whole is not None, "every generation begins with a whole step"
         return Prediction(whole, part, total, 1e3 * total / self.tokens, waiting / total)
 
@@ -91,7 +106,7 @@ def work(
     layout: Layout,
     batch: int = 1,
     dtype: Any = jnp.bfloat16,
-    assumed: Assumed = Assumed(),  # noqa: B008 (frozen)
+    assumed: Assumed = Assumed(),
 ) -> Work:
     """What a generation with a fixed schedule has to do.
 
@@ -111,13 +126,13 @@ def work(
         raise ValueError(f"batch={batch} must be at least 1")
     itemsize = jnp.dtype(dtype).itemsize
     counts = schedule(policy, spec, layout, assumed)
-    steps = tuple((step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
+    steps = tuple(Counted(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     return Work(steps, memory(spec, policy, layout, batch, dtype, counts), batch * layout.response)
 
 
 def memory(
-    spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, Number]
-) -> Memory:
+    spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, float]
+) -> MemoryUse:
     """What a generation holds at once; arguments as in `work`."""
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
@@ -127,14 +142,19 @@ def memory(
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     scores = min(SCORE_BYTES, 4 * batch * spec.heads * layout.length**2)
     widest = max(step.rows * row + step.scratch for step in steps)
-    return Memory(
+    return MemoryUse(
         weights=itemsize * (spec.layers * layer_size(spec) + tables),
         cache=sum(a.size * a.dtype.itemsize for a in cache),
         workspace=batch * (widest + logits) + 2 * scores,
     )
 
 
-def _mean(timed: list[tuple[Step, Number, float]]) -> float | None:
-    """Milliseconds of a step, weighted by how many there are."""
-    count = sum(count for _, count, _ in timed)
-    return 1e3 * sum(count * seconds for _, count, seconds in timed) / count if count else None
+def _seconds(kinds: Iterable[Counted], hardware: Hardware) -> float:
+    """Seconds of all steps of these kinds."""
+    return sum(kind.count * kind.cost.seconds(hardware) for kind in kinds)
+
+
+def _mean_ms(kinds: list[Counted], hardware: Hardware) -> float | None:
+    """Milliseconds of the average step of these kinds, None if there is none."""
+    count = sum(kind.count for kind in kinds)
+    return 1e3 * _seconds(kinds, hardware) / count if count else None

@@ -1,4 +1,4 @@
-"""Which kinds of steps a policy's generation consists of, and how many of each."""
+"""The kinds of steps in a policy's generation, and how many of each."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ from dllm_jax.layout import Layout
 from dllm_jax.policies.dkv import Delayed
 from dllm_jax.roofline import statistical
 from dllm_jax.roofline.setting import Assumed, Setting
-from dllm_jax.roofline.steps import Number, Step
+from dllm_jax.roofline.steps import Step
 from dllm_jax.spec import ModelSpec
 
 
@@ -21,15 +21,15 @@ def schedule(
     policy: p.Policy,
     spec: ModelSpec,
     layout: Layout,
-    assumed: Assumed = Assumed(),  # noqa: B008 (frozen)
-) -> dict[Step, Number]:
+    assumed: Assumed = Assumed(),
+) -> dict[Step, float]:
     """Steps of each kind in a generation of `layout.steps` steps, none of which ends early.
 
     Raises:
       NotImplementedError: for a policy that is not one of `policies.ALL`'s classes.
     """
     at = Setting(spec, layout, assumed)
-    counts: dict[Step, Number] = collections.defaultdict(int)
+    counts: dict[Step, float] = collections.defaultdict(int)
     for step in _steps(policy, at):
         counts[step] += 1
     if isinstance(policy, p.ElasticCache) and assumed.widened:
@@ -67,7 +67,7 @@ def _per_block(policy, at: Setting) -> Iterator[Step]:
 def _sparse(policy: p.SparseDLLM, at: Setting) -> Iterator[Step]:
     """Whole steps, the last of which fills the store; then the block behind a copy of what is stored.
 
-    All whole steps read the keys once more for scores, and take out what may be stored.
+    All whole steps read the keys once more for scores, and extract what may be stored.
     """
     layout = at.layout
     made = jax.eval_shape(lambda: policy.init(at.spec, layout, 1, jnp.bfloat16))
@@ -122,7 +122,7 @@ def _prefill(policy: p.DKVPrefill, at: Setting) -> Iterator[Step]:
 def _branches(policy: p.DLLMCache, at: Setting) -> Iterator[Step]:
     """Response rows get new values; some of them, in the first layer all, pass through whole layers."""
     layout, n, width = at.layout, at.spec.layers, policy.widths(at.layout)[0]
-    store = statistical.kept(policy, at) if isinstance(policy, p.MaskKV) else statistical.Kept.all(at)
+    store = statistical.kept(policy, at) if isinstance(policy, p.MaskKV) else statistical.KeptCost.dense(at)
     few = width - layout.response + int(layout.response * policy.ratio)
     some = few + (width - few) / n
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)

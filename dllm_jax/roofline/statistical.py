@@ -1,4 +1,4 @@
-"""Steps of the policies that read attention itself: what their statistics move and compute besides."""
+"""Steps of the policies that read attention itself, with what their statistics move and compute."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -9,11 +9,11 @@ from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.drift import KeyCosine
 from dllm_jax.roofline.setting import Setting
-from dllm_jax.roofline.steps import Number, Step
+from dllm_jax.roofline.steps import Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptCost:
     """What dLLM-Cache's layer attends to between prompt refreshes, and the refresh that renews it.
 
     Attributes:
@@ -22,18 +22,18 @@ class Kept:
       refresh: a prompt refresh.
     """
 
-    slots: Number
-    moved: Number
+    slots: float
+    moved: float
     refresh: Step
 
     @staticmethod
-    def all(at: Setting) -> "Kept":
+    def dense(at: Setting) -> "KeptCost":
         """The dense cache."""
         length = at.layout.length
-        return Kept(length, 0, at.whole(length))
+        return KeptCost(length, 0, at.whole(length))
 
 
-def kept(policy: p.MaskKV, at: Setting) -> Kept:
+def kept(policy: p.MaskKV, at: Setting) -> KeptCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
     A refresh copies prompt and response, and computes the scores once more for the votes.
@@ -46,7 +46,7 @@ def kept(policy: p.MaskKV, at: Setting) -> Kept:
     again = at.again(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
     refresh = at.whole(budget + layout.response, moved=moved, products=again)
-    return Kept(unpacked + layout.response, 2 * unpacked, refresh)
+    return KeptCost(unpacked + layout.response, 2 * unpacked, refresh)
 
 
 def elastic(policy: p.ElasticCache, at: Setting) -> Iterator[Step]:
@@ -68,7 +68,7 @@ def drifting(policy: p.ElasticCache, at: Setting, step: Step) -> Step:
     return dataclasses.replace(step, moved=1.5 * length, products=products)
 
 
-def widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, Number]) -> dict[Step, Number]:
+def widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
     """A share of every step that is not whole counted as one over the canvas."""
     found, share = dict(counts), at.assumed.widened
     whole = drifting(policy, at, at.whole(at.layout.length))

@@ -5,8 +5,6 @@ import dataclasses
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.spec import ModelSpec
 
-Number = float | int
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -28,16 +26,16 @@ class Step:
     """
 
     whole: bool
-    rows: Number
-    slots: Number
-    candidates: Number
-    written: Number = 0
-    valued: Number = 0
-    branches: Number = 0
-    moved: Number = 0
-    products: Number = 0
-    wide: Number = 0
-    scratch: Number = 0
+    rows: float
+    slots: float
+    candidates: float
+    written: float = 0
+    valued: float = 0
+    branches: float = 0
+    moved: float = 0
+    products: float = 0
+    wide: float = 0
+    scratch: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +53,21 @@ class Cost:
       wide_flops: of products that are float32 at any dtype.
     """
 
-    weights: Number
-    pairs: Number
-    branches: Number
-    logits: Number
-    dense_flops: Number
-    attention_flops: Number
-    wide_flops: Number
+    weights: float
+    pairs: float
+    branches: float
+    logits: float
+    dense_flops: float
+    attention_flops: float
+    wide_flops: float
 
     @property
-    def bytes(self) -> Number:
+    def bytes(self) -> float:
         """All bytes."""
         return self.weights + self.pairs + self.branches + self.logits
 
     @property
-    def flops(self) -> Number:
+    def flops(self) -> float:
         """All FLOPs."""
         return self.dense_flops + self.attention_flops + self.wide_flops
 

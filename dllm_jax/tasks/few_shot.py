@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 
 from dllm_jax.tasks.alphabet import DIGITS, LETTERS
-from dllm_jax.tasks.base import Example, Split
-from dllm_jax.tasks.splits import check_hold_out, draw, split_of
+from dllm_jax.tasks.base import Example
+from dllm_jax.tasks.splits import HeldOut
 
 
 @dataclasses.dataclass(frozen=True)
-class FewShot:
+class FewShot(HeldOut):
     """Which class does a new item belong to? The size is the number of examples of each kind.
 
     An item is two letters: the first decides its class, the second means nothing. Each prompt has its own
@@ -27,33 +27,25 @@ class FewShot:
     wrong: int = 1
     hold_out: int = 8
 
+    name = "few-shot"
+
     def __post_init__(self):
         if not 2 <= self.kinds < len(DIGITS):
             raise ValueError(f"kinds={self.kinds} must lie in [2, {len(DIGITS) - 1}]")
         if self.wrong < 0:
             raise ValueError(f"wrong={self.wrong} must not be negative")
-        check_hold_out(self.hold_out)
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return "few-shot"
+        super().__post_init__()
 
     def answer_length(self, size: int) -> int:
         """Characters of an answer."""
         return 1
 
-    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
-        """Draws `size` examples of each kind, in random order, and a new item of one of them."""
+    def _check_size(self, size: int):
         if size <= 2 * self.wrong:
             raise ValueError(f"size={size} must exceed {2 * self.wrong}, twice wrong={self.wrong}")
-        return draw(lambda: self._draw(rng, size), split, self.hold_out)
-
-    def split_of(self, example: Example) -> Split:
-        """By the checksum of the prompt."""
-        return split_of(example, self.hold_out)
 
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws `size` examples of each kind, in random order, and a new item of one of them."""
         kinds = [LETTERS[i] for i in rng.choice(len(LETTERS), self.kinds, replace=False)]
         classes = rng.choice(len(DIGITS), self.kinds, replace=False)
         items = []

@@ -5,19 +5,19 @@ import dataclasses
 import numpy as np
 
 from dllm_jax.tasks.alphabet import DIGITS, FILLER, LETTERS
-from dllm_jax.tasks.base import Example, Split
-from dllm_jax.tasks.splits import check_hold_out, draw, split_of
+from dllm_jax.tasks.base import Example
+from dllm_jax.tasks.splits import HeldOut
 
 TEMPLATE_TOKENS = 10  # of the chat template around a prompt
 SHORTEST = 42  # tokens of a needle's prompt: below, one pair to eight tokens does not fit
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall:
+class Recall(HeldOut):
     """Look-up among distractors; the size is the number of pairs, each asked for with equal probability.
 
     Keys are distinct letters. A prompt of n pairs has n (3 + digits) + 2 + filler characters. No held-out
-    prompt is ever trained on, see `splits`.
+    prompt is ever trained on, see `HeldOut`.
 
     Attributes:
       alphabet: how many different letters occur as keys.
@@ -31,6 +31,8 @@ class Recall:
     filler: int = 0
     hold_out: int = 8
 
+    name = "recall"
+
     def __post_init__(self):
         if not 2 <= self.alphabet <= len(LETTERS):
             raise ValueError(f"alphabet={self.alphabet} must lie in [2, {len(LETTERS)}]")
@@ -38,28 +40,18 @@ class Recall:
             raise ValueError(f"digits={self.digits} must be at least 1")
         if self.filler < 0:
             raise ValueError(f"filler={self.filler} must not be negative")
-        check_hold_out(self.hold_out)
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return "recall"
+        super().__post_init__()
 
     def answer_length(self, size: int) -> int:
         """Characters of an answer."""
         return self.digits
 
-    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
-        """Draws `size` pairs and asks for one of them."""
+    def _check_size(self, size: int):
         if not 1 <= size <= self.alphabet:
             raise ValueError(f"size={size} must lie in [1, {self.alphabet}], the number of keys")
-        return draw(lambda: self._draw(rng, size), split, self.hold_out)
-
-    def split_of(self, example: Example) -> Split:
-        """By the checksum of the prompt."""
-        return split_of(example, self.hold_out)
 
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws `size` pairs and asks for one of them."""
         keys = [LETTERS[i] for i in rng.choice(self.alphabet, size, replace=False)]
         digits = rng.integers(len(DIGITS), size=(size, self.digits))
         values = ["".join(DIGITS[i] for i in row) for row in digits]

@@ -18,11 +18,11 @@ class TrainConfig:
       steps: optimiser steps in all.
       learning_rate: the peak.
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
-        AdamW, with Nesterov momentum, keeping the rest; None is AdamW for everything. Tiny models from
-        nothing learn to look things up in far fewer steps with it.
+        AdamW with Nesterov momentum for the rest; None uses AdamW for everything. Tiny models trained from
+        scratch learn look-ups in far fewer steps with it.
       warmup: steps of linear growth from 0 to the peak.
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
-        made longer without changing what came before.
+        extended without changing its past.
       weight_decay: AdamW's, on matrices and tables only (norms and biases have none).
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.

@@ -8,7 +8,7 @@ Entry = dict[str, Any]
 
 
 def read(file: Path) -> list[Entry]:
-    """The entries of a log; none if there is no file. A last line cut short by a kill is left out."""
+    """The entries of a log; none if there is no file. A last line truncated by a kill is dropped."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Where batches come from, as a pure function of the step and a small memory that is checkpointed."""
+"""Sources of batches: pure functions of the step and a small memory, which is checkpointed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,8 +14,8 @@ Memory = dict[str, Any]
 class Source(Protocol):
     """A stream of batches.
 
-    All that a source remembers is its memory, a dict that JSON can hold; so a resumed run sees the batches
-    it would have seen without the interruption.
+    A source keeps all its state in its memory, a JSON-serialisable dict, so a resumed run sees the batches it
+    would have seen without the interruption.
     """
 
     def begin(self) -> Memory:
@@ -27,7 +27,7 @@ class Source(Protocol):
         ...
 
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
-        """The memory after a look at the model, every `TrainConfig.review_every` steps."""
+        """The memory after evaluating the model, every `TrainConfig.review_every` steps."""
         ...
 
 
@@ -42,7 +42,7 @@ class Batches:
     at: Callable[[int], Batch]
 
     def begin(self) -> Memory:
-        """Nothing."""
+        """An empty memory."""
         return {}
 
     def batch(self, memory: Memory, step: int) -> Batch:
@@ -50,5 +50,5 @@ class Batches:
         return self.at(step)
 
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
-        """Nothing."""
+        """The memory unchanged."""
         return memory

@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
 
 
 def begin(model: Model, config: TrainConfig) -> TrainState:
-    """The state before the first step; copies the parameters, since `train_step` gives its input away."""
+    """The state before the first step; copies the parameters, since `train_step` donates its input."""
     params = jax.tree.map(jnp.copy, model.params)
     return TrainState(params, optimiser(config).init(params), jnp.int32(0), jax.random.key(config.seed))
 

@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
-from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.choice import Implementation, Operation, imported
+from pallas_kernels.grouped import KeyMask, check_shapes
 from pallas_kernels.received_attention import xla
 
-__all__ = ["HEAD_MEAN", "RECEIVED", "explain_head_mean", "explain_received", "head_mean", "received"]
+__all__ = ["HEAD_MEAN", "RECEIVED", "head_mean", "received"]
 
 RECEIVED, HEAD_MEAN = (
     Operation(
@@ -41,7 +41,7 @@ def received(
       lengths: each kv head may read its first `lengths` slots; None means all.
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     return RECEIVED.run((q, k, lse, weight, mask, lengths), {}, implementation)
 
 
@@ -54,30 +54,5 @@ def head_mean(
     implementation: Implementation | None = None,
 ) -> Float[Array, "b q s"]:
     """See `pallas_kernels.received_attention.reference.head_mean`; arguments as of `received`."""
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     return HEAD_MEAN.run((q, k, lse, mask, lengths), {}, implementation)
-
-
-def explain_received(
-    q: Float[Shapes, "b q h d"],
-    k: Float[Shapes, "b s k d"],
-    lse: Float[Shapes, "b h q"],
-    weight: Float[Shapes, "b q"],
-    mask: KeyMaskShape | None = None,
-    lengths: Int[Shapes, "b k"] | None = None,
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    checked(q, k, mask, lengths)
-    return RECEIVED.explain((q, k, lse, weight, mask, lengths), {})
-
-
-def explain_head_mean(
-    q: Float[Shapes, "b q h d"],
-    k: Float[Shapes, "b s k d"],
-    lse: Float[Shapes, "b h q"],
-    mask: KeyMaskShape | None = None,
-    lengths: Int[Shapes, "b k"] | None = None,
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    checked(q, k, mask, lengths)
-    return HEAD_MEAN.explain((q, k, lse, mask, lengths), {})

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, extent, scores, served
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, check_supported, extent, scores
 from pallas_kernels.received_attention.reference import column, of_rows, weights
 
 TILE = 64  # slots
@@ -35,8 +35,8 @@ def received(
       NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no rows, or other dtypes than
         float32 and bfloat16, or two of them.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q)
     batch, slots, kv_heads, head = k.shape
     ends, allowed = extent(k, mask, lengths)
     rows = by_kv_head(q, kv_heads)
@@ -91,8 +91,8 @@ def head_mean(
     Raises:
       NotImplementedError: as `received`.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q)
     batch, slots, kv_heads, head = k.shape
     rows, heads = q.shape[1:3]
     ends, allowed = extent(k, mask, lengths)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, scores, visible
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, scores, visible
 
 
 def received(
@@ -30,7 +30,7 @@ def received(
     Raises:
       ValueError: shapes that do not go together.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     weight = of_rows(weight, q.shape[2] // k.shape[2])
     seen = visible(k, mask, lengths)[..., None, :]
     rows, keys = by_kv_head(q, k.shape[2]), jnp.swapaxes(k, 1, 2)
@@ -53,7 +53,7 @@ def head_mean(
     Raises:
       ValueError: shapes that do not go together.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     seen = visible(k, mask, lengths)[..., None, :]
     rows, keys = by_kv_head(q, k.shape[2]), jnp.swapaxes(k, 1, 2)
     all_heads = weights(scores(rows, keys), column(lse, k.shape[2]), seen)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, extent, scores, served
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, check_supported, extent, scores
 from pallas_kernels.received_attention.reference import column, of_rows, weights
 
 LANES, SUBLANES = 128, 16  # 16 rows are one bfloat16 tile, two float32 tiles
@@ -32,8 +32,8 @@ def received(
       NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no rows, or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q)
     batch, slots, kv_heads, head = k.shape
     ends, allowed = extent(k, mask, lengths)
     rows = by_kv_head(q, kv_heads)
@@ -98,8 +98,8 @@ def head_mean(
     Raises:
       NotImplementedError: as `received`.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q)
     batch, slots, kv_heads, head = k.shape
     count, groups = q.shape[1], q.shape[2] // kv_heads
     ends, allowed = extent(k, mask, lengths)

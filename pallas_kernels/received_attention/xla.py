@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped import KeyMask, checked, visible
+from pallas_kernels.grouped import KeyMask, check_shapes, visible
 from pallas_kernels.received_attention import reference
 
 SCORE_BYTES = 2**28  # float32 scores of one tile: 256 MiB
@@ -22,7 +22,7 @@ def received(
     tile: int | None = None,
 ) -> Float[Array, "b k s"]:
     """As the reference, `tile` slots at a time; None takes as many as `SCORE_BYTES` allow."""
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     part = lambda k, seen: reference.received(q, k, lse, weight, seen)
     return _in_tiles(part, q, k, visible(k, mask, lengths), tile)
 
@@ -36,7 +36,7 @@ def head_mean(
     tile: int | None = None,
 ) -> Float[Array, "b q s"]:
     """As the reference, `tile` slots at a time; None takes as many as `SCORE_BYTES` allow."""
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     part = lambda k, seen: reference.head_mean(q, k, lse, seen)
     return _in_tiles(part, q, k, visible(k, mask, lengths), tile)
 

@@ -2,12 +2,12 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
-from pallas_kernels.grouped import KeyMask, KeyMaskShape, checked
+from pallas_kernels.choice import Implementation, Operation, imported
+from pallas_kernels.grouped import KeyMask, check_shapes
 from pallas_kernels.row_attention import xla
 from pallas_kernels.row_attention.reference import RowAttention
 
-__all__ = ["OPERATION", "RowAttention", "explain", "row_attention"]
+__all__ = ["OPERATION", "RowAttention", "row_attention"]
 
 OPERATION = Operation(
     name="row_attention",
@@ -37,17 +37,5 @@ def row_attention(
       lengths: each kv head may read its first `lengths` slots; None means all.
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     return OPERATION.run((q, k, v, mask, lengths), {}, implementation)
-
-
-def explain(
-    q: Float[Shapes, "b q h d"],
-    k: Float[Shapes, "b s k d"],
-    v: Float[Shapes, "b s k d"],
-    mask: KeyMaskShape | None = None,
-    lengths: Int[Shapes, "b k"] | None = None,
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    checked(q, k, mask, lengths)
-    return OPERATION.explain((q, k, v, mask, lengths), {})

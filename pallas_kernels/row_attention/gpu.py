@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, extent, scores, served
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, check_supported, extent, scores
 from pallas_kernels.row_attention import online
 from pallas_kernels.row_attention.reference import RowAttention, shaped
 
@@ -36,8 +36,8 @@ def row_attention(
       NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no rows, or other dtypes than
         float32 and bfloat16, or two of them.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q, v=v)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q, v=v)
     batch, slots, kv_heads, head = k.shape
     ends, allowed = extent(k, mask, lengths)
     rows = by_kv_head(q, kv_heads)
@@ -47,7 +47,7 @@ def row_attention(
     row_tiles, tiles = rows.shape[2] // row_tile, pl.cdiv(slots, TILE)
     each = pl.cdiv(tiles, min(tiles, pl.cdiv(PROGRAMS, batch * kv_heads * row_tiles)))  # tiles of a program
     splits = pl.cdiv(tiles, each)
-    state = jax.eval_shape(functools.partial(online.start, rows.shape))
+    state = jax.eval_shape(functools.partial(online.init, rows.shape))
     part = lambda width: pl.BlockSpec((1, 1, 1, row_tile, width), lambda n, b, h, i: (n, b, h, i, 0))
     operands = [rows, k, v, ends] + ([] if allowed is None else [allowed[:, :, 0]])
     parts = pl.pallas_call(
@@ -61,7 +61,7 @@ def row_attention(
         interpret=interpret,
         name="row_attention",
     )(*operands)
-    outcome = online.outcome(online.merged(online.Running(*parts)))
+    outcome = online.finalize(online.merge(online.OnlineSoftmax(*parts)))
     return shaped(q, *(x[:, :, :count] for x in outcome))
 
 
@@ -81,9 +81,9 @@ def _kernel(q_ref, k_ref, v_ref, ends_ref, *rest, each, masked):
             plt.load(ref.at[b, pl.ds(j * TILE, TILE), h, :], mask=seen[:, None], other=0.0)
             for ref in (k_ref, v_ref)
         )
-        return online.seen(running, scores(q, k), seen[None], v)
+        return online.update(running, scores(q, k), seen[None], v)
 
     last = jnp.minimum((n + 1) * each, pl.cdiv(end, TILE))
-    running = jax.lax.fori_loop(n * each, last, add, online.start(q.shape))
+    running = jax.lax.fori_loop(n * each, last, add, online.init(q.shape))
     for ref, value in zip(parts, running, strict=True):
         ref[0, 0, 0] = value

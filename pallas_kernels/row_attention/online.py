@@ -1,4 +1,4 @@
-"""What is carried from one tile of slots to the next; the same for every implementation."""
+"""Online softmax over tiles of slots, shared by every implementation."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from pallas_kernels.grouped import product
 LOWEST = -1e30  # below any score, and still finite when subtracted
 
 
-class Running(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Sums over the tiles seen, per row.
 
     Attributes:
@@ -24,24 +24,24 @@ class Running(NamedTuple):
     out: Float[Array, "*b r d"]
 
 
-def start(shape: tuple[int, ...]) -> Running:
-    """Nothing seen yet, for rows [*b r d]."""
+def init(shape: tuple[int, ...]) -> OnlineSoftmax:
+    """The state before the first tile, for rows [*b r d]."""
     column = (*shape[:-1], 1)
-    return Running(
+    return OnlineSoftmax(
         jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros(shape, jnp.float32)
     )
 
 
-def seen(
-    before: Running,
+def update(
+    before: OnlineSoftmax,
     scores: Float[Array, "*b r t"],
     visible: Bool[Array, "*#b #r t"],
     v: Float[Array, "*b t d"],
-) -> Running:
-    """With one more tile.
+) -> OnlineSoftmax:
+    """The state with one more tile.
 
     Args:
-      before: the other tiles.
+      before: the state of the other tiles.
       scores: anything where not visible.
       visible: slots that are new and may be attended to.
       v: their values, finite where no row may attend.
@@ -49,22 +49,22 @@ def seen(
     top = jnp.maximum(before.top, jnp.max(jnp.where(visible, scores, LOWEST), axis=-1, keepdims=True))
     scale = jnp.exp(before.top - top)
     weight = jnp.where(visible, jnp.exp(scores - top), 0.0)
-    return Running(
+    return OnlineSoftmax(
         top=top,
         total=before.total * scale + jnp.sum(weight, axis=-1, keepdims=True),
         out=before.out * scale + product(weight.astype(v.dtype), v, 0),
     )
 
 
-def merged(parts: Running) -> Running:
-    """One from those of several ranges of slots, stacked on the first axis."""
+def merge(parts: OnlineSoftmax) -> OnlineSoftmax:
+    """One state from those of several ranges of slots, stacked on the first axis."""
     top = jnp.max(parts.top, axis=0)
     scale = jnp.exp(parts.top - top)
-    return Running(top, jnp.sum(parts.total * scale, axis=0), jnp.sum(parts.out * scale, axis=0))
+    return OnlineSoftmax(top, jnp.sum(parts.total * scale, axis=0), jnp.sum(parts.out * scale, axis=0))
 
 
-def outcome(running: Running) -> tuple[Float[Array, "*b r d"], Float[Array, "*b r 1"]]:
-    """Attention and log-sum-exp, once all tiles are seen; 0 and -inf for rows that saw nothing."""
+def finalize(running: OnlineSoftmax) -> tuple[Float[Array, "*b r d"], Float[Array, "*b r 1"]]:
+    """Attention and log-sum-exp after the last tile; 0 and -inf for rows that may attend to nothing."""
     some = running.total > 0
     safe = jnp.where(some, running.total, 1.0)
     return running.out / safe, jnp.where(some, running.top + jnp.log(safe), -jnp.inf)

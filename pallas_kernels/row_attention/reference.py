@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, by_query, checked, product, scores, visible
+from pallas_kernels.grouped import KeyMask, by_kv_head, by_query, check_shapes, product, scores, visible
 
 
 class RowAttention(NamedTuple):
@@ -43,7 +43,7 @@ def row_attention(
     Raises:
       ValueError: shapes that do not go together.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     heads_first = lambda x: jnp.swapaxes(x, 1, 2)
     seen = visible(k, mask, lengths)[..., None, :]
     rows = by_kv_head(q, k.shape[2])

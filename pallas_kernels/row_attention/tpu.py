@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, extent, scores, served
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, check_supported, extent, scores
 from pallas_kernels.row_attention import online
 from pallas_kernels.row_attention.reference import RowAttention, shaped
 
@@ -34,15 +34,15 @@ def row_attention(
       NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no rows, or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    checked(q, k, mask, lengths)
-    served(WIDTHS, k, q=q, v=v)
+    check_shapes(q, k, mask, lengths)
+    check_supported(WIDTHS, k, q=q, v=v)
     batch, slots, kv_heads, head = k.shape
     ends, allowed = extent(k, mask, lengths)
     rows = by_kv_head(q, kv_heads)
     row_tile = min(MOST_ROWS, pl.cdiv(rows.shape[2], SUBLANES) * SUBLANES)
     tile = min(MOST_SLOTS, pl.cdiv(slots, LANES) * LANES)
     of_rows = lambda width: pl.BlockSpec((1, 1, row_tile, width), lambda b, h, i, j, ends: (b, h, i, 0))
-    state = jax.eval_shape(functools.partial(online.start, (row_tile, head)))
+    state = jax.eval_shape(functools.partial(online.init, (row_tile, head)))
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile, masked=allowed is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -84,19 +84,19 @@ def _kernel(ends_ref, q_ref, k_ref, v_ref, *rest, tile, masked):
 
     @pl.when(j == 0)
     def _():
-        _store(running, online.start(running[-1].shape))
+        _store(running, online.init(running[-1].shape))
 
     @pl.when(j * tile < end)
     def _():
         v = v_ref[0, 0]
         seen, readable = _visible(mask_ref, end - j * tile, v.shape)
         v = jnp.where(readable, v, jnp.zeros_like(v))  # 0 * NaN is NaN
-        before = online.Running(*(ref[...] for ref in running))
-        _store(running, online.seen(before, scores(q_ref[0, 0], k_ref[0, 0]), seen, v))
+        before = online.OnlineSoftmax(*(ref[...] for ref in running))
+        _store(running, online.update(before, scores(q_ref[0, 0], k_ref[0, 0]), seen, v))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        out, lse = online.outcome(online.Running(*(ref[...] for ref in running)))
+        out, lse = online.finalize(online.OnlineSoftmax(*(ref[...] for ref in running)))
         out_ref[0, 0] = out.astype(out_ref.dtype)
         lse_ref[0, 0] = lse
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped import KeyMask, by_kv_head, checked, scores, visible
+from pallas_kernels.grouped import KeyMask, by_kv_head, check_shapes, scores, visible
 from pallas_kernels.row_attention import online, reference
 from pallas_kernels.row_attention.reference import RowAttention, shaped
 
@@ -23,7 +23,7 @@ def row_attention(
 
     K and V are sliced, never copied or padded: the last tile begins early and skips what was seen.
     """
-    checked(q, k, mask, lengths)
+    check_shapes(q, k, mask, lengths)
     slots = k.shape[1]
     if not slots:
         return reference.row_attention(q, k, v)
@@ -36,11 +36,11 @@ def row_attention(
         seen = jax.lax.dynamic_slice_in_dim(allowed, begin, tile, axis=2)
         seen = seen & (begin + jnp.arange(tile) >= first)
         values = jnp.where(seen[..., None], part(v), 0)
-        return online.seen(running, scores(rows, part(k)), seen[:, :, None], values), None
+        return online.update(running, scores(rows, part(k)), seen[:, :, None], values), None
 
     firsts = jnp.arange(0, slots, tile, dtype=jnp.int32)
     if slots <= tile:
-        running, _ = step(online.start(rows.shape), firsts[0])
+        running, _ = step(online.init(rows.shape), firsts[0])
     else:
-        running, _ = jax.lax.scan(step, online.start(rows.shape), firsts)
-    return shaped(q, *online.outcome(running))
+        running, _ = jax.lax.scan(step, online.init(rows.shape), firsts)
+    return shaped(q, *online.finalize(running))

@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.sparse_gather import xla
-from pallas_kernels.sparse_gather.reference import checked
+from pallas_kernels.sparse_gather.reference import check_shapes
 
-__all__ = ["OPERATION", "explain", "sparse_gather"]
+__all__ = ["OPERATION", "sparse_gather"]
 
 OPERATION = Operation(
     name="sparse_gather",
@@ -32,13 +32,5 @@ def sparse_gather(
       index: slot of each copy; s where there is none, which writes zeros.
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    checked(k, v, index)
+    check_shapes(k, v, index)
     return OPERATION.run((k, v, index), {}, implementation)
-
-
-def explain(
-    k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    checked(k, v, index)
-    return OPERATION.explain((k, v, index), {})

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_gather.reference import checked
+from pallas_kernels.sparse_gather.reference import check_shapes
 
 TILE = 64  # copies
 
@@ -29,7 +29,7 @@ def sparse_gather(
       NotImplementedError: a head width that is no power of two, no copies, or other dtypes than float32 and
         bfloat16.
     """
-    checked(k, v, index)
+    check_shapes(k, v, index)
     batch, slots, kv_heads, head = k.shape
     if k.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"{k.dtype}: float32 or bfloat16")

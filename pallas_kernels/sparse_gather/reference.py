@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 def sparse_gather(
     k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]
@@ -20,7 +18,7 @@ def sparse_gather(
     Raises:
       ValueError: shapes that do not go together.
     """
-    checked(k, v, index)
+    check_shapes(k, v, index)
     slots = k.shape[1]
     place = jnp.swapaxes(index, 1, 2)[..., None]
     row = jnp.minimum(place, slots - 1)
@@ -28,8 +26,8 @@ def sparse_gather(
     return take(k), take(v)
 
 
-def checked(k: Float[Shapes, "b s k d"], v: Float[Shapes, "b s k d"], index: Int[Shapes, "b k w"]) -> None:
-    """Refuses what does not go together.
+def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
+    """Refuses arrays whose shapes do not fit together.
 
     Raises:
       ValueError: keys and values of different shape, indices of other rows or heads, or no slots.

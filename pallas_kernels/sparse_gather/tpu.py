@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_gather.reference import checked
+from pallas_kernels.sparse_gather.reference import check_shapes
 
 LANES, SUBLANES = 128, 16  # 16 rows are one bfloat16 tile, two float32 tiles
 CHUNK = 256  # rows turned into words at a time
@@ -33,8 +33,8 @@ def sparse_gather(
       NotImplementedError: a head's keys or its copies exceed 8 MiB (bfloat16, d = 128: 32 768 slots), no
         copies, or other dtypes than float32 and bfloat16.
     """
-    checked(k, v, index)
-    _served(k, index)
+    check_shapes(k, v, index)
+    _check_supported(k, index)
     of_each_head = lambda x: _gather(jnp.swapaxes(x, 1, 2), index.astype(jnp.int32), interpret)
     return jnp.swapaxes(of_each_head(k), 1, 2), jnp.swapaxes(of_each_head(v), 1, 2)
 
@@ -89,7 +89,7 @@ def _row(source, place, slots, per_word):
     return jnp.where(real, row, 0)
 
 
-def _served(k: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
+def _check_supported(k: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
     if k.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"{k.dtype}: float32 or bfloat16")
     if not index.shape[2]:

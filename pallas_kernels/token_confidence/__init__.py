@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.token_confidence import xla
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked
+from pallas_kernels.token_confidence.reference import TokenConfidence, vocabulary_size
 
-__all__ = ["OPERATION", "TokenConfidence", "explain", "token_confidence"]
+__all__ = ["OPERATION", "TokenConfidence", "token_confidence"]
 
 OPERATION = Operation(
     name="token_confidence",
@@ -34,16 +34,5 @@ def token_confidence(
       forbidden: a token that is never the best one, though it counts in the softmax ([MASK]).
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    options = dict(valid=checked(head, valid, forbidden), forbidden=forbidden)
+    options = dict(valid=vocabulary_size(head, valid, forbidden), forbidden=forbidden)
     return OPERATION.run((hidden, head), options, implementation)
-
-
-def explain(
-    hidden: Float[Shapes, "b c m"],
-    head: Float[Shapes, "v m"],
-    valid: int | None = None,
-    forbidden: int | None = None,
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    options = dict(valid=checked(head, valid, forbidden), forbidden=forbidden)
-    return OPERATION.explain((hidden, head), options)

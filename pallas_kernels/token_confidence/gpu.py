@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.token_confidence import online
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked, product
+from pallas_kernels.token_confidence.reference import TokenConfidence, product, vocabulary_size
 
 TOKENS, DEPTH = 128, 64  # of a tile: tokens, and width read at a time
 LEAST_ROWS, MOST_ROWS = 16, 64  # 16 is what tensor cores take at least
@@ -35,12 +35,12 @@ def token_confidence(
       NotImplementedError: no rows, the width is no multiple of 64, the head has fewer than 128 rows, or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     row_tile = _row_tile(rows, head)
     padded = jnp.pad(rows, ((0, -rows.shape[0] % row_tile), (0, 0)))
     tiles = pl.cdiv(valid, TOKENS)
-    state = jax.eval_shape(functools.partial(online.start, padded.shape[0]))
+    state = jax.eval_shape(functools.partial(online.init, padded.shape[0]))
     parts = pl.pallas_call(
         functools.partial(_kernel, valid=valid, forbidden=forbidden),
         grid=(tiles, padded.shape[0] // row_tile),
@@ -51,7 +51,7 @@ def token_confidence(
         interpret=interpret,
         name="token_confidence",
     )(padded, head)
-    outcome = online.outcome(online.merged(online.Running(*parts)))
+    outcome = online.finalize(online.merge(online.OnlineConfidence(*parts)))
     return TokenConfidence(*(x[: rows.shape[0]].reshape(hidden.shape[:-1]) for x in outcome))
 
 
@@ -66,7 +66,7 @@ def _kernel(rows_ref, head_ref, *parts, valid, forbidden):
 
     logits = jax.lax.fori_loop(0, rows_ref.shape[1] // DEPTH, add, jnp.zeros(shape, jnp.float32))
     ids = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    running = online.seen(online.start(shape[0]), logits, ids, first, valid, forbidden)
+    running = online.update(online.init(shape[0]), logits, ids, first, valid, forbidden)
     for ref, value in zip(parts, running, strict=True):
         ref[0] = value
 

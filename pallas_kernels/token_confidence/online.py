@@ -1,4 +1,4 @@
-"""What is carried from one vocabulary tile to the next; the same for every implementation."""
+"""Confidence accumulated over vocabulary tiles, shared by every implementation."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ LOWEST = -1e30  # below any logit, and still finite when subtracted
 NO_TOKEN = 2**30
 
 
-class Running(NamedTuple):
-    """Sums over the tiles seen, one column per row; of n ranges of tokens apart, see `merged`, or of all.
+class OnlineConfidence(NamedTuple):
+    """Sums over the tiles seen, one column per row; of n ranges of tokens apart, see `merge`, or of all.
 
     Attributes:
       token: lowest id with the largest logit.
@@ -29,26 +29,26 @@ class Running(NamedTuple):
     weighted: Float[Array, "*n r 1"]
 
 
-def start(rows: int) -> Running:
-    """Nothing seen yet."""
+def init(rows: int) -> OnlineConfidence:
+    """The state before the first tile."""
     column = lambda value: jnp.full((rows, 1), value, jnp.float32)
     nothing = column(-jnp.inf)
     token = jnp.zeros((rows, 1), jnp.int32)
-    return Running(token, nothing, nothing, column(LOWEST), column(0), column(0))
+    return OnlineConfidence(token, nothing, nothing, column(LOWEST), column(0), column(0))
 
 
-def seen(
-    before: Running,
+def update(
+    before: OnlineConfidence,
     logits: Float[Array, "r t"],
     ids: Int[Array, "r t"],
     first: int | Int[Array, ""],
     valid: int,
     forbidden: int | None,
-) -> Running:
-    """With one more tile.
+) -> OnlineConfidence:
+    """The state with one more tile.
 
     Args:
-      before: the tiles with lower ids.
+      before: the state of the tiles with lower ids.
       logits: of this tile; anything where ids lie outside of [first, valid).
       ids: tokens of the tile.
       first: lowest id that is new.
@@ -67,7 +67,7 @@ def seen(
     scale = jnp.exp(shift)
     below = jnp.where(new, logits - top, 0.0)
     weight = jnp.where(new, jnp.exp(below), 0.0)
-    return Running(
+    return OnlineConfidence(
         token=jnp.where(best > before.best, token, before.token),
         best=jnp.maximum(best, before.best),
         second=jnp.maximum(jnp.minimum(best, before.best), jnp.maximum(second, before.second)),
@@ -78,14 +78,14 @@ def seen(
     )
 
 
-def merged(parts: Running) -> Running:
-    """One from those of several ranges of tokens [n r 1], the ranges ascending."""
+def merge(parts: OnlineConfidence) -> OnlineConfidence:
+    """One state from those of several ranges of tokens [n r 1], the ranges ascending."""
     first = jnp.argmax(parts.best, axis=0, keepdims=True)
     winner = jnp.arange(parts.best.shape[0])[:, None, None] == first
     top = jnp.max(parts.top, axis=0)
     shift = parts.top - top
     scale = jnp.exp(shift)
-    return Running(
+    return OnlineConfidence(
         token=jnp.take_along_axis(parts.token, first, axis=0)[0],
         best=jnp.max(parts.best, axis=0),
         second=jnp.max(jnp.where(winner, parts.second, parts.best), axis=0),
@@ -95,10 +95,10 @@ def merged(parts: Running) -> Running:
     )
 
 
-def outcome(
-    running: Running,
+def finalize(
+    running: OnlineConfidence,
 ) -> tuple[Int[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"]]:
-    """Token, probability, margin and negative entropy, once all tiles are seen."""
+    """Token, probability, margin and negative entropy after the last tile."""
     probability = jnp.exp(running.best - running.top) / running.total
     other = jnp.exp(running.second - running.top) / running.total
     entropy = running.weighted / running.total - jnp.log(running.total)

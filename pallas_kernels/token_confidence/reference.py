@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 class TokenConfidence(NamedTuple):
     """The best token of each row and three confidences, larger = surer, as in `dllm_jax.samplers.scores`.
@@ -44,7 +42,7 @@ def token_confidence(
       valid: size of the vocabulary; rows of the head from there on are padding.
       forbidden: a token that is never the best one, though it counts in the softmax ([MASK]).
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     logits = product(hidden, head)[..., :valid]
     candidates = logits if forbidden is None else logits.at[..., forbidden].set(-jnp.inf)
     token = jnp.argmax(candidates, axis=-1).astype(jnp.int32)
@@ -72,8 +70,8 @@ def _at(values: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array,
     return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
 
 
-def checked(head: Float[Shapes, "v m"], valid: int | None, forbidden: int | None) -> int:
-    """Size of the vocabulary.
+def vocabulary_size(head: Float[Array, "v m"], valid: int | None, forbidden: int | None) -> int:
+    """How many rows of the head are tokens: `valid`, or all of them.
 
     Raises:
       ValueError: valid is larger than the head or leaves no token that may be chosen.

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.token_confidence import online
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked, product
+from pallas_kernels.token_confidence.reference import TokenConfidence, product, vocabulary_size
 
 LANES, SUBLANES = 128, 16  # 16 rows are one bfloat16 tile, two float32 tiles
 TILE_BYTES = 2**22  # one tile of rows or of the head; each is held twice, to load the next one meanwhile
@@ -30,7 +30,7 @@ def token_confidence(
       NotImplementedError: no rows; the width is no multiple of 128, or 128 rows of it exceed 4 MiB; or other
         dtypes than float32 and bfloat16, or two of them.
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     row_tile, tile = _tiles(rows, head, valid)
     count, width = rows.shape
@@ -61,16 +61,16 @@ def _kernel(rows_ref, head_ref, token_ref, p_ref, margin_ref, entropy_ref, *runn
 
     @pl.when(j == 0)
     def _():
-        _store(running, online.start(rows_ref.shape[0]))
+        _store(running, online.init(rows_ref.shape[0]))
 
     logits = product(rows_ref[...], head_ref[...])
     ids = j * tile + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    before = online.Running(*(ref[...] for ref in running))
-    _store(running, online.seen(before, logits, ids, 0, valid, forbidden))
+    before = online.OnlineConfidence(*(ref[...] for ref in running))
+    _store(running, online.update(before, logits, ids, 0, valid, forbidden))
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        outcome = online.outcome(online.Running(*(ref[...] for ref in running)))
+        outcome = online.finalize(online.OnlineConfidence(*(ref[...] for ref in running)))
         _store((token_ref, p_ref, margin_ref, entropy_ref), outcome)
 
 
@@ -79,8 +79,8 @@ def _store(refs, values):
         ref[...] = value
 
 
-def _state(rows: int) -> online.Running:
-    return jax.eval_shape(functools.partial(online.start, rows))
+def _state(rows: int) -> online.OnlineConfidence:
+    return jax.eval_shape(functools.partial(online.init, rows))
 
 
 def _tiles(rows: Float[Array, "r m"], head: Float[Array, "v m"], valid: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.token_confidence import online
-from pallas_kernels.token_confidence.reference import TokenConfidence, checked, product
+from pallas_kernels.token_confidence.reference import TokenConfidence, product, vocabulary_size
 
 LOGIT_BYTES = 2**26  # float32 logits of one tile: 64 MiB
 
@@ -21,7 +21,7 @@ def token_confidence(
 
     The head is sliced, never copied or padded: the last tile begins early and skips what was seen.
     """
-    valid = checked(head, valid, forbidden)
+    valid = vocabulary_size(head, valid, forbidden)
     rows = hidden.reshape(-1, hidden.shape[-1])
     tile = min(tile or max(LOGIT_BYTES // max(4 * rows.shape[0], 1), 128), head.shape[0])
     last = head.shape[0] - tile
@@ -30,8 +30,8 @@ def token_confidence(
         begin = jnp.minimum(first, last)
         logits = product(rows, jax.lax.dynamic_slice_in_dim(head, begin, tile))
         ids = jnp.broadcast_to(begin + jnp.arange(tile, dtype=jnp.int32), logits.shape)
-        return online.seen(running, logits, ids, first, valid, forbidden), None
+        return online.update(running, logits, ids, first, valid, forbidden), None
 
     firsts = jnp.arange(0, valid, tile, dtype=jnp.int32)
-    running, _ = jax.lax.scan(step, online.start(rows.shape[0]), firsts)
-    return TokenConfidence(*(x.reshape(hidden.shape[:-1]) for x in online.outcome(running)))
+    running, _ = jax.lax.scan(step, online.init(rows.shape[0]), firsts)
+    return TokenConfidence(*(x.reshape(hidden.shape[:-1]) for x in online.finalize(running)))

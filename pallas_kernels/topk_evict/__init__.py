@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Implementation, Operation, Platform, Shapes, imported
+from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.topk_evict import xla
-from pallas_kernels.topk_evict.reference import checked
+from pallas_kernels.topk_evict.reference import check_options
 
-__all__ = ["OPERATION", "explain", "topk_evict"]
+__all__ = ["OPERATION", "topk_evict"]
 
 OPERATION = Operation(
     name="topk_evict",
@@ -36,17 +36,5 @@ def topk_evict(
       pool: odd window of the maximum over neighbours; 1 pools nothing.
       implementation: see `pallas_kernels.choice.Operation.run`.
     """
-    options = dict(width=checked(score, width, pool), pool=pool)
-    return OPERATION.run((score, among, count), options, implementation)
-
-
-def explain(
-    score: Float[Shapes, "b k l"],
-    among: Bool[Shapes, "b l"],
-    count: Int[Shapes, "b k"],
-    width: int,
-    pool: int = 1,
-) -> dict[Platform, str]:
-    """The implementation each platform takes by default, and the reason if it is not a kernel."""
-    options = dict(width=checked(score, width, pool), pool=pool)
-    return OPERATION.explain((score, among, count), options)
+    check_options(score, width, pool)
+    return OPERATION.run((score, among, count), dict(width=width, pool=pool), implementation)

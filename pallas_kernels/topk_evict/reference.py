@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.choice import Shapes
-
 
 def topk_evict(
     score: Float[Array, "b k l"],
@@ -28,7 +26,7 @@ def topk_evict(
       pool: odd window of the maximum over neighbours within `among`: what lies between two members does not
         part them, and at the ends the window is cut. 1 pools nothing.
     """
-    width = checked(score, width, pool)
+    check_options(score, width, pool)
     length = score.shape[2]
     index, packed = pooled(score, among, pool)
     rank = jnp.argsort(jnp.argsort(-packed, axis=2, stable=True), axis=2)
@@ -55,11 +53,11 @@ def pooled(
     return index, jnp.where(members[:, None], best, -jnp.inf)
 
 
-def checked(score: Float[Shapes, "b k l"], width: int, pool: int) -> int:
-    """The width.
+def check_options(score: Float[Array, "b k l"], width: int, pool: int) -> None:
+    """Refuses invalid options.
 
     Raises:
-      ValueError: a width that is not positive, or a window that is not odd.
+      ValueError: a width that is not positive, a window that is not odd, or scores that are not float32.
     """
     if width < 1:
         raise ValueError(f"width={width} must be at least 1")
@@ -67,4 +65,3 @@ def checked(score: Float[Shapes, "b k l"], width: int, pool: int) -> int:
         raise ValueError(f"pool={pool} must be odd and positive")
     if score.dtype != jnp.float32:
         raise ValueError(f"score is {score.dtype}, must be float32")
-    return width

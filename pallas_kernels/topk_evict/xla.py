@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.topk_evict import bisection
-from pallas_kernels.topk_evict.reference import checked, pooled
+from pallas_kernels.topk_evict.reference import check_options, pooled
 
 Best = Callable[[Float[Array, "r l"], Int[Array, "r 1"]], Bool[Array, "r l"]]
 
@@ -20,7 +20,7 @@ def topk_evict(
     best: Best = bisection.best,
 ) -> Int[Array, "b k {width}"]:
     """As the reference; `best` marks the `count` largest of each row."""
-    width = checked(score, width, pool)
+    check_options(score, width, pool)
     index, packed = pooled(score, among, pool)
     length = score.shape[2]
     keep = best(packed.reshape(-1, length), jnp.minimum(count, width).reshape(-1, 1).astype(jnp.int32))

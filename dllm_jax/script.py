@@ -1,4 +1,4 @@
-"""What the scripts in convert/ share."""
+"""What command lines share."""
 
 import contextlib
 import sys
