@@ -32,7 +32,7 @@ def run(name: str, prompts: int, runs: Path) -> list[dict[str, Any]]:
         cli.run_tasks(shape(f"chain-{block}", 32, block), "Chain", (7,), prompts)
     cli.run_tasks(shape("few-shot", 4, 2), "FewShot", (5,), prompts)
     repeats = max(prompts // len(DEPTHS), 1)
-    cli.run_needle(shape("needle", 4, 2), lengths=(64, 256, 1024), depths=DEPTHS, repeats=repeats)
+    cli.run_recall(shape("needle", 4, 2), lengths=(64, 256, 1024), depths=DEPTHS, repeats=repeats)
     order = lambda path: POLICIES.index(path.stem.split("-")[1])
     found = [record.read(path) for path in sorted((runs / name).glob("*/*-*.json"), key=order)]
     return [{key: one[key] for key in KEPT} for one in found]

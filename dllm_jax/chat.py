@@ -42,31 +42,37 @@ def chat(
 def encode_chats(
     tokenizer: Any, conversations: list[list[Message]], pad_id: int
 ) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
-    """Templated prompts, left-padded, and their padding mask."""
-    if not conversations or not all(conversations):
+    """Templated prompts, left-padded, and their padding mask; raises as `chat` does."""
+    if not conversations:
+        raise ValueError("messages are empty: there is no conversation to answer")
+    return left_pad([chat_ids(tokenizer, conversation) for conversation in conversations], pad_id)
+
+
+def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
+    """Token ids of a conversation under the chat template, up to where the answer begins.
+
+    Raises:
+      ValueError: an empty conversation, or a tokenizer without a chat template.
+    """
+    if not conversation:
         raise ValueError("messages are empty: a conversation needs at least one message")
     if tokenizer.chat_template is None:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
-    rows = [
-        tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
-        for c in conversations
-    ]
-    return left_pad(rows, pad_id)
+    encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def left_pad(
     rows: Sequence[Sequence[int]], pad_id: int, width: int | None = None
 ) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
-    """Rows of ids as one array padded on the left, and the mask that is True on real tokens.
+    """Rows of ids as one array, padded on the left, and its mask, True on real tokens.
 
     Args:
       rows: the ids.
       pad_id: what to pad with.
-      width: at least the longest row's length, which is the default.
+      width: of the array, at least the longest row's length; None: that length.
     """
     width = max(map(len, rows)) if width is None else width
     ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]

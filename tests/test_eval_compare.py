@@ -19,7 +19,7 @@ def record(scores: dict[str, list[float]], **changes) -> dict:
     ]  # fmt: skip
     base = {
         "kind": "tasks", "requests": rows, "decoding": {"policy": "Policy()"}, "model": {"name": "m"},
-        "settings": {}, "device": {}, "versions": {}, "batch": 8, "bucket": 64, "max_length": None,
+        "settings": {}, "device": {}, "versions": {}, "batch": 8, "bucket": 64, "max_positions": None,
     }  # fmt: skip
     return base | changes
 

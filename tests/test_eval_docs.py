@@ -31,7 +31,7 @@ def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert re.search(r"(100\.0|9\d\.\d|8\d\.\d)% of the answers are the same", text)
     assert record.read(tmp_path / "runs/few-shot/tasks-DualCache.json")["average"] >= 0.8
-    assert (tmp_path / "runs/needle/recall-Policy.png").exists()
+    assert (tmp_path / "runs/recall/recall-Policy.png").exists()
 
 
 @pytest.mark.parametrize("words", [w for w in commands(printed=False) if w[0] != "lm_eval"], ids=" ".join)

@@ -3,7 +3,8 @@
 import pytest
 import rich.progress
 
-from dllm_jax.eval import likelihoods, settings
+from dllm_jax.eval import likelihoods
+from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.harness_ledger import Both
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.likelihoods import Likelihood
@@ -15,7 +16,7 @@ PAIRS = [((1, 2, 3), (4,)), ((3, 2), (5,)), ((2, 2), (6,)), ((5,), (3, 4))]  # t
 
 
 def scorer(**changes) -> Likelihood:
-    runner = Runner(tiny("llada"), None, settings.Decoding(4), "weights", batch=2, bucket=4, max_length=9)
+    runner = Runner(tiny("llada"), None, Decoding(4), "weights", batch=2, bucket=4, max_positions=9)
     return Likelihood(runner, **{"draws": 4, "strata": 2, **changes})
 
 
@@ -51,7 +52,7 @@ def test_a_pair_that_fails_does_not_take_its_mates_along(tmp_path):
     entries = scorer().run([PAIRS[0], long, empty, mask, PAIRS[1]], False, journal)
     assert [entry["error"] is None for entry in entries] == [True, False, False, False, True]
     for entry, reason in zip(
-        entries[1:4], ("10 positions; max_length=9", "both need one", "mask"), strict=True
+        entries[1:4], ("10 positions; max_positions=9", "both need one", "mask"), strict=True
     ):
         assert reason in entry["error"]
     assert answers(entries)[0] == pytest.approx(scorer().run(PAIRS[:1], False)[0]["answer"], abs=1e-5)

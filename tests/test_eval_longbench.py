@@ -6,7 +6,7 @@ import pytest
 
 from dllm_jax.eval import cli, needle, record
 from dllm_jax.eval.longbench import TASKS, Prompts, Sample, read, truncate
-from dllm_jax.eval.opened import open_checkpoint
+from dllm_jax.eval.opened import open_model
 
 TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}
 ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}
@@ -14,7 +14,7 @@ ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": No
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return open_checkpoint("tiny-llada").tokenizer
+    return open_model("tiny-llada").tokenizer
 
 
 def write(path, *rows):
@@ -82,7 +82,7 @@ def test_the_middle_is_cut_out(tokenizer):
     text = "".join(chr(97 + i % 26) for i in range(40))
     assert truncate(text, tokenizer, 40) == text
     assert truncate(text, tokenizer, 11) == text[:5] + text[-5:]
-    with pytest.raises(ValueError, match="max_length=1"):
+    with pytest.raises(ValueError, match="truncate_to=1"):
         truncate(text, tokenizer, 1)
 
 
@@ -119,7 +119,7 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     assert found["totals"]["failed"] == 1
     assert found["settings"]["prompts_sha256"]
     lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
-    assert run(max_length=100) == 0  # what failed is now short enough; the rest is not decoded again
+    assert run(truncate_to=100) == 0  # what failed is now short enough; the rest is not decoded again
     assert len((tmp_path / "out" / "journal.jsonl").read_text().splitlines()) == len(lines) + 1
     assert cli.run_compare(*[tmp_path / "out" / "longbench-DualCache.json"] * 2) == 0
     assert "100.0% of the answers are the same" in capsys.readouterr().out

@@ -52,6 +52,10 @@ def test_indel_similarity_is_that_of_the_longest_common_subsequence(a, b):
     assert metrics.edit_similarity(a, b, "indel") == round(100 * wanted) / 100
 
 
+def test_halves_of_a_percent_round_to_even():
+    assert metrics.edit_similarity("a", "a" + 78 * "b", "indel") == 0.02  # 2.5 %
+
+
 def test_code_is_the_first_line_that_is_no_comment():
     assert metrics.edit_similarity("\n# why\n```\nx = 1\nfoo", "x = 1") == 1
     assert metrics.edit_similarity("# only a comment", "") == 1

@@ -1,17 +1,14 @@
 """Needle in a haystack: geometry, both scorings, recall by depth, the picture."""
 
-import functools
 import json
 import pathlib
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dllm_jax.eval import cli, heatmap, needle, recall, record
-from dllm_jax.eval.needle import DUO_ATTENTION, Needle, edit_distance
-from dllm_jax.eval.opened import open_checkpoint
+from dllm_jax.eval.needle import DUO_ATTENTION, Needle
+from dllm_jax.eval.opened import open_model
 from dllm_jax.tasks import Recall, asked_pair
 
 HAYSTACK = pathlib.Path(__file__).parent / "data" / "haystack"
@@ -20,7 +17,7 @@ STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return open_checkpoint("tiny-llada").tokenizer
+    return open_model("tiny-llada").tokenizer
 
 
 @pytest.mark.parametrize(
@@ -54,21 +51,9 @@ def test_scores():
     exact = Needle("the star is red", "?", "red", "{context}", scoring="keyword")
     assert exact.score("It is red.") == 1
     assert exact.score("the star\n is re") == pytest.approx(0.2 * (1 - 1 / 12))
+    assert exact.score("thestxrisrde") == pytest.approx(0.2 * (1 - 3 / 12))  # substitutions count once
     assert exact.score("") == 0
     assert Needle("the stars are red", "?", "red", "{context}").score("Star, red") == pytest.approx(2 / 3)
-
-
-@given(st.text("abc", max_size=6), st.text("abc", max_size=6))
-def test_edit_distance(a, b):
-    @functools.cache
-    def distance(i, j):
-        if not i or not j:
-            return i + j
-        return min(
-            distance(i - 1, j) + 1, distance(i, j - 1) + 1, distance(i - 1, j - 1) + (a[i - 1] != b[j - 1])
-        )
-
-    assert edit_distance(a, b) == distance(len(a), len(b))
 
 
 def test_texts_and_needles_from_files(tmp_path):
@@ -120,32 +105,22 @@ def test_cells_of_the_picture_are_means(tmp_path):
 
 def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
     common = cli.Common(length=4, block=2, out=tmp_path)
-    assert cli.run_needle(common, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
+    assert cli.run_recall(common, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
     found = record.read(tmp_path / "recall-Policy.json")
     assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
     assert (tmp_path / "recall-Policy.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (dict(haystack=HAYSTACK, repeats=4), "--repeats 4 has no effect with --haystack .*single prompt"),
-        (dict(scoring="rouge"), "--scoring rouge has no effect over recall"),
-        (dict(buffer=0), "--buffer 0 has no effect"),
-        (dict(needle_file=pathlib.Path("n.json")), "--needle-file n.json has no effect"),
-        (dict(chat=True), "--chat True has no effect"),
-        (dict(haystack=HAYSTACK, depths=()), "nothing to evaluate"),
-    ],
-)
-def test_options_without_effect_are_refused(tmp_path, options, reason):
-    with pytest.raises(ValueError, match=reason):
-        cli.run_needle(cli.Common(length=4, block=2, out=tmp_path), **options)
+def test_an_empty_grid_is_refused(tmp_path):
+    common = cli.Common(length=4, block=2, out=tmp_path)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        cli.run_needle(HAYSTACK, common, depths=())
 
 
 def test_a_haystack_of_text(tmp_path):
     common = cli.Common(length=4, block=2, out=tmp_path, policy=("DualCache",))
     grid = dict(lengths=(120,), depths=(0.0, 100.0), buffer=4, chat=True)
-    assert cli.run_needle(common, haystack=HAYSTACK, scoring="keyword", **grid) == 0
+    assert cli.run_needle(HAYSTACK, common, scoring="keyword", **grid) == 0
     found = record.read(tmp_path / "needle-DualCache.json")
     assert len(found["requests"]) == 2
     assert all(0 <= row["score"] <= 1 for row in found["requests"])

@@ -2,14 +2,14 @@
 
 import pytest
 
-from dllm_jax import policies, samplers, tasks
+from dllm_jax import expressions, policies, samplers, tasks
+from dllm_jax.chat import chat_ids
 from dllm_jax.eval import runner as runner_module
-from dllm_jax.eval import settings
+from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.opened import open_checkpoint
+from dllm_jax.eval.opened import open_model
 from dllm_jax.eval.record import fingerprint, provenance, totals
 from dllm_jax.eval.runner import Request, Runner, cut
-from dllm_jax.eval.tasks import chat_ids
 from tests.models import tiny
 
 QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}
@@ -18,20 +18,20 @@ ANSWERS = ["211", "407", "211"]
 
 @pytest.fixture(scope="module")
 def opened():
-    return open_checkpoint("tiny-llada")
+    return open_model("tiny-llada")
 
 
 def runner(opened, **changes) -> Runner:
     decoding = {name: changes.pop(name) for name in list(changes) if name in ("sampler", "seed", "policy")}
-    chosen = settings.Decoding(**{"length": 4, "block": 2, **decoding})
+    chosen = Decoding(**{"length": 4, "block": 2, **decoding})
     return Runner(
         opened.model, opened.tokenizer, chosen, opened.identity, **{"batch": 2, "bucket": 64, **changes}
     )
 
 
 def requests(opened) -> list[Request]:
-    ids = [chat_ids(opened.tokenizer, text, opened.model.spec.eos_id) for text in QUESTIONS.values()]
-    return [Request(name, prompt, 4) for name, prompt in zip(QUESTIONS, ids, strict=True)]
+    ids = lambda text: tuple(chat_ids(opened.tokenizer, [{"role": "user", "content": text}]))
+    return [Request(name, ids(text), 4) for name, text in QUESTIONS.items()]
 
 
 def answers(entries) -> list[str]:
@@ -58,7 +58,7 @@ def test_positions_that_single_layers_computed_count():
         def decode(self, ids, **options):
             return "a"
 
-    chosen = settings.Decoding(4, policy=policies.ElasticCache(window=2, gamma=1.5))
+    chosen = Decoding(4, policy=policies.ElasticCache(window=2, gamma=1.5))
     ours = Runner(tiny("llada"), Letters(), chosen, "weights", batch=1, bucket=8)
     (entry,) = ours.run([Request("one", (1, 2, 3), 4)])
     queried = entry["computed"] - entry["widened"]
@@ -125,9 +125,9 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(opened, 
 def test_impossible_lengths_fail_by_request(opened):
     asked = requests(opened)
     most = len(asked[0].prompt) + 4
-    entries = runner(opened, max_length=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
+    entries = runner(opened, max_positions=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
     assert entries[0]["answer"] == ANSWERS[0]
-    assert f"max_length={most}" in entries[1]["error"]
+    assert f"max_positions={most}" in entries[1]["error"]
     assert "block=2" in entries[2]["error"]
 
 
@@ -163,12 +163,12 @@ def test_the_fingerprint_is_of_what_the_model_computes(tmp_path):
     ],
 )
 def test_policies_are_read_from_text(text, made):
-    assert settings.policy(text) == made
+    assert expressions.policy(text) == made
 
 
 def test_samplers_and_tasks_are_read_from_text():
-    assert settings.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
-    assert settings.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
+    assert expressions.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
+    assert expressions.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_samplers_and_tasks_are_read_from_text():
 )
 def test_anything_else_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
-        settings.policy(text)
+        expressions.policy(text)
     with pytest.raises(ValueError, match="temperature=-1"):
-        settings.sampler("Confidence(temperature=-1)")
+        expressions.sampler("Confidence(temperature=-1)")
 
 
 def test_other_lengths_keep_tokens_per_step():
-    decoding = settings.Decoding(length=64, block=32, steps=32)
+    decoding = Decoding(length=64, block=32, steps=32)
     assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
     assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
     with pytest.raises(ValueError, match="48"):

@@ -1,4 +1,4 @@
-"""`python -m dllm_jax.eval {tasks,longbench,needle,compare,lm_eval}`."""
+"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,compare,lm_eval}`."""
 
 import importlib.util
 import sys
@@ -12,12 +12,13 @@ COMMANDS = {
     "tasks": cli.run_tasks,
     "longbench": cli.run_longbench,
     "needle": cli.run_needle,
+    "recall": cli.run_recall,
     "compare": cli.run_compare,
 }
 
 
 def main() -> int:
-    """Entry point; errors of the user are one line, not a traceback."""
+    """Entry point; the user's errors are printed as one line, without a traceback."""
     if sys.argv[1:2] == ["lm_eval"]:
         if importlib.util.find_spec("lm_eval") is None:
             print("error: lm_eval is not installed: pip install 'dllm-jax[harness]'", file=sys.stderr)

@@ -1,16 +1,17 @@
-"""Keyed items through a function, batch by batch: each is journalled as it finishes, failures stay single."""
+"""Answers keyed items batch by batch: finished batches are journalled, and a failure stays with its item."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import rich.console
 import rich.progress
 
-from dllm_jax.eval.journal import Entry, Ledger
+from dllm_jax.eval.journal import Ledger
+from dllm_jax.eval.schema import Entry
 
 Item = TypeVar("Item")
 Answer = Callable[[list[tuple[str, Item]]], list[Entry]]
-FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # RuntimeError: also XLA's
+FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # XLA's are RuntimeErrors
 
 
 def answered(
@@ -20,16 +21,16 @@ def answered(
     journal: Ledger | None = None,
     title: str | None = None,
 ) -> list[Entry]:
-    """Entries of the items, in order; those that the journal holds are not computed again.
+    """Entries of the items, in order; those in the journal are not computed again.
 
-    Failures are entries too (`error`, no answer); a resumed run tries them again.
+    Failures are entries too, with `error` set and no answer; a resumed run retries them.
 
     Args:
-      asked: items by the hash of everything that determines their answer; equal ones are computed once.
-      batched: splits what is left to do.
-      answer: a batch's entries, see `entry`.
-      journal: where entries are looked for, and left as soon as their batch is finished.
-      title: of the progress bar, which moves with every batch; None shows none.
+      asked: (key, item) pairs; items of equal key are computed once.
+      batched: splits the items still to be computed into batches.
+      answer: computes a batch's entries.
+      journal: holds entries of earlier runs, and takes each batch as it finishes.
+      title: of the progress bar; None shows no bar.
     """
     done = dict(journal.entries) if journal else {}
     open_ = {key: item for key, item in asked if done.get(key, {"error": ""})["error"] is not None}
@@ -45,17 +46,12 @@ def answered(
     return [done[key] for key, _ in asked]
 
 
-def entry(key: str, answer: Any = None, error: str | None = None, **measured: Any) -> Entry:
-    """What is known of an item: its answer and costs, or why there is none."""
-    return {"key": key, "answer": answer, "error": error, **measured}
-
-
 def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:
-    """The chunk's entries; if it fails as a whole, one by one, so that only the culprit fails."""
+    """The chunk's entries; if the chunk fails, its items are tried one by one."""
     try:
         return answer(chunk)
     except FAILURES as error:
         if len(chunk) > 1:
             return [found for pair in chunk for found in _each([pair], answer)]
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        return [entry(chunk[0][0], error=reason.splitlines()[0])]
+        return [Entry(key=chunk[0][0], answer=None, error=reason.splitlines()[0])]

@@ -1,4 +1,4 @@
-"""Batches of few static shapes: items of similar length together, the last batch of a shape filled up."""
+"""Batches of few static shapes: items of similar length together, incomplete batches filled up."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,12 @@ def rounded_up(length: int, bucket: int) -> int:
 
 
 def batches(items: Sequence[Item], size: int, shape: Callable[[Item], Any]) -> Iterator[list[Item]]:
-    """Items of equal shape together, at most `size` at a time, in ascending order of shape."""
+    """Batches of at most `size` items of equal shape, in ascending order of shape."""
     for _, group in itertools.groupby(sorted(items, key=shape), key=shape):
         alike = list(group)
         yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
 
 def filled(batch: Sequence[Item], size: int) -> list[Item]:
-    """The batch and as many copies of its first item as are missing."""
+    """The batch, filled up to `size` with copies of its first item."""
     return [*batch, *[batch[0]] * (size - len(batch))]

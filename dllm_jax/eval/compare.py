@@ -1,4 +1,4 @@
-"""Two results side by side: differences with bootstrap confidence intervals, paired over requests."""
+"""Compares two records: differences with bootstrap confidence intervals, paired by request."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,14 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
+from dllm_jax.eval.schema import Record
+
 COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """B minus A on the requests that both have.
+    """Difference of mean scores, B minus A, over the requests in both.
 
     Attributes:
       group: the task; "average" is the mean over tasks.
@@ -40,11 +42,11 @@ class Comparison:
     """What `compare` finds.
 
     Attributes:
-      scores: one line per group, then the average if there is more than one.
-      same: share of pairs with the same answer.
-      unpaired: requests that only one of the two has.
-      costs: mean per request that neither failed, (A, B), by name.
-      settings: what differs in the two runs' settings, (A, B), by name.
+      scores: per group, then the average if there are several groups.
+      same: share of pairs with equal answers.
+      unpaired: requests in only one of the two.
+      costs: by name, means (A, B) over the pairs in which neither request failed.
+      settings: by name, the settings (A, B) that differ.
     """
 
     scores: list[Difference]
@@ -54,17 +56,15 @@ class Comparison:
     settings: dict[str, tuple[Any, Any]]
 
 
-def compare(
-    a: Mapping[str, Any], b: Mapping[str, Any], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
-) -> Comparison:
-    """Compares two records on the requests that both have, matched by group and id.
+def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000, seed: int = 0) -> Comparison:
+    """Compares two records on the requests in both, matched by group and id.
 
     Args:
       a: a record, see `dllm_jax.eval.record.read`.
       b: the other.
       confidence: of the percentile intervals.
-      draws: bootstrap resamples of the pairs, within each group.
-      seed: of the resamples.
+      draws: number of bootstrap resamples of each group's pairs.
+      seed: of the resampling.
 
     Raises:
       ValueError: no request in common, the kinds differ, or a bad confidence.
@@ -116,17 +116,17 @@ def _difference(
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:
-    """Means of `draws` resamples with replacement, a chunk at a time."""
+    """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
     chunks = [min(512, draws - start) for start in range(0, draws, 512)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
 
 
-def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was chosen, flat."""
+def _settings(record: Record) -> dict[str, Any]:
+    """All settings as one flat mapping."""
     flat = {f"decoding.{name}": value for name, value in record["decoding"].items()}
     for part in ("model", "settings", "device", "versions"):
         flat |= {f"{part}.{name}": value for name, value in record[part].items()}
-    return flat | {name: record[name] for name in ("batch", "bucket", "max_length")}
+    return flat | {name: record[name] for name in ("batch", "bucket", "max_positions")}
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -134,7 +134,7 @@ def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any,
 
 
 def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
-    """Scores, costs and settings for a terminal."""
+    """Tables of scores, and of costs and settings, for a terminal."""
     scores = rich.table.Table(title="scores, times 100", title_justify="left")
     for name in ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval"):
         scores.add_column(name, justify="left" if name == "task" else "right")

@@ -1,8 +1,7 @@
 """lm-evaluation-harness: the model `dllm_jax`.
 
-lm_eval 0.4.13 looks for models in its own package and in its registry only, and has no entry points for
-others. Importing this module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and then
-hands everything to lm_eval's own command line.
+lm_eval 0.4.13 finds models only in its own package and its registry; it has no entry points. Importing this
+module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and runs lm_eval's command line.
 """
 
 import logging
@@ -18,9 +17,10 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 
 from dllm_jax.eval import harness_args, record
 from dllm_jax.eval.harness_ledger import Both
-from dllm_jax.eval.journal import Entry, Journal
+from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.likelihoods import Likelihood
 from dllm_jax.eval.runner import Request
+from dllm_jax.eval.schema import Entry
 
 LOG = logging.getLogger(__name__)
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
@@ -32,7 +32,7 @@ class DllmJax(TemplateLM):
 
     def __init__(self, pretrained: str, batch_size: int | str = 1, **arguments: Any):
         super().__init__()
-        for name in ("max_batch_size", "device"):  # lm_eval passes them always; jax chooses the device
+        for name in ("max_batch_size", "device"):  # lm_eval always passes them; jax chooses the device
             arguments.pop(name, None)
         self.arguments = harness_args.Arguments(pretrained=pretrained, batch=int(batch_size), **arguments)
         self.opened, self.runner = self.arguments.open()
@@ -49,13 +49,13 @@ class DllmJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands for an empty context."""
+        """Beginning-of-text, else end-of-text; replaces an empty context."""
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     @property
     def max_length(self) -> int | None:
-        """Positions of prompt and answer at most, if limited."""
-        return self.arguments.max_length
+        """lm_eval's name for `max_positions`."""
+        return self.arguments.max_positions
 
     @property
     def tokenizer_name(self) -> str:
@@ -63,7 +63,7 @@ class DllmJax(TemplateLM):
         return self.arguments.pretrained.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Token ids; special tokens in the text (chat templates) are recognised, none is added."""
+        """Token ids; special tokens in the text (chat templates) are recognised, none are added."""
         return list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
 
     def apply_chat_template(
@@ -78,7 +78,7 @@ class DllmJax(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Goes into lm_eval's result: what is needed to reproduce it, and costs."""
+        """Provenance and costs, for lm_eval's result."""
         return {
             "dllm_jax": {
                 **record.provenance(self.runner, self.opened.name),
@@ -93,7 +93,7 @@ class DllmJax(TemplateLM):
         """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
 
         Raises:
-          RuntimeError: requests failed and `failures` is "raise"; all others are answered, and journalled.
+          RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
         """
         asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
         runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
@@ -105,7 +105,7 @@ class DllmJax(TemplateLM):
         return [entry["answer"] or "" for entry in entries]
 
     def _judge(self, entries: list[Entry], instead: str):
-        """Raises or logs if any failed, as `failures` says."""
+        """Raises or logs if any request failed, according to `failures`."""
         failed = [entry["error"] for entry in entries if entry["error"] is not None]
         if failed:
             message = f"{len(failed)} of {len(entries)} requests failed, the first with {failed[0]}"
@@ -134,7 +134,7 @@ class DllmJax(TemplateLM):
         """(nats, greedy) of each pair; (-inf, False) where it failed and `failures` is "empty".
 
         Raises:
-          RuntimeError: pairs failed and `failures` is "raise"; all others are computed, and journalled.
+          RuntimeError: pairs failed and `failures` is "raise"; the others are computed and journalled.
         """
         scorer = Likelihood(
             self.runner, self.arguments.draws, self.arguments.strata, self.arguments.cfg_scale

@@ -1,17 +1,17 @@
-"""What `--model_args` may say for lm-evaluation-harness's model `dllm_jax`."""
+"""`--model_args` of lm-evaluation-harness's model `dllm_jax`."""
 
 import dataclasses
 from typing import Any
 
-from dllm_jax import presets
-from dllm_jax.eval import settings
-from dllm_jax.eval.opened import Opened, open_checkpoint
+from dllm_jax import expressions, presets
+from dllm_jax.eval.decoding import Decoding
+from dllm_jax.eval.opened import OpenedModel, open_model
 from dllm_jax.eval.runner import Runner
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Arguments by name; policy and sampler as constructor calls with `;` between their arguments.
+    """Arguments by name; policy and sampler are constructor calls, with `;` between their arguments.
 
     Attributes:
       pretrained: an embedded model, a directory or a hub id.
@@ -20,22 +20,22 @@ class Arguments:
       preset: published settings, "checkpoint/task", e.g. "llada-8b-instruct/gsm8k".
       length: response positions; None: the preset's, or the task's max_gen_toks.
       block: positions decoded together; None: the preset's, or all.
-      steps: denoising steps in all; None: the preset's, or one per token.
+      steps: denoising steps in total; None: the preset's, or one per token.
       stop_at_eos: finish rows at their first end-of-text.
       seed: of draws.
       batch: rows decoded together (lm_eval's --batch_size).
       bucket: prompts are padded to a multiple of this.
-      max_length: positions at most; longer prompts lose their beginning.
+      max_positions: of prompt and response; longer prompts lose their beginning. None: no limit.
       dtype: float32 or bfloat16; None keeps the checkpoint's.
       rope_factor: multiplies the rotary base.
-      tokenizer: where it is, if not with the model.
+      tokenizer: directory or hub id, if not the model's own.
       add_bos: put the tokenizer's beginning-of-text before every prompt (Dream's base model).
-      draws: Monte-Carlo draws of a log-likelihood; answers of one token need one and take one.
+      draws: Monte-Carlo draws of a log-likelihood; for answers of one token, a single one is exact.
       strata: draws among which the number of masked tokens is stratified.
       cfg_scale: guidance of log-likelihoods.
-      greedy_check: whether an answer is the greedy one is found out by decoding it; else it counts as not.
-      failures: "raise" at the end, or score failed requests as "empty" answers and log-likelihoods as -inf.
-      journal: file that answers and log-likelihoods are kept in and taken from.
+      greedy_check: decode to find out whether answers are the greedy ones; without it none is.
+      failures: "raise" at the end, or "empty": a failed request scores as an empty answer or as -inf.
+      journal: file of answers and log-likelihoods, from which an interrupted run resumes.
     """
 
     pretrained: str
@@ -49,7 +49,7 @@ class Arguments:
     seed: int = 0
     batch: int = 1
     bucket: int = 64
-    max_length: int | None = None
+    max_positions: int | None = None
     dtype: str | None = None
     rope_factor: float = 1.0
     tokenizer: str | None = None
@@ -70,40 +70,31 @@ class Arguments:
             raise ValueError(f"draws={self.draws} must be a positive multiple of strata={self.strata}")
 
     def settings(self) -> dict[str, Any]:
-        """Length, block, steps and sampler: the preset's, overridden by what is given."""
+        """Length, block, steps and sampler: the preset's, overridden by the arguments given."""
         chosen = {} if self.preset is None else presets.recipe(*self.preset.split("/")).options()
         given = {name: getattr(self, name) for name in ("length", "block", "steps")}
         if self.sampler is not None:
-            given["sampler"] = settings.sampler(self.sampler)
+            given["sampler"] = expressions.sampler(self.sampler)
         return chosen | {name: value for name, value in given.items() if value is not None}
 
-    def open(self) -> tuple[Opened, Runner]:
+    def open(self) -> tuple[OpenedModel, Runner]:
         """The checkpoint and a runner without a progress bar."""
-        opened = open_checkpoint(self.pretrained, self.dtype, self.rope_factor, self.tokenizer)
+        opened = open_model(self.pretrained, self.dtype, self.rope_factor, self.tokenizer)
         return opened, self.runner(opened, progress=False)
 
-    def runner(self, opened: Opened, progress: bool) -> Runner:
+    def runner(self, opened: OpenedModel, progress: bool) -> Runner:
         """The checkpoint with these settings."""
         chosen = {"length": 256, **self.settings()}
-        decoding = settings.Decoding(
-            **chosen, policy=settings.policy(self.policy), stop_at_eos=self.stop_at_eos, seed=self.seed
+        decoding = Decoding(
+            **chosen, policy=expressions.policy(self.policy), stop_at_eos=self.stop_at_eos, seed=self.seed
         )
-        return Runner(
-            opened.model,
-            opened.tokenizer,
-            decoding,
-            opened.identity,
-            self.batch,
-            self.bucket,
-            self.max_length,
-            progress,
-        )
+        return opened.runner(decoding, self.batch, self.bucket, self.max_positions, progress)
 
     def prefix(self, tokenizer: Any) -> str:
-        """What stands before every prompt.
+        """Precedes every prompt: beginning-of-text if `add_bos`, else nothing.
 
         Raises:
-          ValueError: add_bos, and the tokenizer has no beginning-of-text.
+          ValueError: `add_bos`, but the tokenizer has no beginning-of-text.
         """
         if not self.add_bos:
             return ""

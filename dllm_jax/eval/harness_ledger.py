@@ -1,20 +1,21 @@
-"""Where lm-evaluation-harness's requests leave what is finished."""
+"""The ledger of lm-evaluation-harness's requests."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dllm_jax.eval.journal import Entry, Journal
+from dllm_jax.eval.journal import Journal
+from dllm_jax.eval.schema import Entry
 
 
 class Both:
-    """Finished batches go to the journal and to lm_eval's cache at once, not at the end.
+    """Passes each finished batch to the journal and to lm_eval's cache.
 
     Args:
-      journal: where entries are kept, if anywhere.
-      hook: lm_eval's `CacheHook`; failures do not get there.
-      kind: of request, as lm_eval names it.
+      journal: None keeps no journal.
+      hook: lm_eval's `CacheHook`; failed requests are not passed to it.
+      kind: lm_eval's name of the request type.
       keys: the requests' hashes.
-      args: the requests' arguments, by which lm_eval knows them; several may share a hash.
+      args: the requests' arguments, lm_eval's cache key; several requests may share a hash.
     """
 
     def __init__(self, journal: Journal | None, hook: Any, kind: str, keys: Sequence[str], args: Sequence):
@@ -25,11 +26,11 @@ class Both:
             self.args.setdefault(key, []).append(known)
 
     def add(self, entries: Iterable[Entry]):
-        """Takes the entries of a finished batch."""
+        """Adds the entries of a finished batch."""
         entries = list(entries)
         if self.journal is not None:
             self.journal.add(entries)
         for entry in entries:
-            answer = entry["answer"]  # a log-likelihood is a list in JSON, and a tuple for lm_eval
+            answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
             for args in self.args[entry["key"]] if entry["error"] is None else ():
                 self.hook.add_partial(self.kind, args, tuple(answer) if isinstance(answer, list) else answer)

@@ -1,18 +1,19 @@
-"""The length by depth grid as a picture."""
+"""A heat map of scores by length and depth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from dllm_jax.eval.schema import GridRow
+
 
 def cells(
-    rows: Sequence[Mapping[str, Any]],
-) -> tuple[list[float | int], list[float | int], Float[np.ndarray, "depths lengths"]]:
-    """Lengths, depths and mean scores (NaN where there is no row) of a needle record's requests."""
-    lengths, depths = (sorted({row[name] for row in rows}) for name in ("length", "depth"))
+    rows: Sequence[GridRow],
+) -> tuple[list[int], list[float | int], Float[np.ndarray, "depths lengths"]]:
+    """Lengths, depths and mean scores; NaN where there is no row."""
+    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     found = np.full((len(depths), len(lengths)), np.nan)
     for i, depth in enumerate(depths):
         for j, length in enumerate(lengths):
@@ -21,8 +22,8 @@ def cells(
     return lengths, depths, found
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str, unit: str = "length in tokens"):
-    """Writes a heat map of a needle record's requests as PNG."""
+def draw(rows: Sequence[GridRow], path: Path, title: str):
+    """Writes the heat map as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # in the `eval` extra
     from matplotlib.figure import Figure
 
@@ -33,7 +34,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str, unit: str = 
     image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
-    axes.set(xlabel=unit, ylabel="depth of the needle", title=title)
+    axes.set(xlabel="length in tokens", ylabel="depth of the needle", title=title)
     for (i, j), score in np.ndenumerate(scores):
         if not np.isnan(score):
             axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=8)

@@ -1,39 +1,39 @@
-"""What has been answered so far: an append-only JSONL file, so that an interrupted run resumes."""
+"""The journal of answers: an append-only JSONL file from which an interrupted run resumes."""
 
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-Entry = dict[str, Any]
+from dllm_jax.eval.schema import Entry
 
 
 @runtime_checkable
 class Ledger(Protocol):
-    """Where a runner looks for answers and leaves them.
+    """Where a runner finds earlier answers and puts new ones.
 
     Attributes:
-      entries: what is known, by request hash.
+      entries: by request hash.
     """
 
     entries: dict[str, Entry]
 
     def add(self, entries: Iterable[Entry]):
-        """Takes the answers of a finished batch."""
+        """Adds the entries of a finished batch."""
         ...
 
 
 class Journal:
-    """Entries by request hash; the last one of a hash counts.
+    """Entries by request hash; the last one of each hash counts.
 
-    A run that is killed leaves at most one unfinished line, the last, which is dropped.
+    A killed run leaves at most one unfinished line, the last; it is dropped.
 
     Args:
-      path: of the file; made with its folders when the first entry comes.
+      path: of the file; created, with its folders, by the first `add`.
 
     Raises:
-      ValueError: a broken line before the end; names file and line.
+      ValueError: a broken line that is not the last; the message names file and line.
     """
 
     def __init__(self, path: Path):
@@ -55,7 +55,7 @@ class Journal:
                 raise ValueError(f"{self.path}:{number}: not an entry of a journal: {error}") from None
 
     def add(self, entries: Iterable[Entry]):
-        """Appends, and returns when the disk has it."""
+        """Appends the entries and syncs them to disk."""
         lines = []
         for entry in entries:
             self.entries[entry["key"]] = entry

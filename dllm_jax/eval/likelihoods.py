@@ -1,4 +1,4 @@
-"""Log-likelihoods of many (context, answer) pairs, and whether decoding would give the answer."""
+"""Log-likelihoods of many (context, answer) pairs, and whether each answer is the greedy one."""
 
 import dataclasses
 import hashlib
@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from dllm_jax.chat import left_pad
-from dllm_jax.eval.answering import answered, entry
+from dllm_jax.eval.answering import answered
 from dllm_jax.eval.batches import batches, filled, rounded_up
-from dllm_jax.eval.journal import Entry, Ledger
+from dllm_jax.eval.journal import Ledger
 from dllm_jax.eval.runner import Runner
+from dllm_jax.eval.schema import Entry, Estimated
 from dllm_jax.generate import generate
 from dllm_jax.likelihood import log_likelihood, stratified_masks
 
@@ -27,7 +28,7 @@ class Likelihood:
     """LLaDA's Monte-Carlo estimator over batches; a pair's masks do not depend on its batch.
 
     Attributes:
-      runner: the model; its batch, bucket, seed and limit count, its policy and sampler do not.
+      runner: gives model, batch, bucket, seed and `max_positions`; its policy and sampler are not used.
       draws: see `log_likelihood`; one for answers of a single token, where it is exact.
       strata: see `log_likelihood`.
       cfg_scale: see `log_likelihood`.
@@ -42,7 +43,7 @@ class Likelihood:
         """Hash of everything that determines a pair's entry."""
         runner = self.runner
         chosen = [self.draws, self.strata, self.cfg_scale, greedy_check, runner.decoding.seed]
-        parts = ["log-likelihood", runner.identity, runner.max_length, *chosen, *pair]
+        parts = ["log-likelihood", runner.identity, runner.max_positions, *chosen, *pair]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def run(
@@ -52,10 +53,10 @@ class Likelihood:
         journal: Ledger | None = None,
         progress: bool = False,
     ) -> list[Entry]:
-        """An entry per pair, in order, see `answered`: its answer is [nats, whether it is the greedy answer].
+        """An entry per pair, in order; see `answered`. Its answer is [nats, is the greedy answer].
 
-        Greedy is LLaDA's: one token per step, the surest first, exact decoding; False if not checked.
-        An empty context or answer and a pair longer than the runner's limit are failures of that pair.
+        The greedy answer is LLaDA's: exact decoding, one token per step, the most confident first; without
+        `greedy_check` it is False. A pair with an empty part or more than `max_positions` positions fails.
         """
         return answered(
             [(self.key(pair, greedy_check), pair) for pair in pairs],
@@ -66,12 +67,12 @@ class Likelihood:
         )
 
     def _check(self, context: tuple[int, ...], answer: tuple[int, ...]):
-        limit = self.runner.max_length
+        limit = self.runner.max_positions
         if not context or not answer:
             raise ValueError(f"context has {len(context)} tokens, answer {len(answer)}; both need one")
         if limit is not None and len(context) + len(answer) > limit:
             raise ValueError(
-                f"context and answer take {len(context) + len(answer)} positions; max_length={limit}"
+                f"context and answer take {len(context) + len(answer)} positions; max_positions={limit}"
             )
 
     def _shape(self, pair: Pair) -> tuple[int, int]:
@@ -84,7 +85,7 @@ class Likelihood:
         found = self._estimated(filled([pair for _, pair in chunk], self.runner.batch), greedy_check)
         seconds = (time.perf_counter() - start) / len(chunk)
         return [
-            entry(key, one, forwards=forwards, computed=computed, seconds=seconds)
+            Estimated(key=key, answer=one, error=None, forwards=forwards, computed=computed, seconds=seconds)
             for (key, _), (one, forwards, computed) in zip(chunk, found, strict=False)
         ]
 
@@ -111,7 +112,7 @@ class Likelihood:
         return list(zip(answers, forwards.tolist(), computed.tolist(), strict=True))
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
-        """The masks of a pair's draws, from the seed and the pair alone."""
+        """The masks of a pair's draws; they depend on the seed and the pair only."""
         length = len(pair[1])
         if length == 1:
             return np.ones((1, 1), bool)

@@ -1,7 +1,7 @@
 """LongBench's metrics as published (github.com/THUDM/LongBench at 2e00731, metrics.py and eval.py).
 
 Every metric maps (prediction, reference) to [0, 1], oddities included: scores are meant to be compared with
-published ones. `score` is what a sample gets.
+published ones. `score` takes the best over a sample's references.
 """
 
 import collections
@@ -16,7 +16,7 @@ Metric = Callable[[str, str], float]
 
 
 def f1(prediction: str, reference: str) -> float:
-    """Overlap of the two multisets of words, without case, ASCII punctuation and articles."""
+    """F1 of the two multisets of words; case, ASCII punctuation and articles are ignored."""
     ours, theirs = _words(prediction), _words(reference)
     common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
     if common == 0:
@@ -46,13 +46,13 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def edit_similarity(prediction: str, reference: str, alignment: Alignment = "difflib") -> float:
-    """Whole percents of similarity of the first line that is code.
+    """Similarity of the first line of code and the reference, rounded to whole percents.
 
     Args:
-      prediction: its first line without a backtick, "#" or "//" counts, or nothing.
+      prediction: of its lines, the first without a backtick, "#" or "//" is compared; if none, "".
       reference: the next line of code.
-      alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" what the same
-        call gives where python-Levenshtein is installed as well. They differ by some percents.
+      alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" is what the same
+        call gives where python-Levenshtein is also installed. They differ by some percents.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((text for text in lines if not re.search("`|#|//", text)), "")
@@ -65,22 +65,22 @@ def _difflib_ratio(a: str, b: str) -> float:
 
 
 def _indel_ratio(a: str, b: str) -> float:
-    """Twice the longest common subsequence over the summed lengths."""
-    if not a and not b:
-        return 1.0
-    row = [0] * (len(b) + 1)
-    for x in a:
-        diagonal = 0
-        for j, y in enumerate(b, start=1):
-            diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
-    return 2 * row[-1] / (len(a) + len(b))
+    """Twice the longest common subsequence over the summed lengths.
+
+    `Indel.normalized_similarity` is one minus the distance's share: for halves of a percent, its last bits
+    round the other way.
+    """
+    from rapidfuzz.distance import Indel  # in the `eval` extra
+
+    total = len(a) + len(b)
+    return (total - Indel.distance(a, b)) / total if total else 1.0
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / number of class names found if the right one is among them.
+    """1 / number of class names found in the prediction, if the right one is among them; else 0.
 
-    Names that are part of the right one are dropped; the published loop deletes from the list it walks, so
-    the name after a dropped one is never looked at, and that is kept.
+    Names that are part of the right one are dropped. The published loop deletes from the list it iterates
+    over and so skips the name after a dropped one; so does this.
     """
     found = [name for name in classes if name in prediction]
     i = 0
@@ -92,7 +92,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Share of the numbers in the prediction that are the right one, compared as strings."""
+    """Share of the prediction's numbers that equal the reference, compared as strings."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
@@ -110,15 +110,15 @@ def retrieval(prediction: str, reference: str) -> float:
 
 
 def first_line(prediction: str) -> str:
-    """Of the few-shot tasks' predictions only the first line counts."""
+    """The first line after leading newlines: all that counts of a few-shot task's prediction."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def score(metric: Metric, prediction: str, references: Sequence[str]) -> float:
-    """The best over the references, at least 0."""
+    """The metric's best value over the references; 0 without references."""
     return max([0.0, *(metric(prediction, reference) for reference in references)])
 
 
 def data_set_score(scores: Sequence[float]) -> float:
-    """What is published: 100 times the mean, to two digits."""
+    """The published score: 100 times the mean, to two digits."""
     return round(100 * sum(scores) / len(scores), 2)

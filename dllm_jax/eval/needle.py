@@ -1,7 +1,7 @@
-"""Needle in a haystack: a fact hidden at a depth of a long text, asked for at the end.
+"""Needle in a haystack: a fact hidden in a long text, asked for at the end.
 
-Two published protocols share the geometry: the haystack is cut to the wanted length in tokens minus a buffer,
-the needle goes in at token int(length * depth / 100), and the question stands at the end.
+Both published protocols share the geometry: the haystack is cut to the prompt's length in tokens minus a
+buffer, and the needle is inserted at token int(length * depth / 100) of it.
 """
 
 import dataclasses
@@ -14,20 +14,21 @@ from dllm_jax.eval import utf8
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
+from dllm_jax.eval.schema import GridRow
 
 Scoring = Literal["rouge", "keyword"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Needle:
-    """What is hidden, how it is asked for and scored.
+    """What is hidden, how it is asked for, and how answers are scored.
 
     Attributes:
-      text: inserted as it is.
-      question: at the end, see `template`.
-      keyword: must occur in an answer that is right ("keyword" scoring).
+      text: inserted verbatim.
+      question: goes into the template.
+      keyword: occurs in right answers ("keyword" scoring).
       template: with {context} and {question}.
-      buffer: tokens of the length that are left to template and answer.
+      buffer: tokens of the length reserved for template and answer.
       scoring: "rouge": ROUGE-1 F of needle and answer with stemming, as DuoAttention (arXiv:2410.10819) takes
         it; "keyword": 1 if the keyword occurs, else a fifth of the edit similarity, as LongLLaDA
         (arXiv:2506.14429) and OpenCompass take it.
@@ -49,16 +50,16 @@ class Needle:
             raise ValueError(f"template={self.template!r} has no {{context}}")
 
     def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
-        """The text to answer.
+        """The prompt's text.
 
         Args:
-          haystack: its tokens; repeated if they are too few.
-          length: tokens of haystack, needle and buffer.
+          haystack: token ids; repeated if they are too few.
+          length: tokens of haystack, needle and buffer together.
           depth: in percent; 100 puts the needle at the end.
-          tokenizer: turns tokens into text and back.
+          tokenizer: of the checkpoint.
 
         Raises:
-          ValueError: an empty haystack, a length that leaves no room, a depth outside [0, 100].
+          ValueError: an empty haystack, a length with no room for it, or a depth outside [0, 100].
         """
         needle = tokenizer(self.text, add_special_tokens=False)["input_ids"]
         room = length - self.buffer - len(needle)
@@ -76,15 +77,17 @@ class Needle:
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
 
     def score(self, answer: str) -> float:
-        """In [0, 1]."""
+        """Score of an answer in [0, 1]."""
         return rouge_1(answer, self.text) if self.scoring == "rouge" else self._keyword_score(answer)
 
     def _keyword_score(self, answer: str) -> float:
+        from rapidfuzz.distance import Levenshtein  # in the `eval` extra
+
         if self.keyword in answer:
             return 1.0
         ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
         longest = max(len(ours), len(wanted))
-        return 0.2 * (1 - edit_distance(ours, wanted) / longest) if longest else 0.2
+        return 0.2 * (1 - Levenshtein.distance(ours, wanted) / longest) if longest else 0.2
 
 
 _SANDWICH = "the best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -99,11 +102,11 @@ DUO_ATTENTION = Needle(
 
 
 def read(path: Path) -> Needle:
-    """A needle from a JSON object with text, question, keyword and template.
+    """Reads a needle from a JSON object with text, question, keyword and template.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not UTF-8 or JSON, or a field is missing, unknown or no string; names the file.
+      ValueError: not UTF-8 or JSON, or a field is missing, unknown or not a string; names the file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -123,22 +126,12 @@ def rouge_1(answer: str, reference: str) -> float:
     return float(RougeScorer(["rouge1"], use_stemmer=True).score(reference, answer)["rouge1"].fmeasure)
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Fewest insertions, deletions and substitutions that turn one into the other."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, y in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
-    return row[-1]
-
-
 def haystack(path: Path) -> str:
     """The text of a file, or of a folder's .txt files in order of their names.
 
     Raises:
-      FileNotFoundError: no such file, or no .txt in the folder.
-      ValueError: no text, or no UTF-8; names file and line.
+      FileNotFoundError: no such file, or no .txt file in the folder.
+      ValueError: no text, or not UTF-8; names file and line.
     """
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -157,17 +150,17 @@ def evaluate(
     depths: Sequence[float | int],
     encode: Callable[[str], Sequence[int]],
     journal: Journal | None = None,
-) -> list[dict[str, Any]]:
+) -> list[GridRow]:
     """Rows of a record: one per cell of the grid, a group per length.
 
     Args:
       runner: the model with its settings.
       needle: what is hidden.
       text: the haystack.
-      lengths: in tokens of the model.
+      lengths: of prompts, in tokens of the model's tokenizer.
       depths: in percent.
-      encode: a prompt's token ids, e.g. under a chat template.
-      journal: resumes from it.
+      encode: turns a prompt into token ids, e.g. under a chat template.
+      journal: of an earlier run, to resume from.
 
     Raises:
       ValueError: no length or depth, or one that `Needle.prompt` refuses.
@@ -187,4 +180,7 @@ def evaluate(
     ]
     entries = runner.run(requests, journal)
     scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
-    return scored(requests, entries, scores, [{"length": n, "depth": depth} for n, depth in cells])
+    rows = scored(requests, entries, scores)
+    return [
+        {**row, "length": length, "depth": depth} for row, (length, depth) in zip(rows, cells, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""A checkpoint ready for evaluation: model, tokenizer, and the hash that records name it by."""
+"""A checkpoint opened for evaluation: model, tokenizer, and the hash that identifies it in records."""
 
 import dataclasses
 from pathlib import Path
@@ -10,20 +10,22 @@ from transformers import AutoTokenizer
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.locate import locate
+from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.record import fingerprint
+from dllm_jax.eval.runner import Runner
 from dllm_jax.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model and its tokenizer.
 
     Attributes:
-      name: as it was asked for.
+      name: as given to `open_model`.
       model: see `load`.
       tokenizer: from transformers.
-      identity: hash of the checkpoint's files, dtype and rope factor: what, besides settings and prompt,
-        answers depend on.
+      identity: hash of the checkpoint's files, dtype and rope factor: all that answers depend on besides
+        settings and prompt.
     """
 
     name: str
@@ -31,18 +33,32 @@ class Opened:
     tokenizer: Any
     identity: str
 
+    def runner(
+        self, decoding: Decoding, batch: int, bucket: int, max_positions: int | None, progress: bool
+    ) -> Runner:
+        """A runner of this model; arguments as in `Runner`."""
+        return Runner(
+            self.model, self.tokenizer, decoding, self.identity, batch, bucket, max_positions, progress
+        )
 
-def open_checkpoint(
+
+def open_model(
     name: str, dtype: str | None = None, rope_factor: float = 1.0, tokenizer: str | None = None
-) -> Opened:
-    """Opens an embedded model by name, a directory or a hub id; the tokenizer may be elsewhere.
+) -> OpenedModel:
+    """Opens an embedded model, a checkpoint directory or a hub id.
+
+    Args:
+      name: of the model.
+      dtype: None keeps the checkpoint's.
+      rope_factor: multiplies the rotary base.
+      tokenizer: directory or hub id of the tokenizer, if not the model's own.
 
     Raises:
-      FileNotFoundError: none of them.
-      ValueError: what `load` refuses.
+      FileNotFoundError: there is no such model.
+      ValueError: `load` refuses it.
     """
     path = embedded.path(name) if name in embedded.NAMES and not Path(name).is_dir() else locate(name)
     model = load(path, dtype=None if dtype is None else jnp.dtype(dtype), rope_factor=rope_factor)
     identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={rope_factor:g}"
     read = AutoTokenizer.from_pretrained(path if tokenizer is None else locate(tokenizer))
-    return Opened(name, model, read, identity)
+    return OpenedModel(name, model, read, identity)

@@ -1,13 +1,13 @@
-"""Needle in a haystack over key-value recall, which the embedded models solve."""
+"""Needle in a haystack as key-value recall, the task that the embedded models are trained on."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.runner import Runner
+from dllm_jax.eval.schema import GridRow
 from dllm_jax.eval.tasks import exact_rows, request
 from dllm_jax.tasks import Example, asked_pair, needle
 
@@ -15,10 +15,10 @@ from dllm_jax.tasks import Example, asked_pair, needle
 def grid(
     lengths: Sequence[int], depths: Sequence[float | int], repeats: int, seed: int
 ) -> list[tuple[int, float | int, Example]]:
-    """Held-out examples, `repeats` for each prompt length in tokens and depth in percent (0: the first pair).
+    """Held-out examples for each prompt length (tokens) and depth (percent; 0 asks for the first pair).
 
     Raises:
-      ValueError: a length that is too short, a depth outside [0, 100], or nothing to draw.
+      ValueError: a length that is too short, a depth outside [0, 100], or an empty grid.
     """
     if not lengths or not depths or repeats < 1:
         raise ValueError(f"{lengths=}, {depths=} and {repeats=}: there is nothing to evaluate")
@@ -42,8 +42,8 @@ def evaluate(
     repeats: int = 10,
     seed: int = 0,
     journal: Journal | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of a record, exactly scored, a group per prompt length; arguments as in `grid`."""
+) -> list[GridRow]:
+    """Rows of a record, scored by exact match, a group per prompt length; arguments as in `grid`."""
     cells = grid(lengths, depths, repeats, seed)
     requests = [
         request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens")

@@ -1,28 +1,37 @@
-"""The result of an evaluation: one JSON with what is needed to reproduce it, its costs and every answer."""
+"""Records: the result of an evaluation with its provenance, costs and answers, as one JSON file."""
 
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
-from dllm_jax.eval.journal import Entry
 from dllm_jax.eval.runner import Request, Runner
+from dllm_jax.eval.schema import (
+    Decoded,
+    DecodingTotals,
+    Entry,
+    Estimated,
+    Provenance,
+    Record,
+    Row,
+    Totals,
+)
 from dllm_jax.parameters import count
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
 
 PACKAGES = (
-    "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score lm_eval".split()  # noqa: SIM905
+    "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score rapidfuzz lm_eval".split()  # noqa: SIM905
 )
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over names and contents of a checkpoint's files; documents (.md) and logs do not count."""
+    """sha256 over names and contents of a checkpoint's files, without documents (.md) and training logs."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -32,7 +41,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def provenance(runner: Runner, model_name: str) -> dict[str, Any]:
+def provenance(runner: Runner, model_name: str) -> Provenance:
     """Model, settings, device and versions."""
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
     return {
@@ -47,57 +56,56 @@ def provenance(runner: Runner, model_name: str) -> dict[str, Any]:
         "decoding": runner.decoding.described(),
         "batch": runner.batch,
         "bucket": runner.bucket,
-        "max_length": runner.max_length,
+        "max_positions": runner.max_positions,
         "device": device()._asdict(),
         "versions": {"python": platform.python_version(), **installed},
         "date": now(),
     }
 
 
-def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over the requests that did not fail.
-
-    Speeds are of warm batches only, those whose program was compiled before; None if there was none.
-    `computed` are all positions computed, those of single layers (`Stats.widened`) included. `tokens` end
-    before the first end-of-text; `tokens_with_eos` are all decoded ones.
-    """
-    good = [entry for entry in entries if entry["error"] is None]
+def totals(entries: Sequence[Entry]) -> DecodingTotals:
+    """Sums over the decoded requests that did not fail."""
+    good = [cast(Decoded, entry) for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]
-    names = ("forwards", "computed", "tokens", "tokens_with_eos", "seconds")
-    sums: dict[str, Any] = {name: sum(entry[name] for entry in good) for name in names}
     time = sum(entry["seconds"] for entry in warm)
+    total = lambda name: sum(entry[name] for entry in good)
     speed = lambda name: sum(entry[name] for entry in warm) / time if warm else None
     return {
         "requests": len(entries),
         "failed": len(entries) - len(good),
-        **sums,
+        "forwards": total("forwards"),
+        "computed": total("computed"),
+        "tokens": total("tokens"),
+        "tokens_with_eos": total("tokens_with_eos"),
+        "seconds": total("seconds"),
         "warm_seconds": time,
         "tokens_per_second": speed("tokens"),
         "tokens_with_eos_per_second": speed("tokens_with_eos"),
     }
 
 
-def likelihood_totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over the log-likelihoods that did not fail; nothing is decoded, so that there are no tokens."""
-    good = [entry for entry in entries if entry["error"] is None]
-    sums = {name: sum(entry[name] for entry in good) for name in ("forwards", "computed", "seconds")}
-    return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
+def likelihood_totals(entries: Sequence[Entry]) -> Totals:
+    """Sums over the log-likelihoods that did not fail."""
+    good = [cast(Estimated, entry) for entry in entries if entry["error"] is None]
+    total = lambda name: sum(entry[name] for entry in good)
+    return {
+        "requests": len(entries),
+        "failed": len(entries) - len(good),
+        "forwards": total("forwards"),
+        "computed": total("computed"),
+        "seconds": total("seconds"),
+    }
 
 
-def scored(
-    requests: Sequence[Request],
-    entries: Sequence[Entry],
-    scores: Sequence[float],
-    extra: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """One row per request, for the record's `requests`; a failed request scores 0."""
+def scored(requests: Sequence[Request], entries: Sequence[Entry], scores: Sequence[float]) -> list[Row]:
+    """A row per request."""
     return [
-        {"id": r.id, "group": r.group, "prompt_tokens": len(r.prompt), **entry, "score": score, **more}
-        for r, entry, score, more in zip(requests, entries, scores, extra, strict=True)
+        {"id": r.id, "group": r.group, "prompt_tokens": len(r.prompt), **entry, "score": score}
+        for r, entry, score in zip(requests, entries, scores, strict=True)
     ]
 
 
-def group_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def group_scores(rows: Sequence[Row]) -> dict[str, float]:
     """Mean score of each group, in order of appearance."""
     groups: dict[str, list[float]] = {}
     for row in rows:
@@ -106,14 +114,14 @@ def group_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def result(
-    kind: str, runner: Runner, model_name: str, rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The record: format, kind, settings of the evaluation, provenance, totals, scores, requests."""
+    kind: str, runner: Runner, model_name: str, rows: Sequence[Row], settings: dict[str, Any]
+) -> Record:
+    """The record of an evaluation."""
     groups = group_scores(rows)
     return {
         "format": FORMAT,
         "kind": kind,
-        "settings": dict(settings),
+        "settings": settings,
         **provenance(runner, model_name),
         "totals": totals(rows),
         "scores": groups,
@@ -122,20 +130,20 @@ def result(
     }
 
 
-def save(path: Path, record: Mapping[str, Any]):
-    """Written beside and renamed, so that a reader never sees half of it."""
+def save(path: Path, record: Record):
+    """Writes atomically: to a temporary file, then renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record.
+def read(path: Path) -> Record:
+    """Reads a record.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not a record of this format, or a result of lm_eval.
+      ValueError: the file is not a record of this format, or is a result of lm_eval.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -146,4 +154,4 @@ def read(path: Path) -> dict[str, Any]:
         )
     if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("requests"):
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
-    return record
+    return cast(Record, record)

@@ -1,7 +1,7 @@
-"""Decodes requests in batches of similar length, journals each, and measures.
+"""Decodes requests in batches of similar length, with costs and a journal.
 
-A request's answer does not depend on its batch: rows are padded on the left to a multiple of `bucket` tokens
-and batches to full size, so that few programs are compiled, and every row has its own key.
+Prompts are padded on the left to a multiple of `bucket` tokens and batches are filled up, so that few
+programs are compiled. Every row has its own random key: an answer does not depend on its batch.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.chat import decode_answers, left_pad
-from dllm_jax.eval.answering import answered, entry
+from dllm_jax.eval.answering import answered
 from dllm_jax.eval.batches import batches, filled, rounded_up
-from dllm_jax.eval.journal import Entry, Ledger
-from dllm_jax.eval.settings import Decoding
+from dllm_jax.eval.decoding import Decoding
+from dllm_jax.eval.journal import Ledger
+from dllm_jax.eval.schema import Decoded, DecodingCosts, Entry
 from dllm_jax.generate import generate
 from dllm_jax.model import Model
 from dllm_jax.record import Stats
@@ -28,7 +29,7 @@ class Request(NamedTuple):
     """One prompt to answer.
 
     Attributes:
-      id: names it in records; unique within its group.
+      id: its name in records; unique within its group.
       prompt: token ids.
       length: response positions.
       stop: the answer is cut at the first of these.
@@ -49,12 +50,12 @@ class Runner:
     Attributes:
       model: from `load`.
       tokenizer: its tokenizer.
-      decoding: settings; `length` is overridden by each request's.
-      identity: what else an answer depends on, the model's hash above all; part of a request's hash.
+      decoding: settings; each request overrides `length`.
+      identity: of the model, see `OpenedModel`; part of a request's hash.
       batch: rows decoded together.
       bucket: prompts are padded to a multiple of this.
-      max_length: prompt and response positions at most; longer requests fail. None: no limit.
-      progress: show a bar.
+      max_positions: requests with more positions, prompt and response, fail; None: no limit.
+      progress: show a progress bar.
     """
 
     model: Model
@@ -63,7 +64,7 @@ class Runner:
     identity: str
     batch: int = 8
     bucket: int = 64
-    max_length: int | None = None
+    max_positions: int | None = None
     progress: bool = False
 
     def __post_init__(self):
@@ -73,14 +74,11 @@ class Runner:
 
     def key(self, request: Request) -> str:
         """Hash of everything that determines the answer."""
-        parts = [self.identity, self._decoding(request), request.prompt, request.stop, self.max_length]
+        parts = [self.identity, self._decoding(request), request.prompt, request.stop, self.max_positions]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def run(self, requests: Sequence[Request], journal: Ledger | None = None) -> list[Entry]:
-        """Answers in the order of the requests; those that the journal holds are not decoded again.
-
-        Failures are entries too (`error`, no answer); a resumed run tries them again.
-        """
+        """An entry per request, in order; see `answered`."""
         warm: set[tuple[int, int]] = set()
         return answered(
             [(self.key(request), request) for request in requests],
@@ -93,7 +91,7 @@ class Runner:
     def _decoding(self, request: Request) -> dict[str, Any]:
         try:
             return self.decoding.at(request.length).described()
-        except ValueError:  # recorded as a failure when it is answered
+        except ValueError:  # the request will fail, with this error
             return self.decoding.described() | {"length": request.length}
 
     def _shape(self, request: Request) -> tuple[int, int]:
@@ -105,8 +103,10 @@ class Runner:
         if not all(rows):
             raise ValueError("the prompt is empty")
         longest = max(map(len, rows)) + length
-        if self.max_length is not None and longest > self.max_length:
-            raise ValueError(f"prompt and response take {longest} positions; max_length={self.max_length}")
+        if self.max_positions is not None and longest > self.max_positions:
+            raise ValueError(
+                f"prompt and response take {longest} positions; max_positions={self.max_positions}"
+            )
         prompt, mask = left_pad(filled(rows, self.batch), self.model.spec.eos_id, width)
         start = time.perf_counter()
         out = generate(
@@ -117,27 +117,33 @@ class Runner:
             **self.decoding.at(length).options(),
         )
         tokens, stats = jax.device_get((out.tokens, out.stats))
-        cost = {"seconds": (time.perf_counter() - start) / len(chunk), "cold": (width, length) not in warm}
+        seconds, cold = (time.perf_counter() - start) / len(chunk), (width, length) not in warm
         warm.add((width, length))
         answers = decode_answers(self.model, self.tokenizer, tokens[: len(chunk), width:])
-        counts = (measured(stats, i) for i in range(len(chunk)))
         return [
-            entry(key, answer=cut(answer, request.stop), **count, **cost)
-            for (key, request), answer, count in zip(chunk, answers, counts, strict=True)
+            Decoded(key=key, answer=cut(answer, request.stop), error=None, **costs(stats, i, seconds, cold))
+            for i, ((key, request), answer) in enumerate(zip(chunk, answers, strict=True))
         ]
 
     def _keys(self, keys: list[str]):
-        """A key per row from the request's hash (which the seed is part of)."""
+        """A key per row, from the request's hash; the seed is part of it."""
         seeds = [int(key[:8], 16) for key in keys]
         seeds += [0] * (self.batch - len(seeds))
         return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
 
-def measured(stats: Stats, row: int) -> dict[str, float | int]:
-    """A row's costs; `computed` are all positions, those of single layers (`widened`) included."""
-    names = {"forwards": "nfe", "widened": "widened", "tokens": "answer", "tokens_with_eos": "decoded"}
-    counts = {name: getattr(stats, field)[row].item() for name, field in names.items()}
-    return {**counts, "computed": stats.computed[row].item() + counts["widened"]}
+def costs(stats: Stats, row: int, seconds: float, cold: bool) -> DecodingCosts:
+    """A row's costs."""
+    widened = stats.widened[row].item()
+    return {
+        "forwards": stats.nfe[row].item(),
+        "widened": widened,
+        "tokens": stats.answer[row].item(),
+        "tokens_with_eos": stats.decoded[row].item(),
+        "computed": stats.computed[row].item() + widened,
+        "seconds": seconds,
+        "cold": cold,
+    }
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:

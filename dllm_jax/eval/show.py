@@ -1,14 +1,15 @@
 """Records as tables for a terminal."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import rich.markup
 import rich.table
 
+from dllm_jax.eval.schema import Record
 
-def table(records: Mapping[str, Mapping[str, Any]], title: str) -> rich.table.Table:
-    """A line per task, then averages and costs; a column per run."""
+
+def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
+    """A row per task, then the average and costs; a column per run."""
     shown = rich.table.Table(title=title, title_justify="left")
     shown.add_column("")
     for name in records:
@@ -33,7 +34,7 @@ def table(records: Mapping[str, Mapping[str, Any]], title: str) -> rich.table.Ta
     return shown
 
 
-def failures(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def failures(records: Mapping[str, Record]) -> list[str]:
     """A line for each failed request."""
     return [
         f"{name}: {row['group']} {row['id']} failed: {row['error']}"

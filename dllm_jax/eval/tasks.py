@@ -1,19 +1,13 @@
 """The small tasks of `dllm_jax.tasks`, exactly scored, as requests."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from dllm_jax.chat import encode_chats
-from dllm_jax.eval.journal import Entry, Journal
+from dllm_jax.chat import chat_ids
+from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
+from dllm_jax.eval.schema import Entry, Row
 from dllm_jax.tasks import Example, Task, exact, examples
-
-
-def chat_ids(tokenizer: Any, text: str, pad_id: int) -> tuple[int, ...]:
-    """Token ids of a user's message under the checkpoint's chat template."""
-    ids, _ = encode_chats(tokenizer, [[{"role": "user", "content": text}]], pad_id)
-    return tuple(int(i) for i in ids[0])
 
 
 def evaluate(
@@ -23,19 +17,19 @@ def evaluate(
     count: int,
     seed: int = 0,
     journal: Journal | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of a record: held-out examples of a task, a group per size.
 
     Args:
       runner: the model with its settings.
-      task: where examples come from.
-      sizes: their sizes.
+      task: generates the examples.
+      sizes: of the examples.
       count: examples of each size.
       seed: of the examples.
-      journal: resumes from it.
+      journal: of an earlier run, to resume from.
 
     Raises:
-      ValueError: a size the task does not have, or no size at all.
+      ValueError: a size that the task does not have, no size, or a count below 1.
     """
     if not sizes or count < 1:
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
@@ -47,14 +41,13 @@ def evaluate(
 
 
 def request(runner: Runner, id: str, example: Example, group: str) -> Request:
-    """An example as a request of the runner's own length."""
-    ids = chat_ids(runner.tokenizer, example.prompt, runner.model.spec.eos_id)
-    return Request(id, ids, runner.decoding.length, group=group)
+    """An example as a request for an answer of the runner's `length`."""
+    ids = chat_ids(runner.tokenizer, [{"role": "user", "content": example.prompt}])
+    return Request(id, tuple(ids), runner.decoding.length, group=group)
 
 
-def exact_rows(
-    requests: Sequence[Request], entries: Sequence[Entry], wanted: Sequence[Example]
-) -> list[dict[str, Any]]:
-    """Rows scored 1 where the answer is exactly right."""
+def exact_rows(requests: Sequence[Request], entries: Sequence[Entry], wanted: Sequence[Example]) -> list[Row]:
+    """Rows scored 1 where the answer is exactly right, else 0."""
     right = exact([entry["answer"] or "" for entry in entries], list(wanted))
-    return scored(requests, entries, [float(r) for r in right], [{"references": [e.answer]} for e in wanted])
+    rows = scored(requests, entries, [float(r) for r in right])
+    return [{**row, "references": [e.answer]} for row, e in zip(rows, wanted, strict=True)]

@@ -1,4 +1,4 @@
-"""Text files whose faults are named by file and line."""
+"""Reads text and JSON files; errors name file and line."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ def read(path: Path) -> str:
     """The text of a UTF-8 file.
 
     Raises:
-      ValueError: a byte that is no UTF-8; names file and line.
+      ValueError: not UTF-8; names file and line.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ def read(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """The value in a JSON file.
 
     Raises:
       ValueError: not UTF-8 or not JSON; names file and line.

@@ -6,4 +6,4 @@ from dllm_jax.eval.longbench.prompts import FILE as FILE
 from dllm_jax.eval.longbench.prompts import Prompts as Prompts
 from dllm_jax.eval.longbench.prompts import truncate as truncate
 from dllm_jax.eval.longbench.tasks import TASKS as TASKS
-from dllm_jax.eval.longbench.tasks import Task as Task
+from dllm_jax.eval.longbench.tasks import LongBenchTask as LongBenchTask

@@ -1,4 +1,4 @@
-"""LongBench's data set from a local folder: one JSON object per line in `<task>.jsonl`."""
+"""Reads LongBench's data set from a local folder: `<task>.jsonl`, one JSON object per line."""
 
 import dataclasses
 import json
@@ -17,8 +17,8 @@ class Sample:
       context: the long text.
       input: the question; empty for summaries.
       answers: right answers, at least one.
-      classes: names of all classes, for classification; else empty.
-      line: of the file, from 1.
+      classes: all class names of a classification task; else empty.
+      line: in the file, from 1.
     """
 
     id: str
@@ -34,8 +34,8 @@ def read(path: Path) -> list[Sample]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a broken line, bytes that are no UTF-8, a missing or mistyped field, no reference, an id
-        twice; names file and line.
+      ValueError: a line that is not JSON or not UTF-8, a missing or mistyped field, no reference, or a
+        duplicate id; names file and line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: put LongBench's {path.name} there")

@@ -1,19 +1,19 @@
-"""A model on LongBench."""
+"""Evaluates a model on LongBench."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.longbench.data import Sample, read
 from dllm_jax.eval.longbench.prompts import Prompts
-from dllm_jax.eval.longbench.tasks import TASKS, Task
+from dllm_jax.eval.longbench.tasks import TASKS, LongBenchTask
 from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
+from dllm_jax.eval.schema import Row
 
 
-def tasks(names: Sequence[str]) -> list[Task]:
-    """The tasks by name; all of them for no names.
+def tasks(names: Sequence[str]) -> list[LongBenchTask]:
+    """The tasks of these names, or all of them if there are none.
 
     Raises:
       ValueError: an unknown name.
@@ -28,12 +28,12 @@ def evaluate(
     runner: Runner,
     data: Path,
     prompts: Prompts,
-    chosen: Sequence[Task],
-    max_length: int | None = None,
+    chosen: Sequence[LongBenchTask],
+    truncate_to: int | None = None,
     limit: int | None = None,
     length: int | None = None,
     journal: Journal | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of a record, a group per task.
 
     Args:
@@ -41,23 +41,23 @@ def evaluate(
       data: the folder with `<task>.jsonl`.
       prompts: the published templates.
       chosen: the tasks.
-      max_length: prompts longer than this many tokens lose their middle; published runs leave 500 to 1000
-        tokens of the window free (3500, 7500, 15500, 31500).
+      truncate_to: longer prompts lose their middle; in tokens. The paper's max_length, published as 3500,
+        7500, 15500 or 31500: the model's window less 500 to 1000 tokens.
       limit: only the first samples of each task.
-      length: response positions of every task instead of the published one's (LongLLaDA decodes 512 always).
-      journal: resumes from it.
+      length: response positions of every task, instead of the published ones (LongLLaDA decodes 512).
+      journal: of an earlier run, to resume from.
 
     Raises:
       FileNotFoundError: a data file is missing.
       ValueError: bad data, with file and line.
     """
-    asked: list[tuple[Task, Sample]] = [
+    asked: list[tuple[LongBenchTask, Sample]] = [
         (task, sample) for task in chosen for sample in _checked(task, data)[:limit]
     ]
     requests = [
         Request(
             sample.id,
-            tuple(prompts.ids(task, sample, runner.tokenizer, max_length)),
+            tuple(prompts.ids(task, sample, runner.tokenizer, truncate_to)),
             length or task.length,
             task.stop,
             task.name,
@@ -69,11 +69,12 @@ def evaluate(
         0.0 if entry["answer"] is None else task.score(entry["answer"], sample.answers, sample.classes)
         for (task, sample), entry in zip(asked, entries, strict=True)
     ]
-    return scored(requests, entries, scores, [{"references": list(sample.answers)} for _, sample in asked])
+    rows = scored(requests, entries, scores)
+    return [{**row, "references": list(sample.answers)} for row, (_, sample) in zip(rows, asked, strict=True)]
 
 
-def _checked(task: Task, data: Path) -> list[Sample]:
-    """The samples, of which each can be scored: found out before anything is decoded."""
+def _checked(task: LongBenchTask, data: Path) -> list[Sample]:
+    """The samples, checked before anything is decoded: each can be scored."""
     path = data / f"{task.name}.jsonl"
     samples = read(path)
     for sample in samples:

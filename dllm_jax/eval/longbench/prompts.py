@@ -1,7 +1,7 @@
 """LongBench's prompts: the published templates, truncation in the middle, the chat template's exceptions.
 
-The templates are data of the benchmark and read from its own file, `dataset2prompt.json` (in `config/` of
-github.com/THUDM/LongBench), so that they are the published ones to the letter.
+The templates are read from the benchmark's own file, `dataset2prompt.json` (in `config/` of
+github.com/THUDM/LongBench), so that they are exactly the published ones.
 """
 
 import dataclasses
@@ -9,21 +9,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.chat import chat_ids
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
 from dllm_jax.eval.longbench.data import Sample
-from dllm_jax.eval.longbench.tasks import TASKS, Task
+from dllm_jax.eval.longbench.tasks import TASKS, LongBenchTask
 
 FILE = "dataset2prompt.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Templates with {context} and, unless it is a summary, {input}.
+    """Templates with {context} and, except for summaries, {input}.
 
     Attributes:
-      templates: text by task.
-      sha256: of the file they come from.
+      templates: by task.
+      sha256: of the file.
     """
 
     templates: dict[str, str]
@@ -31,11 +32,11 @@ class Prompts:
 
     @staticmethod
     def read(path: Path) -> "Prompts":
-        """From the published file.
+        """Reads the published file.
 
         Raises:
-          FileNotFoundError: it is not there.
-          ValueError: it is no UTF-8 or not an object of strings, or a template lacks {context}.
+          FileNotFoundError: no such file.
+          ValueError: it is not UTF-8 or not an object of strings, or a template lacks {context}.
         """
         if not path.is_file():
             raise FileNotFoundError(
@@ -49,14 +50,14 @@ class Prompts:
                 raise ValueError(f"{path}: the template of {name!r} has no {{context}}")
         return Prompts(templates, sha256(path))
 
-    def ids(self, task: Task, sample: Sample, tokenizer: Any, max_length: int | None) -> list[int]:
+    def ids(self, task: LongBenchTask, sample: Sample, tokenizer: Any, truncate_to: int | None) -> list[int]:
         """Token ids of a sample's prompt.
 
         Args:
           task: the data set.
           sample: the question.
           tokenizer: of the checkpoint, from transformers.
-          max_length: tokens of the filled template beyond which its middle is cut out; None never cuts.
+          truncate_to: see `truncate`; applied to the filled template. None: never.
 
         Raises:
           ValueError: the file has no template for the task.
@@ -65,30 +66,25 @@ class Prompts:
             raise ValueError(f"{FILE} has no template for {task.name!r}")
         fields = {"{context}": sample.context, "{input}": sample.input}
         text = re.sub(r"\{(?:context|input)\}", lambda found: fields[found[0]], self.templates[task.name])
-        text = text if max_length is None else truncate(text, tokenizer, max_length)
+        text = text if truncate_to is None else truncate(text, tokenizer, truncate_to)
         if task.chat and tokenizer.chat_template is not None:
-            message = [{"role": "user", "content": text}]
-            return list(
-                tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)[
-                    "input_ids"
-                ]
-            )
+            return chat_ids(tokenizer, [{"role": "user", "content": text}])
         return list(tokenizer(text)["input_ids"])
 
 
-def truncate(text: str, tokenizer: Any, max_length: int) -> str:
-    """The text with its middle cut out so that about `max_length` tokens remain.
+def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
+    """The text without its middle, about `truncate_to` tokens long (the paper's max_length).
 
-    The first and the last int(max_length / 2) tokens are decoded apart, without special tokens, and joined;
-    the joined text may come to a few tokens more or less, as published.
+    The first and the last int(truncate_to / 2) tokens are decoded separately, without special tokens, and
+    joined; as published, the result may be a few tokens longer or shorter.
 
     Raises:
-      ValueError: max_length below 2.
+      ValueError: truncate_to below 2.
     """
-    if max_length < 2:
-        raise ValueError(f"max_length={max_length} must be at least 2")
+    if truncate_to < 2:
+        raise ValueError(f"truncate_to={truncate_to} must be at least 2")
     ids = tokenizer(text)["input_ids"]
-    if len(ids) <= max_length:
+    if len(ids) <= truncate_to:
         return text
-    half = max_length // 2
+    half = truncate_to // 2
     return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))

@@ -1,4 +1,4 @@
-"""What distinguishes LongBench's English tasks: metric, answer length, chat template, first line."""
+"""LongBench's English tasks: metric, answer length, use of the chat template, where answers end."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from dllm_jax.eval import metrics
 
 Kind = Literal["f1", "rouge", "classification", "count", "retrieval", "code"]
 FEW_SHOT = ("trec", "triviaqa", "samsum")
-PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # prompts that go in without the chat template
+PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # their prompts go without the chat template
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class LongBenchTask:
     """One data set.
 
     Attributes:
@@ -32,7 +32,7 @@ class Task:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Where an answer is cut."""
+        """Strings that end an answer."""
         return ("\n",) if self.name == "samsum" else ()
 
     def score(self, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -56,24 +56,24 @@ class Task:
         return metrics.score(metric, prediction, references)
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, LongBenchTask] = {
     task.name: task
     for task in (
-        Task("narrativeqa", "f1", 128),
-        Task("qasper", "f1", 128),
-        Task("multifieldqa_en", "f1", 64),
-        Task("hotpotqa", "f1", 32),
-        Task("2wikimqa", "f1", 32),
-        Task("musique", "f1", 32),
-        Task("gov_report", "rouge", 512),
-        Task("qmsum", "rouge", 512),
-        Task("multi_news", "rouge", 512),
-        Task("trec", "classification", 64),
-        Task("triviaqa", "f1", 32),
-        Task("samsum", "rouge", 128),
-        Task("passage_count", "count", 32),
-        Task("passage_retrieval_en", "retrieval", 32),
-        Task("lcc", "code", 64),
-        Task("repobench-p", "code", 64),
+        LongBenchTask("narrativeqa", "f1", 128),
+        LongBenchTask("qasper", "f1", 128),
+        LongBenchTask("multifieldqa_en", "f1", 64),
+        LongBenchTask("hotpotqa", "f1", 32),
+        LongBenchTask("2wikimqa", "f1", 32),
+        LongBenchTask("musique", "f1", 32),
+        LongBenchTask("gov_report", "rouge", 512),
+        LongBenchTask("qmsum", "rouge", 512),
+        LongBenchTask("multi_news", "rouge", 512),
+        LongBenchTask("trec", "classification", 64),
+        LongBenchTask("triviaqa", "f1", 32),
+        LongBenchTask("samsum", "rouge", 128),
+        LongBenchTask("passage_count", "count", 32),
+        LongBenchTask("passage_retrieval_en", "retrieval", 32),
+        LongBenchTask("lcc", "code", 64),
+        LongBenchTask("repobench-p", "code", 64),
     )
 }

@@ -1,11 +1,8 @@
-"""How requests are decoded, as a value."""
+"""How requests are decoded."""
 
 import dataclasses
 from typing import Any
 
-from dllm_jax.expressions import construct as construct
-from dllm_jax.expressions import policy as policy
-from dllm_jax.expressions import sampler as sampler
 from dllm_jax.layout import Layout
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Confidence, Sampler
@@ -13,16 +10,16 @@ from dllm_jax.samplers import Confidence, Sampler
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Settings of `generate`, and the seed.
+    """Settings of `generate`, and a seed.
 
     Attributes:
       length: response positions.
-      block: positions decoded together; None for all of them.
-      steps: denoising steps in all; None for one per token.
+      block: positions decoded together; None: all.
+      steps: denoising steps in total; None: one per token.
       policy: what is recomputed.
       sampler: what is decoded when.
       stop_at_eos: rows finish at their first end-of-text; their answers do not change.
-      seed: a request's draws depend on it and on the request, not on batch mates or order.
+      seed: with the request, it determines the request's draws; batch and order do not matter.
     """
 
     length: int = 128
@@ -39,10 +36,10 @@ class Decoding:
             raise ValueError(f"seed={self.seed} must not be negative")
 
     def at(self, length: int) -> "Decoding":
-        """The same settings for another length: as many tokens per step, a block no longer than the answer.
+        """These settings for another length: equal tokens per step, a block no longer than the answer.
 
         Raises:
-          ValueError: the length is no multiple of the block, or the steps do not come out whole.
+          ValueError: the length is not a multiple of the block, or the steps are not whole.
         """
         if length == self.length:
             return self
@@ -51,12 +48,12 @@ class Decoding:
         return dataclasses.replace(self, length=length, block=block, steps=steps)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`, but for the key."""
+        """Keyword arguments of `generate`, except the key."""
         names = ("length", "block", "steps", "policy", "sampler", "stop_at_eos")
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, Any]:
-        """For records: plain values, policy and sampler as constructor calls with every field."""
+        """JSON values for records; policy and sampler as constructor calls with every field."""
         return {
             name: repr(value) if dataclasses.is_dataclass(value) else value
             for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))

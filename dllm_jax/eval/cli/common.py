@@ -1,0 +1,114 @@
+"""Options that all evaluations share, and the run that they share."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import rich.console
+import tyro
+
+from dllm_jax import expressions
+from dllm_jax.eval import record, show
+from dllm_jax.eval.decoding import Decoding
+from dllm_jax.eval.journal import Journal
+from dllm_jax.eval.opened import OpenedModel, open_model
+from dllm_jax.eval.runner import Runner
+from dllm_jax.eval.schema import Row
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """Options of every evaluation."""
+
+    model: str = "tiny-llada"
+    """An embedded model, a checkpoint's directory, or a hub id."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer, if not the model's own."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None keeps the checkpoint's."""
+    rope_factor: float = 1.0
+    """Multiplies the rotary base (NTK scaling)."""
+    policy: tuple[str, ...] = ("Policy",)
+    """One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'."""
+    sampler: str = "Confidence"
+    """A sampler, as a constructor call."""
+    length: int = 128
+    """Response positions (LongBench sets its own per task)."""
+    block: int | None = None
+    """Positions decoded together; None: all."""
+    steps: int | None = None
+    """Denoising steps in total; None: one per token."""
+    stop_at_eos: bool = True
+    """Finish a row at its first end-of-text."""
+    seed: int = 0
+    """Of the sampler's draws and of generated examples."""
+    batch: int = 8
+    """Rows decoded together."""
+    bucket: int = 64
+    """Prompts are padded to a multiple of this, so that few programs are compiled."""
+    max_positions: int | None = None
+    """Requests with more positions, prompt and response, fail; None: no limit."""
+    out: Path = Path("runs/eval")
+    """Folder of the results and of the journal from which an interrupted run resumes."""
+
+    def runners(self, opened: OpenedModel) -> dict[str, Runner]:
+        """A runner per policy, by the policy's text."""
+        sampler = expressions.sampler(self.sampler)
+        shape = (self.length, self.block, self.steps)
+        decoding = {
+            text: Decoding(*shape, expressions.policy(text), sampler, self.stop_at_eos, self.seed)
+            for text in self.policy
+        }
+        limits = (self.batch, self.bucket, self.max_positions)
+        return {
+            text: opened.runner(chosen, *limits, progress=sys.stderr.isatty())
+            for text, chosen in decoding.items()
+        }
+
+
+Flat = Annotated[Common, tyro.conf.arg(name="")]  # options without a prefix
+DEFAULTS = Common()
+
+
+def evaluate(
+    common: Common,
+    kind: str,
+    settings: dict[str, Any],
+    run: Callable[[Runner, Journal], list[R]],
+    draw: Callable[[list[R], Path, str], None] | None = None,
+) -> int:
+    """Evaluates each policy, writes its record, and prints a table of all.
+
+    Args:
+      common: model and decoding.
+      kind: the evaluation's name in records and file names.
+      settings: its options, for the record.
+      run: evaluates a runner, resuming from the journal.
+      draw: writes a picture of the rows to a path, with a title; None: no picture.
+
+    Returns:
+      the exit code: 1 if requests failed.
+    """
+    console = rich.console.Console()
+    opened = open_model(common.model, common.dtype, common.rope_factor, common.tokenizer)
+    runners = common.runners(opened)
+    journal = Journal(common.out / "journal.jsonl")
+    records = {}
+    for text, runner in runners.items():
+        rows = run(runner, journal)
+        records[text] = record.result(kind, runner, opened.name, rows, {**settings, "seed": common.seed})
+        path = common.out / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
+        record.save(path, records[text])
+        console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        if draw is not None:
+            draw(rows, path.with_suffix(".png"), f"{opened.name}, {text}")
+    console.print(show.table(records, f"{kind}: {opened.name}"))
+    failures = show.failures(records)
+    for line in failures:
+        console.print(line, style="red", markup=False)
+    return 1 if failures else 0
