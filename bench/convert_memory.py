@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bench.models import shape
 from dllm_jax import ModelSpec
 from dllm_jax.checkpoint.convert import LIBRARIES, library_version
 from dllm_jax.checkpoint.families import family_of, spec_to_config
@@ -50,29 +51,6 @@ class Measured:
     stage: str
     seconds: float
     peak_rss: int
-
-
-def llada_8b(layers: int) -> ModelSpec:
-    return ModelSpec(
-        family="llada",
-        layers=layers,
-        width=4096,
-        heads=32,
-        kv_heads=32,
-        head=128,
-        hidden=12288,
-        vocab=126464,
-        rope_base=5e5,
-        norm_eps=1e-5,
-        mask_id=126336,
-        eos_id=126081,
-        eot_id=126348,
-        qkv_bias=False,
-        tied=False,
-        shifted=False,
-        rope_in_f32=True,
-        pad_rows_attend=True,
-    )
 
 
 def synthesise(path: Path, spec: ModelSpec, shards: int) -> int:
@@ -130,7 +108,7 @@ def main(
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
-    spec, work = llada_8b(layers), directory / "convert_memory"
+    spec, work = shape("llada-8b", layers=layers), directory / "convert_memory"
     places = {"hf": str(work / "hf"), "jax": str(work / "jax"), "back": str(work / "back")}
     try:
         size = synthesise(work / "hf", spec, shards)
