@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from bench.policies_grid import Setting, call, mask_kv
+from bench.policies_grid import Setting, mask_kv
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.expressions import call
 
 HEAD = """\
 | the paper says | workload | better, it says | the other | difference | as it says? |

@@ -23,8 +23,9 @@ import tyro
 
 import dllm_jax as dj
 from bench import report
-from bench.policies_grid import EXACT, Setting, call
+from bench.policies_grid import EXACT, Setting
 from bench.policies_workloads import Workload, workloads
+from dllm_jax.expressions import call
 
 NEAREST = 5
 PROGRAMS = 16  # settings until compiled programs are dropped: they use up the process's memory maps

@@ -37,15 +37,6 @@ class Setting:
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
 
 
-def call(value: Any) -> str:
-    """The constructor call that makes a policy or sampler, without what is at its default."""
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    words = [f"{field.name}={call(now)}" for field, now in given if now != field.default]
-    return f"{type(value).__name__}({', '.join(words)})"
-
-
 def _order(policy: p.Policy) -> Setting:
     return Setting(policy, s.RandomOrder(), variant="random order")
 

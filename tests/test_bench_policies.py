@@ -7,9 +7,10 @@ import pytest
 
 import dllm_jax as dj
 from bench import orderings, plots, policies, summary
-from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated, call
+from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated
 from bench.policies_workloads import Workload
-from dllm_jax import samplers
+from dllm_jax import expressions, samplers
+from dllm_jax.expressions import call
 from tests.models import random_tokens, tiny
 
 GRIDS = {"short": SHORT, "long": LONG}
@@ -46,6 +47,14 @@ def test_the_grid_has_every_policy_and_an_exact_decoder_for_every_sampler(grid):
 def test_no_setting_is_there_twice(grid):
     seen = [(call(s.policy), *s.exact) for s in GRIDS[grid]]
     assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_settings_are_read_back_from_what_results_call_them(grid):
+    settings = (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1)))
+    for setting in settings:
+        assert expressions.policy(call(setting.policy)) == setting.policy
+        assert expressions.sampler(call(setting.sampler)) == setting.sampler
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():
