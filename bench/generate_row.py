@@ -84,8 +84,8 @@ def statistics(mine: Prepared, ours: Time, out: Any) -> dict[str, Any]:
 def storage(mine: Prepared) -> dict[str, Any]:
     """Compilation and memory."""
     return {
-        "lower_s": mine.program.lower_s,
-        "compile_s": mine.program.compile_s,
+        "lower_s": mine.program.lower.wall_s,
+        "compile_s": mine.program.compile.wall_s,
         "program_bytes": mine.program.bytes,
         "device_peak_bytes": mine.peak,
         "predicted_bytes": mine.predicted.memory.total,

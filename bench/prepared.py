@@ -8,7 +8,8 @@ import jax
 import dllm_jax as dj
 from bench import device
 from bench.device import Time
-from bench.measure import Kinds, Program, Run, kinds, program
+from bench.measure import Program, Run, program
+from bench.steps import Kinds, kinds
 from dllm_jax import roofline
 from dllm_jax.roofline import Hardware
 

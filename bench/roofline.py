@@ -1,4 +1,4 @@
-"""What generations must take on hardware that is not at hand: the plan of `dllm_jax.roofline`.
+"""What generations must take on hardware that is not at hand: the predictions of `dllm_jax.roofline`.
 
 python -m bench.roofline
 python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
@@ -14,7 +14,7 @@ import rich.table
 import tyro
 
 from bench import report
-from bench.plan import Plan, rows
+from bench.forecast import Forecast, rows
 from dllm_jax.roofline import HARDWARE
 
 HEADINGS = (
@@ -55,12 +55,14 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, Any]]):
+def print_tables(console: rich.console.Console, asked: Forecast, found: list[dict[str, Any]]):
     """One table per model and hardware."""
-    for model in plan.models:
-        for name in plan.hardware:
-            chip = HARDWARE[name].times(plan.chips)
-            title = f"{model} on {chip.name}, length {plan.length}, block {plan.block}, {plan.dtype}"
+    for model in asked.models:
+        for name in asked.hardware:
+            chip = HARDWARE[name].times(asked.chips)
+            title = (
+                f"{model} on {chip.name}, length {asked.grid.length}, block {asked.grid.block}, {asked.dtype}"
+            )
             table = rich.table.Table(title=title)
             for heading in HEADINGS:
                 table.add_column(heading, justify="left" if heading == "policy" else "right")
@@ -78,14 +80,14 @@ def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, 
     )
 
 
-def print_markdown(plan: Plan, found: list[dict[str, Any]]):
+def print_markdown(asked: Forecast, found: list[dict[str, Any]]):
     """Per model, hardware and batch: ms of the part step, ms per token, ratio over the exact decoder."""
-    for model in plan.models:
-        for name in plan.hardware:
-            for batch in plan.batches:
-                print(f"\n{model}, {HARDWARE[name].times(plan.chips).name}, batch {batch}:\n")
-                print("| policy |" + "".join(f" prompt {prompt} |" for prompt in plan.prompts))
-                print("|---|" + "---:|" * len(plan.prompts))
+    for model in asked.models:
+        for name in asked.hardware:
+            for batch in asked.grid.batches:
+                print(f"\n{model}, {HARDWARE[name].times(asked.chips).name}, batch {batch}:\n")
+                print("| policy |" + "".join(f" prompt {prompt} |" for prompt in asked.grid.prompts))
+                print("|---|" + "---:|" * len(asked.grid.prompts))
                 about = {"model": model, "hardware": name, "batch": batch}
                 mine = [r for r in found if about.items() <= r.items()]
                 for policy in dict.fromkeys(r["policy"] for r in mine):
@@ -101,18 +103,18 @@ def markdown_cell(row: dict[str, Any]) -> str:
 
 
 def main(
-    plan: Annotated[Plan, tyro.conf.arg(name="")],
+    asked: Annotated[Forecast, tyro.conf.arg(name="")],
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
     markdown: bool = False,
 ):
-    """Prints the plan, with --markdown as short tables."""
-    found = list(rows(plan))
+    """Prints the predictions, with --markdown as short tables."""
+    found = list(rows(asked))
     if markdown:
-        print_markdown(plan, found)
+        print_markdown(asked, found)
     else:
-        print_plan(rich.console.Console(width=100), plan, found)
+        print_tables(rich.console.Console(width=100), asked, found)
     if json_file:
-        sources = {name: dataclasses.asdict(HARDWARE[name]) for name in plan.hardware}
+        sources = {name: dataclasses.asdict(HARDWARE[name]) for name in asked.hardware}
         report.write(json_file, {"hardware": sources}, rows=found)
 
 
