@@ -21,7 +21,7 @@ from dllm_jax.parameters import abstract
 
 
 def cost(spec: dj.ModelSpec, dtype: str, run: Run) -> dict[str, Any]:
-    """What compiling one generation takes, and what its program takes."""
+    """Cost of compiling one generation, and size of its program."""
     model = dj.Model(abstract(spec, jnp.dtype(dtype)), spec)
     request = run.request(model)
     made = program(model, request)

@@ -2,9 +2,8 @@
 
     python -m bench.convert_memory /directory/with/50GB/free
 
-Writes the checkpoint with bounded memory, runs every stage in a process of its own, samples that process's
-peak resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes what it
-made.
+Writes the checkpoint with bounded memory, runs every stage in its own process, samples that process's peak
+resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes the checkpoints.
 """
 
 import dataclasses
@@ -99,11 +98,11 @@ def main(
     """Measures the stages at LLaDA-8B's shape; the loading stages hold the whole model in memory.
 
     Args:
-      directory: an existing directory with three times the checkpoint's size free; left as it was.
-      layers: fewer make the checkpoint smaller; 32 is the real number.
+      directory: an existing directory with room for three copies of the checkpoint; left as it was.
+      layers: of the model; LLaDA-8B has 32.
       shards: safetensors files.
       stages: among convert, export, compare (export against the original), load-hf, load-converted.
-      output: JSON file, a list with one entry per run; this run is added to it.
+      output: JSON file with a list of runs; this one is appended.
     """
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:

@@ -1,4 +1,4 @@
-"""What generations must take on hardware that is not at hand, one row per case."""
+"""Predicted costs of a grid of generations on several chips, one row per case."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Forecast:
       models: names of `dj.presets.model_spec`.
       hardware: names of `dllm_jax.roofline.HARDWARE`.
       grid: the generations.
-      chips: that share the work ideally.
+      chips: number of chips that share the work perfectly.
       dtype: of parameters and storage; the rates are those of bfloat16.
     """
 

@@ -1,4 +1,4 @@
-"""Times generations: all policies over prompt lengths and batches, beside the exact decoder and the roofline.
+"""Times every policy over prompt lengths and batches, against the exact decoder and the roofline.
 
     python -m bench.generate --shape llada-8b --out bench/results/generate_h100.json
     python -m bench.generate --model PATH --policies DualCache MaskKV --prompts 1024 --batches 1
@@ -78,7 +78,7 @@ def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[
 
 
 def print_row(console: rich.console.Console, found: dict[str, Any]):
-    """The most important figures of a row on one line."""
+    """Prints the main figures of a row on one line."""
     name = f"{found['policy'].split('(')[0]:12} prompt {found['prompt']:5} batch {found['batch']:3}"
     if "error" in found:
         console.print(f"{name}  {found['error']}")
