@@ -5,10 +5,8 @@ python -m bench.compile_time llada-8b --layers 2 8 32 --policies Policy DualCach
 """
 
 import dataclasses
-import resource
-import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +15,29 @@ import rich.table
 import tyro
 
 import dllm_jax as dj
-from bench import report
-from bench.models import policies_named
-from dllm_jax.engine import denoise
+from bench import models, report
+from bench.measure import Run, program
 from dllm_jax.parameters import abstract
-from dllm_jax.step import Plan
 
 
-def compiled(model: dj.Model, layout: dj.Layout, policy: dj.policies.Policy, batch: int) -> dict:
-    """Costs of compiling one generation; CPU seconds leave out what other processes take."""
-    widths = policy.widths(layout) if policy.reuses else ()
-    sampler = dj.samplers.RandomOrder() if policy.foresees else dj.samplers.Threshold(0.9)
-    plan = Plan(policy, sampler, widths, stop_at_eos=False, trace=False)
-    tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
-    valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
-    noise = jax.eval_shape(lambda: dj.samplers.KeyNoise(jax.random.split(jax.random.key(0), batch)))
-    cpu, wall = _cpu(), time.perf_counter()
-    lowered = denoise.lower(model, tokens, valid, noise if sampler.draws else None, layout=layout, plan=plan)
-    middle = _cpu()
-    program = lowered.compile()
-    memory, text = program.memory_analysis(), program.as_text()
+def cost(spec: dj.ModelSpec, dtype: str, run: Run) -> dict[str, Any]:
+    """Cost of compiling one generation, and size of its program."""
+    model = dj.Model(abstract(spec, jnp.dtype(dtype)), spec)
+    request = run.request(model)
+    made = program(model, request)
+    memory, text = made.compiled.memory_analysis(), made.compiled.as_text()
     if memory is None or text is None:
         raise RuntimeError(f"{jax.devices()[0].device_kind} does not say what a program takes")
     return {
-        "policy": repr(policy),
-        "sampler": repr(sampler),
-        "step_variants": 1 + len(widths),
-        "lower_cpu_s": round(middle - cpu, 2),
-        "compile_cpu_s": round(_cpu() - middle, 2),
-        "wall_s": round(time.perf_counter() - wall, 2),
+        "policy": repr(run.policy),
+        "sampler": repr(run.chosen),
+        "step_variants": 1 + len(request.plan.widths),
+        "lower_cpu_s": round(made.lower.cpu_s, 2),
+        "compile_cpu_s": round(made.compile.cpu_s, 2),
+        "wall_s": round(made.lower.wall_s + made.compile.wall_s, 2),
         "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
         "hlo_kib": round(len(text) / 2**10),
+        "layers": spec.layers,
     }
 
 
@@ -65,23 +55,21 @@ def main(
     """Compiles and prints.
 
     Args:
-      name: of a model's shape.
+      name: a shape, see `bench.models.SHAPES`.
       prompt: positions.
       length: response positions.
       block: positions per block.
       batch: sequences.
       dtype: of the weights.
-      layers: cut to so many, one after another; the model's own if empty.
+      layers: numbers of layers to try instead of the model's own.
       policies: class names, all if empty.
       json_file: where the results go.
     """
-    spec, layout = dj.presets.model_spec(name), dj.Layout(prompt, length, block, length)
-    rows = []
-    for policy in policies_named(policies):
+    spec, rows = models.shape(name), []
+    for policy in models.policies_named(policies):
+        run = Run(prompt, batch, length, block, length, policy, dj.samplers.Threshold(0.9))
         for n in layers or (spec.layers,):
-            cut = dataclasses.replace(spec, layers=n)
-            row = compiled(dj.Model(abstract(cut, jnp.dtype(dtype)), cut), layout, policy, batch)
-            rows.append(row | {"layers": n})
+            rows.append(cost(dataclasses.replace(spec, layers=n), dtype, run))
             jax.clear_caches()
     where = report.provenance(dtype) | {
         "model": name,
@@ -97,11 +85,6 @@ def main(
         table.add_row(*(str(row[name]) for name in columns))
     rich.console.Console().print(table)
     report.write(json_file, where, rows=rows)
-
-
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python -m bench.convert_memory /directory/with/50GB/free
 
-Writes the checkpoint with bounded memory, runs every stage in a process of its own, samples that process's
-peak resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes what it
-made.
+Writes the checkpoint with bounded memory, runs every stage in its own process, samples that process's peak
+resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes the checkpoints.
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from bench.models import shape
 from dllm_jax import ModelSpec
 from dllm_jax.checkpoint.convert import LIBRARIES
 from dllm_jax.checkpoint.families import family_of, spec_to_config
@@ -50,29 +50,6 @@ class Measured:
     stage: str
     seconds: float
     peak_rss: int
-
-
-def llada_8b(layers: int) -> ModelSpec:
-    return ModelSpec(
-        family="llada",
-        layers=layers,
-        width=4096,
-        heads=32,
-        kv_heads=32,
-        head=128,
-        hidden=12288,
-        vocab=126464,
-        rope_base=5e5,
-        norm_eps=1e-5,
-        mask_id=126336,
-        eos_id=126081,
-        eot_id=126348,
-        qkv_bias=False,
-        tied=False,
-        shifted=False,
-        rope_in_f32=True,
-        pad_rows_attend=True,
-    )
 
 
 def synthesise(path: Path, spec: ModelSpec, shards: int) -> int:
@@ -121,16 +98,16 @@ def main(
     """Measures the stages at LLaDA-8B's shape; the loading stages hold the whole model in memory.
 
     Args:
-      directory: an existing directory with three times the checkpoint's size free; left as it was.
-      layers: fewer make the checkpoint smaller; 32 is the real number.
+      directory: an existing directory with room for three copies of the checkpoint; left as it was.
+      layers: of the model; LLaDA-8B has 32.
       shards: safetensors files.
       stages: among convert, export, compare (export against the original), load-hf, load-converted.
-      output: JSON file, a list with one entry per run; this run is added to it.
+      output: JSON file with a list of runs; this one is appended.
     """
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
-    spec, work = llada_8b(layers), directory / "convert_memory"
+    spec, work = shape("llada-8b", layers=layers), directory / "convert_memory"
     places = {"hf": str(work / "hf"), "jax": str(work / "jax"), "back": str(work / "back")}
     try:
         size = synthesise(work / "hf", spec, shards)

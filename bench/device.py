@@ -1,4 +1,4 @@
-"""How long a run takes, and what the device can do at most."""
+"""Timing of runs, and the rates this device reaches."""
 
 import dataclasses
 import os
@@ -18,11 +18,11 @@ from dllm_jax.roofline import HARDWARE, Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of repeated runs, or another quantity that was taken as often.
+    """Seconds of repeated runs, or another quantity with one value per run.
 
     Attributes:
-      median: of the runs.
-      low: the least.
+      median: of the values.
+      low: the smallest.
       high: the largest.
       values: all of them, in order.
     """
@@ -34,29 +34,29 @@ class Time:
 
     @staticmethod
     def of(values: list[float]) -> "Time":
-        """Sums up the runs."""
+        """Summarises the values."""
         return Time(statistics.median(values), min(values), max(values), tuple(values))
 
     def scaled(self, factor: float) -> "Time":
-        """The same per step, or in another unit."""
+        """Every value times `factor`."""
         return Time.of([value * factor for value in self.values])
 
     def over(self, other: "Time") -> "Time":
-        """Ratios of the runs taken in turns, each to the other's of its turn; one run serves all turns."""
+        """Per-turn ratios `self / other`; a single run is reused for every turn."""
         turns = max(len(self.values), len(other.values))
         pairs = zip(*(t.values * (turns if len(t.values) == 1 else 1) for t in (self, other)), strict=True)
         return Time.of([mine / theirs for mine, theirs in pairs])
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Wall time of one run, until its results are there."""
+    """Wall time of one run, results included."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
 
 
 def several(run: Callable[[], Any], calls: int) -> Any:
-    """Queues some calls, each giving up what the one before it made; the last one's result."""
+    """Calls `run` `calls` times without blocking and returns the last result."""
     out = None
     for _ in range(calls):
         out = run()
@@ -64,13 +64,13 @@ def several(run: Callable[[], Any], calls: int) -> Any:
 
 
 def timed(run: Callable[[], Any], repeats: int, calls: int = 1) -> Time:
-    """Time of a run, after one that is not counted; `calls` of them are queued and share one waiting."""
+    """Time per call after one warm-up; each run queues `calls` of them and blocks once."""
     jax.block_until_ready(run())
     return Time.of([seconds(lambda: several(run, calls)) / calls for _ in range(repeats)])
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Time]:
-    """Times of several runs that take turns, so that what else the machine does hits all of them alike."""
+    """Times several runs in turns, so that other load on the machine slows all of them alike."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -79,17 +79,17 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, T
 
 
 def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: int | None = None) -> Hardware:
-    """The rates of this device, measured: the roofs that its other figures are compared with.
+    """Measures the rates of this device, which its other figures are compared with.
 
-    Bandwidth is the better of a copy and of a product with one vector, which reads a matrix once as a step of
-    few rows does; the rates of arithmetic are those of a square product, at the precision the model uses and
-    in float32. All numbers are random.
+    Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix once, as a step of
+    few rows does. Arithmetic is a square matrix product, at the model's precision and in float32. Operands
+    are random.
 
     Args:
       dtype: of the operands.
-      repeats: timed runs, of which the fastest counts.
-      megabytes: size of the matrix that is streamed.
-      side: of the square product.
+      repeats: timed runs; the fastest counts.
+      megabytes: size of the streamed matrix.
+      side: of the square matrices.
     """
     device = jax.devices()[0]
     small = device.platform == "cpu"
@@ -119,7 +119,7 @@ def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def nominal(kind: str) -> str | None:
-    """Key of the device in the table of data sheets, None if it is not there.
+    """The device's key in `roofline.HARDWARE`, None if it has no entry.
 
     Args:
       kind: `device_kind`, e.g. "NVIDIA H100 80GB HBM3", "TPU v5 lite".
@@ -143,6 +143,6 @@ def _product(x, y):
 
 
 def peak_bytes() -> int | None:
-    """The most memory the device held since the process began, None where it does not say."""
+    """Peak device memory of this process, None if the device does not report it."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use")

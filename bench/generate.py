@@ -1,12 +1,12 @@
-"""Times generations: all policies over prompt lengths and batches, beside the exact decoder and the roofline.
+"""Times every policy over prompt lengths and batches, against the exact decoder and the roofline.
 
     python -m bench.generate --shape llada-8b --out bench/results/generate_h100.json
     python -m bench.generate --model PATH --policies DualCache MaskKV --prompts 1024 --batches 1
     python -m bench.generate --shape tiny --prompts 32 --batches 1 --length 16 --block 8     (on a CPU)
 
-Single steps are timed by kind (`bench.measure.kinds`): over the canvas, and the first one that is not. Whole
-generations take turns with the exact decoder's. Percentages are of what the device reaches in the same run,
-in a copy or a product with a vector (bandwidth) and in a square product (arithmetic).
+Single steps are timed by kind (`bench.steps`): over the whole canvas, and the first partial one. Whole
+generations are interleaved with the exact decoder's. Percentages are of the rates this device reaches in the
+same process: in a copy or a matrix-vector product (bandwidth), and in a square product (arithmetic).
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ import tyro
 
 import dllm_jax as dj
 from bench import device, models, report
-from bench.figures import stepwise, storage, whole_run
+from bench.generate_row import stepwise, storage, whole_run
+from bench.grid import Grid
 from bench.measure import Run
-from bench.models import policies_named
 from bench.prepared import Exact, Limits, baseline, prepared
 from dllm_jax.roofline import Hardware
 
@@ -36,64 +36,49 @@ class Options:
       shape: whose shape the random weights have: llada-8b, dream-7b; tiny, small (for CPUs).
       model: a checkpoint instead: a directory or hub id.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
-      policies: class names, with their defaults; all if empty.
-      prompts: prompt lengths.
-      batches: sequences at a time.
-      length: response positions.
-      block: positions per block.
-      steps: denoising steps, as many as positions if not given.
+      grid: the generations; the exact decoder is always among them.
       threshold: decode with `Threshold` instead of a fixed number of tokens per step.
-      limits: how often generations are timed, and up to where exact ones are.
+      limits: how often generations are timed, and how long exact ones may take.
       out: JSON file, written anew after every measurement.
     """
 
     shape: str = "llada-8b"
     model: str | None = None
     dtype: str | None = None
-    policies: tuple[str, ...] = ()
-    prompts: tuple[int, ...] = (1024, 4096, 16384, 32768)
-    batches: tuple[int, ...] = (1, 8, 32)
-    length: int = 256
-    block: int = 32
-    steps: int | None = None
+    grid: Annotated[Grid, tyro.conf.arg(name="")] = Grid()  # noqa: RUF009 (frozen)
     threshold: float | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = Limits()
     out: Path | None = None
-
-    def chosen(self) -> list[dj.policies.Policy]:
-        """The policies besides the exact decoder."""
-        return [policy for policy in policies_named(self.policies) if policy.reuses]
 
     def run(self, prompt: int, batch: int, policy: dj.policies.Policy) -> Run:
         """One generation of the grid."""
         sampler = (
             dj.samplers.Confidence() if self.threshold is None else dj.samplers.Threshold(self.threshold)
         )
-        steps = self.steps or self.length
-        return Run(prompt, batch, self.length, self.block, steps, policy, sampler)
+        grid = self.grid
+        return Run(prompt, batch, grid.length, grid.block, grid.denoising_steps, policy, sampler)
 
 
 def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[str, Any]]:
     """One row per prompt, batch and policy, the exact decoder first."""
-    for prompt in options.prompts:
-        for batch in options.batches:
-            exact: Exact | None = None
-            for policy in (dj.policies.Policy(), *options.chosen()):
-                run = options.run(prompt, batch, policy)
-                case = {"policy": repr(policy), "prompt": prompt, "batch": batch, "sampler": repr(run.chosen)}
-                try:
-                    mine = prepared(model, run, roof, options.limits)
-                    if not policy.reuses:
-                        exact = baseline(mine, options.limits)
-                except MemoryError as error:
-                    yield case | {"error": str(error)}
-                    continue
-                figures = whole_run(mine, exact, options.limits)
-                yield case | stepwise(mine, roof) | figures | storage(mine)
+    policies = [dj.policies.Policy(), *(policy for policy in options.grid.chosen if policy.reuses)]
+    for prompt, batch in options.grid.shapes():
+        exact: Exact | None = None
+        for policy in policies:
+            run = options.run(prompt, batch, policy)
+            case = {"policy": repr(policy), "prompt": prompt, "batch": batch, "sampler": repr(run.chosen)}
+            try:
+                mine = prepared(model, run, roof, options.limits)
+                if not policy.reuses:
+                    exact = baseline(mine, options.limits)
+            except MemoryError as error:
+                yield case | {"error": str(error)}
+                continue
+            yield case | stepwise(mine, roof) | whole_run(mine, exact, options.limits) | storage(mine)
 
 
 def print_row(console: rich.console.Console, found: dict[str, Any]):
-    """The most important figures of a row on one line."""
+    """Prints the main figures of a row on one line."""
     name = f"{found['policy'].split('(')[0]:12} prompt {found['prompt']:5} batch {found['batch']:3}"
     if "error" in found:
         console.print(f"{name}  {found['error']}")
@@ -124,9 +109,9 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     where = report.provenance(dtype) | {
         "model": options.model or f"{options.shape}, random weights",
         "spec": dataclasses.asdict(model.spec),
-        "length": options.length,
-        "block": options.block,
-        "steps": options.steps or options.length,
+        "length": options.grid.length,
+        "block": options.grid.block,
+        "steps": options.grid.denoising_steps,
         "threshold": options.threshold,
         "limits": dataclasses.asdict(options.limits),
         "ceilings": dataclasses.asdict(roof),

@@ -2,7 +2,7 @@
 
 python -m bench.growth                       (predicted; figures into docs/figures)
 python -m bench.growth --measured bench/results/generate_h100.json
-python -m bench.growth --compile bench/results/compile_time.json
+python -m bench.growth --compile bench/results/compile_layers.json
 """
 
 import json
@@ -42,7 +42,7 @@ def mean_step_ms(spec: dj.ModelSpec, policy: dj.policies.Policy, prompt: int, ba
 
 
 def rows_ms(spec: dj.ModelSpec, rows: int, chip: str) -> float:
-    """Predicted milliseconds of a step of some rows over 1280 slots, 32 of them with logits."""
+    """Predicted milliseconds of a step of `rows` rows over 1280 slots, 32 of them with logits."""
     step = roofline.Step(False, rows, max(1280, rows), min(rows, 32), rows)
     return 1e3 * roofline.cost(step, spec, 1, 2).seconds(HARDWARE[chip])
 
@@ -60,7 +60,7 @@ def lines(axes: Axes, x: Iterable[int], curves: dict[str, Callable[[int], float]
 
 
 def measured_points(axes: Axes, files: tuple[Path, ...], x: str, fixed: dict[str, int]):
-    """Mean steps of whole generations that bench.generate measured, as crosses."""
+    """Mean step times of generations that bench.generate measured, as crosses."""
     for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
         if row.get("seconds") and all(row[key] == value for key, value in fixed.items()):
             seconds = row["seconds"]["median"] / row["forwards"]
@@ -89,9 +89,9 @@ def predicted_figure(model: str, chip: str, out: Path, measured: tuple[Path, ...
 
 
 def compile_figure(report: dict[str, Any], out: Path):
-    """What compiling takes, against layers and against the step variants of a policy's program.
+    """Compile time against layers, and against the step variants of a policy's program.
 
-    CPU time of lowering and compiling, over that of the exact decoder with all layers.
+    It is CPU time of lowering and compiling, relative to the exact decoder with all layers.
     """
     spent = lambda row: row["lower_cpu_s"] + row["compile_cpu_s"]
     rows, full = report["rows"], report["layers"]
@@ -116,7 +116,7 @@ def compile_figure(report: dict[str, Any], out: Path):
 
 
 def save(figure, path: Path):
-    """As PNG."""
+    """Writes a PNG and closes the figure."""
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

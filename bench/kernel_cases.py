@@ -30,7 +30,7 @@ class Operands:
       arrays: on the device.
       options: static keywords.
       flops: of the products; 0 where there are none.
-      read: bytes that have to be read, None for those of all arrays.
+      read: bytes that must be read, None for all of every array.
     """
 
     arrays: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Operands:
     read: float | None = None
 
     def bytes(self, out: Any) -> float:
-        """Bytes that have to be read and written at least, given the result's shapes."""
+        """The fewest bytes that must be read and written, given the result's shapes."""
         size = lambda tree: float(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree)))
         return (size(self.arrays) if self.read is None else self.read) + size(out)
 

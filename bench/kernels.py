@@ -3,9 +3,9 @@
     python -m bench.kernels --out bench/results/kernels_h100.json
     python -m bench.kernels --small --operations topk_evict --most 1      (on a CPU)
 
-On an accelerator at the shapes of real models; with --small at the tests' small ones, which is all that makes
-sense on a CPU: there "pallas" is interpreted, and its time says nothing about a kernel. Bytes are those that
-have to be read and written at least. The implementations take turns.
+Uses the shapes of real models, or with --small those of the tests. A CPU needs --small: it interprets
+"pallas", whose time there says nothing about the kernel. Bytes are the fewest that must be read and written.
+Implementations are interleaved.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Options:
       operations: names; all if empty.
       implementations: "reference", "xla", "pallas".
       small: the small shapes of the tests.
-      most: shapes per operation, all if not given.
+      most: number of shapes per operation, all if not given.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       repeats: timed runs, of which the median counts.
       calls: calls per timed run; 20 on accelerators and 1 on CPUs if not given.
@@ -59,7 +59,7 @@ class Options:
         """The operations.
 
         Raises:
-          ValueError: a name that is none.
+          ValueError: unknown name.
         """
         names = [family.operation.name for family in FAMILIES]
         unknown = set(self.operations) - set(names) | set(self.implementations) - set(IMPLEMENTATIONS)
@@ -111,7 +111,7 @@ def rows(
     calls: int,
     roof: Hardware,
 ) -> list[dict[str, Any]]:
-    """Times of one shape's implementations, taken in turns."""
+    """Interleaved times of one shape's implementations."""
     if not serving:
         return []
     repeated = {name: functools.partial(device.several, run, calls) for name, run in serving.items()}

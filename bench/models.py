@@ -1,4 +1,4 @@
-"""Models to measure: real shapes with random weights made on the device, or a checkpoint."""
+"""Models to measure: random weights in real or small shapes, made on the device."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
 def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0) -> dj.Model:
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
-    At no time is there more than the weights and one such piece; nothing passes through the host.
+    Memory never holds more than the weights and one such piece; nothing passes through the host.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
@@ -55,7 +55,7 @@ def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 
 
 def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, small; `pieces` divides how many there are, and is how often some are drawn."""
+    """Small normal numbers, drawn in `pieces` equal parts."""
 
     @jax.jit
     def draw(key):
@@ -67,10 +67,10 @@ def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> ja
 
 
 def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:
-    """The policies of these class names with their defaults, in the order of `policies.ALL`; all if none are.
+    """The policies with these class names, at their defaults, in the order of `policies.ALL`; all if empty.
 
     Raises:
-      ValueError: names no policy has.
+      ValueError: unknown name.
     """
     known = {type(policy).__name__: policy for policy in dj.policies.ALL}
     if unknown := sorted(set(names) - set(known)):

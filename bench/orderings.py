@@ -1,4 +1,4 @@
-"""What the papers found better or worse, held against what bench/policies.py measured.
+"""The papers' own comparisons, beside what bench/policies.py measured.
 
     python -m bench.orderings bench/results/policies_cpu.json
 
@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from bench.policies_grid import Setting, call, mask_kv
+from bench import markdown
+from bench.policies_grid import Setting, mask_kv
+from bench.policies_rows import find
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 
-HEAD = """\
-| the paper says | workload | better, it says | the other | difference | as it says? |
-|---|---|---|---|---:|---|"""
+HEADS = ("the paper says", "workload", "better, it says", "the other", "difference", "as it says?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +73,14 @@ def claims() -> list[Claim]:
 
 def table(models: dict[str, Any]) -> str:
     """A line per claim and workload that has both settings."""
-    lines = [line(claim, name, models[name]) for claim in claims() for name in models]
-    return "\n".join([HEAD, *filter(None, lines)])
+    lines = [cells(claim, name, models[name]) for claim in claims() for name in models]
+    return markdown.table(HEADS, "llllrl", [line for line in lines if line])
 
 
-def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
+def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] | None:
     """The claim on one workload, or None where it was not measured.
 
-    Between samplers there is nothing to compare but right answers.
+    Different samplers are compared by right answers only.
     """
     better, other = (find(workload, setting) for setting in (claim.better, claim.other))
     if better is None or other is None:
@@ -95,16 +95,7 @@ def line(claim: Claim, name: str, workload: dict[str, Any]) -> str | None:
         "no difference" if a == b else "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
     )
     shown = [f"`{row['policy']}`, `{row['sampler']}`: {row[measure]:.1%}" for row in (better, other)]
-    return f"| {claim.source} | {name} | {shown[0]} | {shown[1]} | {100 * (a - b):+.1f} | {verdict} |"
-
-
-def find(workload: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
-    """The row of a setting."""
-    block = workload["length"] if setting.whole else workload["block"]
-    steps = workload["length"] // setting.divide_steps
-    wanted = call(setting.policy), call(setting.sampler), block, steps
-    named = lambda row: (row["policy"], row["sampler"], row["block"], row["steps"])
-    return next((row for row in workload["rows"] if named(row) == wanted), None)
+    return claim.source, name, *shown, f"{100 * (a - b):+.1f}", verdict
 
 
 def main(results: Annotated[Path, tyro.conf.Positional]):

@@ -3,10 +3,10 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=.45 python -m bench.peer_torch --out FILE    (with a CUDA build of torch)
     taskset -c 0 python -m bench.peer_torch --shape small --prompt 128 --length 32    (one core for both)
 
-Theirs: SDPA, a 4-D mask of zeros (full attention), no cache, in bfloat16 on a GPU and float32 on a CPU,
-through `torch.compile` on GPUs where it works. Both decode the surest token of the block per step, and both
-put only the block's rows through the vocabulary head. Weights are random and not the same: only times are
-compared (tests/test_oracle_torch.py compares the logits). Runs take turns.
+Theirs uses SDPA with a 4-D mask of zeros (full attention) and no cache, in bfloat16 on a GPU and float32 on a
+CPU, with `torch.compile` on GPUs if it works. Both decode the most confident token of the block per step, and
+apply the vocabulary head to the block's rows only. Weights are random and differ: only times are compared
+(tests/test_oracle_torch.py compares logits). Runs are interleaved.
 """
 
 import dataclasses

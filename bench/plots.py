@@ -1,4 +1,4 @@
-"""Draws and tabulates what bench/policies.py measured: quality against the share recomputed and storage.
+"""Figures and tables of what bench/policies.py measured: quality against recomputation and against storage.
 
 python -m bench.plots bench/results/policies_cpu.json --out docs
 """
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import tyro
 from matplotlib.axes import Axes
 
-from bench import orderings
+from bench import markdown, orderings
 
 MARKERS = "os^vDPX*<>hpd"
 HEAD = """\
@@ -23,22 +23,22 @@ HEAD = """\
 
 Made by `bench/policies.py` and `bench/plots.py` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
 `as exact`: tokens equal to those of the exact decoder with the same sampler, block and steps; `computed`:
-positions that went through the network, as a share of what the first line computes; `kept`: K/V pairs stored
-per layer and head; `cache`: bytes of the cache, both per prompt; `speed`: the time of the first line's
-setting over this one's, medians of five or more, compilation excluded.
+positions that went through the network, relative to the first line; `kept`: K/V pairs stored per layer and
+head, and `cache`: bytes of the cache, both per prompt; `speed`: the first line's time over this one's,
+without compilation: the median over turns in which both ran, smallest and largest in brackets. It is left out
+where the largest exceeds {noise} times the smallest: such a ratio is noise.
 """
+NOISE = 1.5
 ORDERINGS = """
 ## What the papers found
 
 Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
 comparisons that the papers make. `within noise`: closer than two standard errors of the difference, as if
 the two sides had answered different prompts, and tokens were independent. These are models of half a million
-parameters on synthetic tasks: what can hold here is a mechanism, not a number.
+parameters on synthetic tasks: they can confirm a mechanism, not a number.
 """
-COLUMNS = (
-    "| policy | sampler | block | steps | exact match | as exact | forwards | computed | kept | cache KiB "
-    "| speed |"
-)
+HEADS = ("policy", "sampler", "block", "steps", "exact match", "as exact", "forwards", "computed", "kept")
+HEADS += ("cache KiB", "speed")
 
 
 def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs")):
@@ -46,15 +46,15 @@ def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs"
     report = json.loads(results.read_text())
     (out / "figures").mkdir(parents=True, exist_ok=True)
     where = {key: report[key] for key in ("device", "jax", "dtype")}
-    pages = [HEAD.format(source=results.as_posix(), **where)]
+    pages = [HEAD.format(source=results.as_posix(), noise=NOISE, **where)]
     for name, workload in report["models"].items():
         stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
         figure = draw(f"{name}, {title(workload)}", workload["rows"])
         for suffix in ("png", "svg"):
             figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
         plt.close(figure)
-        pages += [f"\n## {name}\n", f"{title(workload)}.\n", f"![{name}](figures/{stem}.svg)\n", COLUMNS]
-        pages += ["|---|---|" + "---:|" * 9, *map(line, workload["rows"])]
+        about = f"{title(workload)}.{timing(workload)}"
+        pages += [f"\n## {name}\n", f"{about}\n", f"![{name}](figures/{stem}.svg)\n", table(workload)]
     pages += [ORDERINGS, orderings.table(report["models"])]
     (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
 
@@ -65,6 +65,17 @@ def title(workload: dict[str, Any]) -> str:
     model = f"{workload['layers']} layers of width {workload['width']}"
     return (
         f"{model}, {count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
+    )
+
+
+def timing(workload: dict[str, Any]) -> str:
+    """What its speed was measured on, if it was."""
+    if "timed" not in workload:
+        return ""
+    where = workload["timed"]
+    return (
+        f" Speed: {where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}, "
+        f"{where['turns']} turns of {where['batch']} prompts."
     )
 
 
@@ -93,15 +104,29 @@ def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
     axes.grid(alpha=0.3)
 
 
-def line(row: dict[str, Any]) -> str:
+def table(workload: dict[str, Any]) -> str:
+    """All rows of a workload; without speed if that was not measured in turns with the exact decoder."""
+    heads = HEADS if "timed" in workload else HEADS[:-1]
+    rows = (cells(row)[: len(heads)] for row in workload["rows"])
+    return markdown.table(heads, "ll" + "r" * (len(heads) - 2), rows)
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """A row of the table."""
     match = "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
-    cells = (
+    return (
         f"`{row['policy']}`", f"`{row['sampler'].split('(')[0]}`", row["block"], row["steps"], match,
         f"{row['agreement']:.1%}", f"{row['forwards']:.1f}", f"{row['computed']:.1%}",
-        f"{row['kept_pairs']:.0f}", f"{row['cache_bytes'] / 1024:.0f}", f"{row['speed_over_exact']:.2f}x",
+        f"{row['kept_pairs']:.0f}", f"{row['cache_bytes'] / 1024:.0f}", speed(row),
     )  # fmt: skip
-    return f"| {' | '.join(map(str, cells))} |"
+
+
+def speed(row: dict[str, Any]) -> str:
+    """The ratio over the exact decoder with its range; empty if it was not measured in turns, or is noise."""
+    if "speed_range" not in row:
+        return ""
+    low, high = row["speed_range"]
+    return "" if high > NOISE * low else f"{row['speed_over_exact']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def _undated(suffix: str) -> dict:

@@ -1,15 +1,15 @@
-"""Quality and cost of every cache policy over a grid of its settings, all in one run.
+"""Quality, cost and speed of every cache policy over a grid of its settings.
 
     python -m bench.policies --json bench/results/policies_cpu.json
+    python -m bench.policies --retime bench/results/policies_cpu.json --only chain random
 
 The embedded models' tasks (accuracy on held-out prompts) and random weights of LLaDA's architecture
-(agreement with the exact decoder). The exact decoder is timed before every setting, and a setting's speed is
-its ratio to the median of the five of these runs nearest in time: on a shared machine only that means
-anything. An interrupted run goes on with the first workload that the file does not have.
+(agreement with the exact decoder). An interrupted run resumes with what the file lacks.
+Only the times depend on what else the machine does: `--retime` measures those again, on an idle machine, and
+leaves everything else as it is.
 """
 
-import json
-import time
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,60 +23,25 @@ import tyro
 
 import dllm_jax as dj
 from bench import report
-from bench.policies_grid import EXACT, Setting, call
+from bench.policies_grid import EXACT, Setting
+from bench.policies_rows import named
+from bench.policies_speed import PROGRAMS, Timing, retimed
 from bench.policies_workloads import Workload, workloads
 
-NEAREST = 5
-PROGRAMS = 16  # settings until compiled programs are dropped: they use up the process's memory maps
 
-
-def measure(workload: Workload, repeats: int) -> list[dict[str, Any]]:
-    """One row per setting; the first one is the exact decoder."""
+def measure(workload: Workload) -> list[dict[str, Any]]:
+    """One row per setting, without times; the first one is the exact decoder."""
     assert workload.grid[0] == EXACT
-    first = workload.chunks()[0]
-    outs, seconds, exacts = [], [], []
+    outs = []
     for i, setting in enumerate(workload.grid):
         if i % PROGRAMS == 0:
             jax.clear_caches()
-            workload.run(EXACT, first)  # compiles
-        exacts.append(_run(workload, EXACT, first)[1])
-        out, taken = _everything(workload, setting, repeats)
-        outs.append(out)
-        seconds.append(taken)
-        where = f"{workload.name}, {i + 1} of {len(workload.grid)}"
-        print(f"{where}: {call(setting.policy)}, {call(setting.sampler)}: {taken:.3f} s", flush=True)
-    base = {
-        setting.exact: out
-        for setting, out in zip(workload.grid, outs, strict=True)
-        if setting.policy == EXACT.policy
-    }
-    rows = []
-    for i, (setting, out) in enumerate(zip(workload.grid, outs, strict=True)):
-        start = min(max(i - NEAREST // 2, 0), max(len(exacts) - NEAREST, 0))
-        exact = float(np.median(exacts[start : start + NEAREST]))
-        row = _row(workload, setting, (outs[0], base[setting.exact]), out)
-        tokens = workload.length * len(first)
-        rows.append(row | {"tokens_per_s": tokens / seconds[i], "speed_over_exact": exact / seconds[i]})
-    return rows
-
-
-def _run(workload: Workload, setting: Setting, prompt: np.ndarray) -> tuple[dj.Output, float]:
-    start = time.perf_counter()
-    out = workload.run(setting, prompt)
-    return out, time.perf_counter() - start
-
-
-def _everything(workload: Workload, setting: Setting, repeats: int) -> tuple[dj.Output, float]:
-    """All prompts, chunk by chunk, and the median seconds of a chunk.
-
-    The first run compiles and does not count; where there are few chunks the first is run again.
-    """
-    chunks = workload.chunks()
-    runs = [_run(workload, setting, prompt) for prompt in chunks]
-    times = [seconds for _, seconds in runs[1:]]
-    times += [_run(workload, setting, chunks[0])[1] for _ in range(repeats - len(times))]
-    outs = [out for out, _ in runs]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outs), float(np.median(times))
+        parts = [workload.run(setting, prompt) for prompt in workload.chunks()]
+        outs.append(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts))
+        print(f"{workload.name}: {i + 1} of {len(workload.grid)} settings run", flush=True)
+    pairs = list(zip(workload.grid, outs, strict=True))
+    base = {setting.exact: out for setting, out in pairs if setting.policy == EXACT.policy}
+    return [_row(workload, setting, (outs[0], base[setting.exact]), out) for setting, out in pairs]
 
 
 def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output], out: dj.Output) -> dict:
@@ -84,12 +49,8 @@ def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output
     plain, base = exact
     responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
     pairs, size = _storage(workload, setting)
-    return {
-        "policy": call(setting.policy),
+    return named(setting, workload.length, workload.block) | {
         "curve": setting.curve,
-        "sampler": call(setting.sampler),
-        "steps": workload.length // setting.divide_steps,
-        "block": workload.length if setting.whole else workload.block,
         "accuracy": workload.accuracy(responses(out)),
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
@@ -113,49 +74,86 @@ def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     return keys / (spec.layers * spec.kv_heads * spec.head), size
 
 
-def _print(console: rich.console.Console, name: str, rows: list[dict[str, Any]], where: dict):
-    table = rich.table.Table(*rows[0], title=f"{name}, {where}")
+def _print(name: str, results: dict[str, Any]):
+    rows = results["rows"]
+    table = rich.table.Table(*rows[0], title=name)
     for row in rows:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console.print(table)
+    rich.console.Console(width=220).print(table)
 
 
-def _measured(json_file: Path | None) -> dict[str, Any]:
-    """Workloads that the file has; runs of different ones may share it."""
-    if json_file is None or not json_file.exists():
-        return {}
-    return json.loads(json_file.read_text())["models"]
+def _chosen(only: tuple[str, ...], names: Iterable[str]) -> list[str]:
+    """The workloads that `only` names, by their whole names or by a word of them; all if it is empty."""
+    names = list(names)
+    known = {word for name in names for word in (name, *name.split())}
+    if unknown := sorted(set(only) - known):
+        raise SystemExit(f"--only {' '.join(unknown)}: not among {', '.join(names)}")
+    return [name for name in names if not only or {name, *name.split()} & set(only)]
+
+
+def _run(only: tuple[str, ...], prompts: int, width: int, timing: Timing, json_file: Path | None):
+    """Measures what the file does not have; runs of different workloads may share it."""
+    where = report.provenance("float32") | {"dllm_jax": version("dllm-jax")}
+    every = workloads(prompts, width)
+    for name in _chosen(only, every):
+        found = report.read(json_file).get("models", {})
+        for done in stages(every[name](), found.get(name, {}), timing):
+            found |= {name: done}
+            report.write(json_file, where, models={key: found[key] for key in every if key in found})
+        _print(name, found[name])
+
+
+def stages(workload: Workload, earlier: dict[str, Any], timing: Timing) -> Iterator[dict[str, Any]]:
+    """A workload's results without times, then with them; what `earlier` has of the same is not run again."""
+    results, about = earlier, workload.described
+    if any(earlier.get(key, "") != value for key, value in about.items() if key != "date"):
+        results = about | {"rows": measure(workload)}
+        yield results
+    if "timed" not in results:
+        yield retimed(workload, results, timing)
+
+
+def retime(path: Path, only: tuple[str, ...], timing: Timing):
+    """Measures speed again, workload by workload; the file is rewritten after each.
+
+    Raises:
+      SystemExit: no such file, or its results are of another checkpoint than the one that is here.
+    """
+    if not path.is_file():
+        raise SystemExit(f"--retime {path}: no such file")
+    found = report.read(path)
+    for name in _chosen(only, found["models"]):
+        results = found["models"][name]
+        workload = workloads(timing.batch, results["width"])[name]()
+        if workload.sha256 != results["model_sha256"]:
+            raise SystemExit(f"{path} has {name} of another checkpoint: run it anew, without --retime")
+        found["models"][name] = retimed(workload, results, timing)
+        report.write(path, found)
+        _print(name, found["models"][name])
 
 
 def main(
     only: tuple[str, ...] = (),
     prompts: int = 256,
     width: int = 256,
-    repeats: int = 5,
+    timing: Annotated[Timing, tyro.conf.arg(name="")] = Timing(),  # noqa: B008 (frozen)
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    again: Annotated[Path | None, tyro.conf.arg(name="retime", metavar="RESULTS")] = None,
 ):
     """Runs the grids and prints a table per workload.
 
     Args:
-      only: names of workloads, e.g. "tiny-llada chain"; all by default.
+      only: workloads, e.g. "tiny-llada chain", or words of their names, e.g. chain; all by default.
       prompts: held-out prompts of each task.
       width: of the random model.
-      repeats: timed runs of each setting at least, of which the median counts.
-      json_file: results go here; workloads that it has of the same models are not run again.
+      timing: how often settings are timed, and on how many prompts.
+      json_file: results go here; what it has of the same workloads is not run again.
+      again: measure only the speed again, of the settings in these results, and rewrite it there.
     """
-    where = report.provenance("float32") | {"dllm_jax": version("dllm-jax")}
-    console, found = rich.console.Console(width=220), _measured(json_file)
-    every = workloads(prompts, width)
-    for name in only or every:
-        if name not in every:
-            raise SystemExit(f"only={name!r} is not one of {', '.join(every)}")
-        workload = every[name]()
-        if found.get(name, {}).get("model_sha256", "") != workload.sha256:
-            rows = measure(workload, repeats)
-            found = _measured(json_file) | {name: {**workload.described, "rows": rows}}
-            if json_file is not None:
-                report.write(json_file, where, models={key: found[key] for key in every if key in found})
-        _print(console, name, found[name]["rows"], where)
+    if again is not None:
+        retime(again, only, timing)
+    else:
+        _run(only, prompts, width, timing, json_file)
 
 
 if __name__ == "__main__":

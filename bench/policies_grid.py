@@ -1,4 +1,4 @@
-"""The settings that bench/policies.py compares: every policy over a small range of what it is tuned by."""
+"""The settings that bench/policies.py compares: every policy over a small range of its parameters."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ class Setting:
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
       whole: one block, the whole response (not semi-autoregressive).
-      variant: what sets it apart from the other settings of its policy, for figures.
+      variant: label that tells it from other settings of its policy in figures.
     """
 
     policy: p.Policy = p.Policy()
@@ -28,22 +28,13 @@ class Setting:
 
     @property
     def exact(self) -> tuple[s.Sampler, int, bool]:
-        """What an exact decoder must share with it to be compared with: the sampler and its schedule."""
+        """Sampler and schedule: the exact decoder it is compared with has the same."""
         return self.sampler, self.divide_steps, self.whole
 
     @property
     def curve(self) -> str:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
-
-
-def call(value: Any) -> str:
-    """The constructor call that makes a policy or sampler, without what is at its default."""
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    words = [f"{field.name}={call(now)}" for field, now in given if now != field.default]
-    return f"{type(value).__name__}({', '.join(words)})"
 
 
 def _order(policy: p.Policy) -> Setting:
@@ -54,7 +45,7 @@ EXACT = Setting()
 
 
 def mask_kv(variant: str = "", **options: Any) -> Setting:
-    """MaskKV that recomputes all of the response in every step; the prompt, with new votes, every four."""
+    """MaskKV that recomputes the whole response in every step, and the prompt with new votes every four."""
     return Setting(p.MaskKV(prompt_every=4, response_every=1, **options), variant=variant)
 
 
@@ -82,7 +73,7 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
     )
 
 
-# Answers of four tokens: little to reuse but the prompt, which is never renewed, and no time for a delay.
+# Answers of four tokens: little to reuse but the prompt, which is never refreshed, and no steps for a delay.
 SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),

@@ -1,4 +1,4 @@
-"""What bench/policies.py runs its settings on: the embedded models' tasks, and random weights."""
+"""The workloads of bench/policies.py: the embedded models' tasks, and random weights."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ class Workload:
       block: positions per block.
       chunk: prompts decoded together.
       grid: the settings to compare; the first is the exact decoder.
-      wanted: the questions, where there are right answers.
+      wanted: questions with their answers; empty if there are none.
       tokenizer: of the questions.
       sha256: of the checkpoint, None for random weights.
     """
@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What its results were measured on."""
+        """Description that goes with its results."""
         return {
             "prompt": list(self.prompt.shape),
             "length": self.length,
@@ -90,7 +90,7 @@ class Workload:
 def _embedded(
     name: str, title: str, task: Task, size: int, prompts: int, grid: tuple[Setting, ...], **shape: Any
 ) -> Workload:
-    """An embedded model on a task; layer budgets are calibrated on prompts it was trained on."""
+    """An embedded model on a task; layer budgets are calibrated on training prompts."""
     path = dj.embedded.path(name)
     model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
     known = examples(task, 31, size, CALIBRATION, "train")
@@ -105,7 +105,7 @@ def _embedded(
 
 
 def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
-    """Random weights of LLaDA's architecture: nothing to be right about, but the same arithmetic."""
+    """Random weights of LLaDA's architecture: no right answers, but the same arithmetic."""
     spec = dataclasses.replace(
         dj.presets.model_spec("llada-8b"), layers=layers, width=width, heads=width // 64,
         kv_heads=width // 64, head=64, hidden=3 * width, vocab=2048, mask_id=2047, eos_id=2046, eot_id=2045,
@@ -116,7 +116,7 @@ def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Wo
 
 
 def workloads(prompts: int, width: int) -> dict[str, Any]:
-    """By name, a function without arguments that makes each."""
+    """Functions without arguments that make the workloads, by name."""
     short = {"length": 4, "block": 4, "chunk": min(32, prompts), "grid": SHORT}
     long = {"length": 32, "block": 4, "chunk": min(32, prompts), "grid": LONG}
     made = {

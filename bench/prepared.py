@@ -1,4 +1,4 @@
-"""Generations made ready to be timed: what they have to do, their steps, their compiled loop."""
+"""Generations prepared for timing: predicted work, step times, compiled loop."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,8 @@ import jax
 import dllm_jax as dj
 from bench import device
 from bench.device import Time
-from bench.measure import Kinds, Program, Run, kinds, program
+from bench.measure import Program, Run, program
+from bench.steps import Kinds, kinds
 from dllm_jax import roofline
 from dllm_jax.roofline import Hardware
 
@@ -17,12 +18,12 @@ DATA_DEPENDENT = (dj.policies.ElasticCache, dj.policies.D2Cache)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How often, and up to where, exact generations are timed.
+    """How often generations are timed, and how long exact ones may take.
 
     Attributes:
       repeats: timed runs.
-      turns_seconds: exact generations of at most so long take turns with every policy's; others run once.
-      most_seconds: even longer ones are not run.
+      turns_seconds: exact generations up to this long are interleaved with every policy's; others run once.
+      most_seconds: exact generations longer than this are not run.
     """
 
     repeats: int = 5
@@ -32,15 +33,15 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A generation that can be timed.
+    """A generation ready to be timed.
 
     Attributes:
       run: what is generated.
-      predicted: what it has to do.
+      predicted: its work.
       steps: times of its steps.
       program: the compiled loop.
-      out: of its first run, which loads everything; None if that would take too long untimed.
-      peak: the most memory the device ever held, if that was in these steps; None if it was before.
+      out: output of a warm-up run; None if that would take too long.
+      peak: peak device memory, if this generation raised it; None otherwise.
     """
 
     run: Run
@@ -52,12 +53,12 @@ class Prepared:
 
     @property
     def at_most(self) -> float:
-        """Seconds of all its steps, were they over the canvas and their number the schedule's."""
+        """Seconds if every step of the schedule recomputed the whole canvas: an upper bound."""
         return self.steps.whole.median * self.run.steps
 
     @property
     def uniform(self) -> bool:
-        """Its steps are over the canvas or of one other kind, whatever the data."""
+        """Besides whole-canvas steps there is at most one other kind, whatever the data."""
         others = {step for step, _, _ in self.predicted.steps if not step.whole}
         return len(others) < 2 and not isinstance(self.run.policy, DATA_DEPENDENT)
 
@@ -68,8 +69,8 @@ class Exact:
 
     Attributes:
       mine: its generation.
-      once: its time if it is too long for turns, and not too long for anything.
-      out: what came out of that run.
+      once: its time, if it is too long to be interleaved but short enough to run once.
+      out: output of that run.
     """
 
     mine: Prepared
@@ -84,10 +85,10 @@ def prepared(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Prepa
       model: the model.
       run: what is generated.
       roof: rates and capacity of this device.
-      limits: an exact generation beyond them is not run.
+      limits: an exact generation that exceeds them is not run.
 
     Raises:
-      MemoryError: it does not fit by prediction, or the device says so.
+      MemoryError: predicted or actual lack of memory.
     """
     request = run.request(model)
     predicted = roofline.work(model.spec, run.policy, request.layout, run.batch, model.dtype)
@@ -110,7 +111,7 @@ def prepared(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Prepa
 
 
 def baseline(mine: Prepared, limits: Limits) -> Exact:
-    """The exact decoder, timed once where it takes too long for turns."""
+    """The exact decoder, timed once if it is too long to be interleaved."""
     if not limits.turns_seconds < mine.at_most <= limits.most_seconds:
         return Exact(mine, None)
     out = []

@@ -1,4 +1,4 @@
-"""Where results were taken, and how they are stored."""
+"""Provenance of results, and their files."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from dllm_jax.provenance import device, now
 
 
 def provenance(dtype: str) -> dict[str, Any]:
-    """Device, driver where it is known, versions, date: goes into every result."""
+    """Device, driver if known, versions and date, for every result."""
     where = device()
     return {
         "device": where.kind,
@@ -28,7 +28,7 @@ def provenance(dtype: str) -> dict[str, Any]:
 
 
 def driver(platform: str) -> str | None:
-    """Version of the accelerator's driver, None where it is not known."""
+    """Version of the accelerator's driver, None if unknown."""
     file = Path("/proc/driver/nvidia/version")
     if platform == "gpu" and file.exists():
         found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
@@ -42,8 +42,13 @@ def default_dtype() -> str:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
+def read(path: Path | None) -> dict[str, Any]:
+    """The contents of a JSON file, empty if there is none."""
+    return json.loads(path.read_text()) if path and path.exists() else {}
+
+
 def write(path: Path | None, where: dict[str, Any], **results: Any):
-    """A JSON file of where and what, its folder made if there is none; nothing without a path."""
+    """Writes provenance and results as JSON and makes the folder; does nothing without a path."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(where | results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What generations must take on hardware that is not at hand: the plan of `dllm_jax.roofline`.
+"""Prints what `dllm_jax.roofline` predicts for generations on hardware that is not at hand.
 
 python -m bench.roofline
 python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
@@ -13,8 +13,8 @@ import rich.console
 import rich.table
 import tyro
 
-from bench import report
-from bench.plan import Plan, rows
+from bench import markdown, report
+from bench.forecast import Forecast, rows
 from dllm_jax.roofline import HARDWARE
 
 HEADINGS = (
@@ -33,7 +33,7 @@ HEADINGS = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row as text, in the order of HEADINGS."""
+    """The cells of a row, in the order of HEADINGS."""
     part = "-" if row["part_ms"] is None else short(row["part_ms"])
     return [
         row["policy"],
@@ -51,16 +51,18 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """Three digits or so."""
+    """About three digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, Any]]):
+def print_tables(console: rich.console.Console, asked: Forecast, found: list[dict[str, Any]]):
     """One table per model and hardware."""
-    for model in plan.models:
-        for name in plan.hardware:
-            chip = HARDWARE[name].times(plan.chips)
-            title = f"{model} on {chip.name}, length {plan.length}, block {plan.block}, {plan.dtype}"
+    for model in asked.models:
+        for name in asked.hardware:
+            chip = HARDWARE[name].times(asked.chips)
+            title = (
+                f"{model} on {chip.name}, length {asked.grid.length}, block {asked.grid.block}, {asked.dtype}"
+            )
             table = rich.table.Table(title=title)
             for heading in HEADINGS:
                 table.add_column(heading, justify="left" if heading == "policy" else "right")
@@ -72,47 +74,48 @@ def print_plan(console: rich.console.Console, plan: Plan, found: list[dict[str, 
                 table.add_section()
             console.print(table)
     console.print(
-        "Milliseconds of a step over the canvas (whole) and of the others on average (part); of the batch's "
-        "tokens (ms/token); generations per time over the exact decoder's (x exact); share of the time that "
-        "waits for memory (waits). Lower bounds at the full rates of the data sheets, see dllm_jax/roofline."
+        "whole, part: milliseconds of a whole-canvas step and, on average, of the others; ms/token: per "
+        "token of the batch; x exact: speed over the exact decoder's; waits: share of the time that is "
+        "memory-bound. Lower bounds at the full rates of the data sheets, see dllm_jax/roofline."
     )
 
 
-def print_markdown(plan: Plan, found: list[dict[str, Any]]):
-    """Per model, hardware and batch: ms of the part step, ms per token, ratio over the exact decoder."""
-    for model in plan.models:
-        for name in plan.hardware:
-            for batch in plan.batches:
-                print(f"\n{model}, {HARDWARE[name].times(plan.chips).name}, batch {batch}:\n")
-                print("| policy |" + "".join(f" prompt {prompt} |" for prompt in plan.prompts))
-                print("|---|" + "---:|" * len(plan.prompts))
+def print_markdown(asked: Forecast, found: list[dict[str, Any]]):
+    """Per model, hardware and batch: ms of the partial step, ms per token, ratio over the exact decoder."""
+    heads = ("policy", *(f"prompt {prompt}" for prompt in asked.grid.prompts))
+    for model in asked.models:
+        for name in asked.hardware:
+            for batch in asked.grid.batches:
                 about = {"model": model, "hardware": name, "batch": batch}
                 mine = [r for r in found if about.items() <= r.items()]
-                for policy in dict.fromkeys(r["policy"] for r in mine):
-                    row = [markdown_cell(r) for r in mine if r["policy"] == policy]
-                    print(f"| `{policy}` | " + " | ".join(row) + " |")
+                lines = [
+                    (f"`{policy}`", *(markdown_cell(r) for r in mine if r["policy"] == policy))
+                    for policy in dict.fromkeys(r["policy"] for r in mine)
+                ]
+                print(f"\n{model}, {HARDWARE[name].times(asked.chips).name}, batch {batch}:\n")
+                print(markdown.table(heads, "l" + "r" * len(asked.grid.prompts), lines))
 
 
 def markdown_cell(row: dict[str, Any]) -> str:
-    """Part step (of the exact decoder the whole one) / ms per token (ratio); a star: does not fit."""
+    """Partial step (exact decoder: whole step) / ms per token (ratio); a star if it does not fit."""
     step = row["whole_ms"] if row["part_ms"] is None else row["part_ms"]
     text = f"{short(step)} / {short(row['ms_per_token'])} ({short(row['over_exact'])}x)"
     return text if row["fits"] else text + " *"
 
 
 def main(
-    plan: Annotated[Plan, tyro.conf.arg(name="")],
+    asked: Annotated[Forecast, tyro.conf.arg(name="")],
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
-    markdown: bool = False,
+    as_markdown: Annotated[bool, tyro.conf.arg(name="markdown")] = False,
 ):
-    """Prints the plan, with --markdown as short tables."""
-    found = list(rows(plan))
-    if markdown:
-        print_markdown(plan, found)
+    """Prints the predictions, with --markdown as short tables."""
+    found = list(rows(asked))
+    if as_markdown:
+        print_markdown(asked, found)
     else:
-        print_plan(rich.console.Console(width=100), plan, found)
+        print_tables(rich.console.Console(width=100), asked, found)
     if json_file:
-        sources = {name: dataclasses.asdict(HARDWARE[name]) for name in plan.hardware}
+        sources = {name: dataclasses.asdict(HARDWARE[name]) for name in asked.hardware}
         report.write(json_file, {"hardware": sources}, rows=found)
 
 

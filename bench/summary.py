@@ -1,53 +1,87 @@
-"""The README's table of policies, one setting each, from what bench/policies.py measured.
+"""The README's table of policies, a line each, from what bench/policies.py measured.
 
     python -m bench.summary bench/results/policies_cpu.json
 
-All on the chain task, where steps depend on each other; all other settings and tasks are in
-docs/benchmarks.md.
+Every other setting and task is in docs/benchmarks.md.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from bench.orderings import find
+from bench import markdown
 from bench.policies_grid import EXACT, Setting, mask_kv
-from dllm_jax import embedded
+from bench.policies_rows import find
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.expressions import call
 
-SHOWN: tuple[Setting, ...] = (
-    EXACT,
-    Setting(divide_steps=2),
-    Setting(p.PrefixCache()),
-    Setting(p.DualCache()),
-    Setting(p.DKVDecode(refresh_every=4)),
-    Setting(p.DKVGreedy(), s.RandomOrder()),
-    Setting(p.DKVPrefill()),
-    Setting(p.DKVPD()),
-    Setting(p.DLLMCache(prompt_every=4, response_every=2)),
-    Setting(p.SparseDLLM(keep=0.5)),
-    mask_kv(budget=32),
-    Setting(p.ElasticCache(window=8, gamma=0.9), whole=True),
-    Setting(p.D2Cache(k=8, p=0.1)),
+TASKS = ("chain", "needle-256", "few-shot")
+HEADS = ("policy", "chain", "needle, 256 tokens", "few-shot", "as exact", "computed", "K/V pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A line of the table.
+
+    Attributes:
+      chain: the setting on chains, whose answers have 32 tokens.
+      short: its counterpart on the other tasks, whose answers have four; the same if None.
+      note: what its policy does not say.
+    """
+
+    chain: Setting
+    short: Setting | None = None
+    note: str = ""
+
+    def on(self, task: str) -> Setting:
+        """The setting on a task."""
+        return self.chain if task == "chain" or self.short is None else self.short
+
+
+SHOWN = (
+    Shown(EXACT),
+    Shown(Setting(divide_steps=2), note="half the steps"),
+    Shown(Setting(p.PrefixCache())),
+    Shown(Setting(p.DualCache())),
+    Shown(Setting(p.DKVDecode(refresh_every=4))),
+    Shown(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
+    Shown(Setting(p.DKVPrefill())),
+    Shown(Setting(p.DKVPD())),
+    Shown(
+        Setting(p.DLLMCache(prompt_every=4, response_every=2)),
+        Setting(p.DLLMCache(prompt_every=32, response_every=2)),
+    ),
+    Shown(Setting(p.SparseDLLM(keep=0.5)), Setting(p.SparseDLLM(keep=0.5, delay=0))),
+    Shown(mask_kv(budget=32)),
+    Shown(
+        Setting(p.ElasticCache(window=8, gamma=0.9), whole=True),
+        Setting(p.ElasticCache(window=2, gamma=0.9)),
+        note="one block",
+    ),
+    Shown(Setting(p.D2Cache(k=8, p=0.1)), Setting(p.D2Cache(k=2, p=0.1))),
 )
 
 
-def table(measured: dict[str, Any]) -> str:
-    """Markdown: exact match and agreement per model, then what it costs."""
-    models = [name for name in embedded.NAMES if f"{name} chain" in measured]
-    head = ["policy", "sampler", "steps"]
-    head += [title for name in models for title in (f"{name}: exact match", "as exact")]
-    head += ["computed", "K/V pairs"]
-    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
-    for setting in SHOWN:
-        rows = [found(measured[f"{name} chain"], setting) for name in models]
-        cells = [f"`{rows[0]['policy']}`", f"`{rows[0]['sampler']}`", str(rows[0]["steps"])]
-        cells += [f"{row[name]:.1%}" for row in rows for name in ("accuracy", "agreement")]
-        lines.append([*cells, f"{rows[0]['computed']:.0%}", f"{rows[0]['kept_pairs']:.0f}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def table(measured: dict[str, Any], model: str) -> str:
+    """Markdown: exact match on each task, then agreement and costs on chains, and which settings differ.
+
+    Raises:
+      LookupError: a setting was not measured.
+    """
+    lines = []
+    for shown in SHOWN:
+        rows = [found(measured[f"{model} {task}"], shown.on(task)) for task in TASKS]
+        chain = rows[0]
+        name = f"`{chain['policy']}`" + (f", {shown.note}" if shown.note else "")
+        shares = [f"{row['accuracy']:.1%}" for row in rows] + [f"{chain['agreement']:.1%}"]
+        lines.append((name, *shares, f"{chain['computed']:.0%}", f"{chain['kept_pairs']:.0f}"))
+    others = ", ".join(f"`{call(shown.short.policy)}`" for shown in SHOWN if shown.short)
+    note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
+    return f"{markdown.table(HEADS, 'lrrrrrr', lines)}\n\n{note}"
 
 
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -62,9 +96,9 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return row
 
 
-def main(results: Annotated[Path, tyro.conf.Positional]):
+def main(results: Annotated[Path, tyro.conf.Positional], model: str = "tiny-llada"):
     """Prints the table."""
-    print(table(json.loads(results.read_text())["models"]))
+    print(table(json.loads(results.read_text())["models"], model))
 
 
 if __name__ == "__main__":

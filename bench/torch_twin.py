@@ -1,4 +1,4 @@
-"""The same shapes in Hugging Face transformers: torch's Llama or Qwen2 as a decoder without a cache."""
+"""Hugging Face transformers' Llama or Qwen2 in torch, as a masked-diffusion decoder without a cache."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,12 +30,12 @@ class Twin:
     how: str
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Blocks until the device is idle."""
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
 
     def logits(self, tokens: Any, rows: slice) -> Any:
-        """Of some positions, after full attention among all."""
+        """Logits of some positions; all positions attend to all."""
         batch, length = tokens.shape
         mask = self.torch.zeros(
             (batch, 1, length, length), dtype=self.network.dtype, device=self.network.device
@@ -44,7 +44,7 @@ class Twin:
         return self.network.lm_head(hidden[:, rows])
 
     def generate(self, tokens: Any, run: Run, spec: dj.ModelSpec) -> Any:
-        """Decodes the surest of the block's masks per step; tokens [b l] with masks in the response."""
+        """Decodes the most confident masks of the block in each step; tokens [b l], the response masked."""
         torch, shift = self.torch, int(spec.shifted)
         per_step = run.length // run.steps
         for start in range(run.prompt, run.prompt + run.length, run.block):
@@ -97,7 +97,7 @@ def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
 
 
 def _through_compiler(eager: Twin) -> Twin:
-    """With torch.compile if that works, else as it was, saying why."""
+    """Uses torch.compile if it works; otherwise `how` says why not."""
     torch = eager.torch
     found = dataclasses.replace(eager, body=torch.compile(eager.network.model), how="torch.compile")
     tokens = torch.zeros((1, 8), dtype=torch.long, device=eager.network.device)

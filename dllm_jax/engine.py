@@ -54,8 +54,7 @@ def denoise(
         return jnp.any(state.canvas.active) & (state.record.steps < limit)
 
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
-        chosen = _variant(plan.widths, state.need, repeat(state.canvas, plan.streams).active)
-        return chosen == (len(plan.widths) if variant is None else plan.widths.index(variant))
+        return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
 
     def runs_of_each(state: State) -> State:
         for variant in (None, *reversed(plan.widths)):
@@ -73,9 +72,14 @@ def denoise(
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 
-def _variant(widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Array, "b"]) -> Int[Array, ""]:
-    """Index of the narrowest width that holds the widest row, or len(widths) for the whole canvas."""
-    whole = jnp.all(need | ~active[:, None])
-    widest = jnp.max(jnp.sum(need, axis=1))
-    narrowest = sum((widest > width).astype(jnp.int32) for width in widths) if widths else jnp.int32(0)
-    return jnp.where(whole, len(widths), narrowest)
+def coming(plan: Plan, state: State) -> Int[Array, ""]:
+    """The variant of the coming step: an index into `plan.widths`, or their number for the whole canvas.
+
+    That is the narrowest width that holds the widest row; the whole canvas if every active row needs it.
+    """
+    active = repeat(state.canvas, plan.streams).active
+    whole = jnp.all(state.need | ~active[:, None])
+    widest = jnp.max(jnp.sum(state.need, axis=1))
+    too_narrow = ((widest > width).astype(jnp.int32) for width in plan.widths)
+    narrowest = sum(too_narrow) if plan.widths else jnp.int32(0)
+    return jnp.where(whole, len(plan.widths), narrowest)

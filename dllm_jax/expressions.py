@@ -1,6 +1,7 @@
-"""Policies, samplers and the like read from text such as `DKVDecode(8)`, without evaluating any code."""
+"""Policies, samplers and the like as text such as `DKVDecode(8)`, read without evaluating any code."""
 
 import ast
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,22 @@ def policy(text: str) -> Policy:
 def sampler(text: str) -> Sampler:
     """A sampler by its constructor call, or its name alone for its defaults."""
     return construct(text, samplers, Sampler)
+
+
+def call(value: Any, always: tuple[str, ...] = ()) -> str:
+    """The constructor call that makes a policy or sampler; `policy` and `sampler` read it back.
+
+    Args:
+      value: a dataclass, or a literal.
+      always: names of fields to write even at their defaults.
+    """
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    words = [
+        f"{field.name}={call(now)}" for field, now in given if now != field.default or field.name in always
+    ]
+    return f"{type(value).__name__}({', '.join(words)})"
 
 
 def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shlex
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,22 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import device, figures, generate, growth, kernels, measure, models, prepared, tables
-from bench import roofline as plan
+from bench import (
+    compile_time,
+    device,
+    generate,
+    generate_row,
+    growth,
+    kernels,
+    measure,
+    models,
+    prepared,
+    steps,
+    tables,
+)
+from bench import roofline as predictions
+from bench.forecast import Forecast
+from bench.grid import Grid
 from bench.kernel_cases import FAMILIES
 from bench.prepared import Limits
 from dllm_jax import roofline
@@ -31,12 +46,8 @@ def test_generate_tiny(tmp_path):
     out = tmp_path / "found.json"
     options = generate.Options(
         shape="tiny",
-        prompts=(16,),
-        batches=(1,),
-        length=8,
-        block=4,
+        grid=Grid(("DualCache",), prompts=(16,), batches=(1,), length=8, block=4),
         limits=Limits(repeats=2),
-        policies=("DualCache",),
         out=out,
     )
     generate.main(options)
@@ -48,28 +59,36 @@ def test_generate_tiny(tmp_path):
     assert dual["over_exact"]["values"] == [pytest.approx(base / ours) for base, ours in pairs]
     assert exact["steps_added_up_s"] == pytest.approx(8e-3 * exact["whole_ms"]["median"])
     assert dual["steps_added_up_s"] > 0
-    assert len(tables.ratios(report)) == 4
+    assert len(tables.ratios(report).splitlines()) == 4
     assert (exact["part_ms"], exact["width"], dual["width"]) == (None, None, 4)
     assert (exact["forwards"], exact["refreshes"], dual["refreshes"]) == (8, 8, 2)
-    for row in report["rows"]:
-        assert row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
-        assert row["tokens_per_s"] == pytest.approx(8 / row["seconds"]["median"])
-        assert row["tokens_before_eos_per_s"] <= row["tokens_per_s"]
-        assert row["program_bytes"] > 0
-        assert row["whole_predicted_ms"] > 0
+    for found in report["rows"]:
+        assert found["seconds"]["low"] <= found["seconds"]["median"] <= found["seconds"]["high"]
+        assert found["tokens_per_s"] == pytest.approx(8 / found["seconds"]["median"])
+        assert found["tokens_before_eos_per_s"] <= found["tokens_per_s"]
+        assert found["program_bytes"] > 0
+        assert found["whole_predicted_ms"] > 0
     assert report["date"]
     assert report["ceilings"]["bandwidth"] > 0
 
 
+def test_compile_time_tiny(tmp_path):
+    out = tmp_path / "found.json"
+    options = dict(prompt=8, length=4, block=2, dtype="float32", layers=(1,), policies=("DualCache",))
+    compile_time.main("tiny", **options, json_file=out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["policy"], row["layers"], row["step_variants"]) == ("DualCache()", 1, 2)
+    assert row["hlo_kib"] > 0
+
+
 def test_what_does_not_fit_is_said():
-    run = generate.Options(shape="tiny", length=8, block=4).run(16, 1, dj.policies.Policy())
+    options = generate.Options(grid=Grid(prompts=(16,), batches=(1,), length=8, block=4))
+    run = options.run(16, 1, dj.policies.Policy())
     model = models.random_model(models.shape("tiny"), "float32")
     small = dataclasses.replace(ROOF, capacity=1e3)
     with pytest.raises(MemoryError, match="by prediction"):
         prepared.prepared(model, run, small, Limits())
-    rows = list(
-        generate.measure(model, generate.Options(prompts=(16,), batches=(1,), length=8, block=4), small)
-    )
+    rows = list(generate.measure(model, options, small))
     assert all("by prediction" in row["error"] for row in rows)
     assert len(rows) == len(dj.policies.ALL)
 
@@ -81,9 +100,9 @@ def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: floa
     time = device.Time.of([whole_s])
     run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
     out = (None, stats, None)
-    program = measure.Program(lambda: out, 0.0, 0.0, None)
+    program = SimpleNamespace(run=lambda: out)
     predicted = roofline.work(models.shape("tiny"), policy, layout)
-    return prepared.Prepared(run, predicted, measure.Kinds(time, None, None), program, out)
+    return prepared.Prepared(run, predicted, steps.Kinds(time, None, None), program, out)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +114,19 @@ def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
     limits = Limits(repeats=2)
     too_long = prepared.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
     assert too_long.once is None
-    found = figures.whole_run(dual, too_long, limits)
+    found = generate_row.whole_run(dual, too_long, limits)
     assert found["exact_by_steps_s"] == by_steps
     assert (found["over_exact"] is None) == (by_steps is None)
-    assert figures.whole_run(exact, too_long, limits)["seconds"] is None
+    assert generate_row.whole_run(exact, too_long, limits)["seconds"] is None
     once = prepared.baseline(exact, limits)
     assert once.once is not None
-    found = figures.whole_run(dual, once, limits)
+    found = generate_row.whole_run(dual, once, limits)
     assert found["exact_by_steps_s"] is None
     assert found["exact_seconds"]["values"] == once.once.values
     assert len(found["over_exact"]["values"]) == 2
-    assert figures.whole_run(exact, once, limits)["tokens_per_s"] > 0
-    assert figures.whole_run(dual, None, limits)["over_exact"] is None
-    assert (figures.stepwise(dual, ROOF)["predicted_s"] is None) == (by_steps is None)
+    assert generate_row.whole_run(exact, once, limits)["tokens_per_s"] > 0
+    assert generate_row.whole_run(dual, None, limits)["over_exact"] is None
+    assert (generate_row.stepwise(dual, ROOF)["predicted_s"] is None) == (by_steps is None)
 
 
 @pytest.mark.parametrize("policy", dj.policies.ALL, ids=lambda p: type(p).__name__)
@@ -117,9 +136,11 @@ def test_steps_are_added_up_where_they_are_alike(policy):
 
 
 def commands() -> list[str]:
-    """Command lines of docs/performance.md."""
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
-    return re.findall(r"python -m (bench\.[^`\n]*)", text)
+    """Command lines of docs/performance.md and bench/README.md."""
+    root = pathlib.Path(__file__).parents[1]
+    texts = [(root / name).read_text() for name in ("docs/performance.md", "bench/README.md")]
+    found = [line for text in texts for line in re.findall(r"python -m (bench\.[^`\n]*)", text)]
+    return [line for line in found if not line.startswith("bench.train_tiny")]  # nothing here can train
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))
@@ -149,11 +170,24 @@ def test_random_model():
         models.shape("huge")
 
 
+def test_steps_take_the_width_that_the_engine_would_give_them():
+    model = models.random_model(models.shape("tiny"), "float32")
+    run = measure.Run(16, 2, 8, 4, 8, dj.policies.DualCache(), dj.samplers.Confidence())
+    stepper = steps.Stepper(model, run.request(model))
+    assert stepper.coming(stepper.start()) is None
+    state, width = stepper.first_part()
+    assert width == 4
+    done = state.canvas.active.at[0].set(False)
+    need = state.need.at[0].set(False).at[1].set(True)  # all of the only row that is left
+    resting = state._replace(canvas=dataclasses.replace(state.canvas, active=done), need=need)
+    assert stepper.coming(resting) is None
+
+
 def test_times():
-    taken = measure.Time.of([3.0, 1.0, 2.0])
+    taken = device.Time.of([3.0, 1.0, 2.0])
     assert (taken.median, taken.low, taken.high, taken.values) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
     assert taken.scaled(1e3).median == 2e3
-    assert taken.over(measure.Time.of([2.0])).values == (1.5, 0.5, 1.0)
+    assert taken.over(device.Time.of([2.0])).values == (1.5, 0.5, 1.0)
     assert taken.over(taken).values == (1.0, 1.0, 1.0)
     order = []
     device.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
@@ -211,17 +245,17 @@ def test_kernels_small():
         kernels.Options(operations=("nothing",)).chosen()
 
 
-def test_plan(tmp_path):
-    asked = plan.Plan(models=("llada-8b",), hardware=("h100", "v5e"), prompts=(1024,), batches=(1,))
-    plan.main(asked, tmp_path / "plan.json")
-    report = json.loads((tmp_path / "plan.json").read_text())
+def test_predictions(tmp_path):
+    asked = Forecast(("llada-8b",), ("h100", "v5e"), Grid(prompts=(1024,), batches=(1,)))
+    predictions.main(asked, tmp_path / "found.json")
+    report = json.loads((tmp_path / "found.json").read_text())
     assert len(report["rows"]) == 2 * len(dj.policies.ALL)
     fits = {row["hardware"]: row["fits"] for row in report["rows"]}
     assert fits == {"h100": True, "v5e": False}
     exact = report["rows"][0]
     assert (exact["policy"], exact["over_exact"]) == ("Policy", 1.0)
     with pytest.raises(ValueError, match="z80"):
-        plan.Plan(hardware=("z80",))
+        Forecast(hardware=("z80",))
 
 
 def test_growth_has_a_knee():

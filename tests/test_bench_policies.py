@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 
 import dllm_jax as dj
-from bench import orderings, plots, policies, summary
-from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated, call
+from bench import orderings, plots, policies, policies_rows, summary
+from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated
+from bench.policies_speed import Timing
 from bench.policies_workloads import Workload
 from dllm_jax import samplers
+from dllm_jax.expressions import call
 from tests.models import random_tokens, tiny
 
 GRIDS = {"short": SHORT, "long": LONG}
@@ -31,7 +34,10 @@ def workload():
 
 @pytest.fixture(scope="module")
 def rows(workload):
-    return policies.measure(workload, repeats=1)
+    untimed, timed = policies.stages(workload, {}, Timing(turns=2, batch=2))
+    assert not any("tokens_per_s" in row for row in untimed["rows"])
+    assert list(policies.stages(workload, timed, Timing())) == []
+    return timed["rows"]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -46,6 +52,14 @@ def test_the_grid_has_every_policy_and_an_exact_decoder_for_every_sampler(grid):
 def test_no_setting_is_there_twice(grid):
     seen = [(call(s.policy), *s.exact) for s in GRIDS[grid]]
     assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_settings_are_read_back_from_what_results_call_them(grid):
+    settings = (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1)))
+    for setting in settings:
+        again = policies_rows.read(policies_rows.named(setting, 32, 4), 32)
+        assert again == dataclasses.replace(setting, variant="")
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():
@@ -64,7 +78,43 @@ def test_rows(workload, rows):
     assert dual["kept_pairs"] == 10
     assert mask_kv["kept_pairs"] < 10
     assert greedy["accuracy"] is None
-    assert all(row["tokens_per_s"] > 0 and row["speed_over_exact"] > 0 for row in rows)
+    for row in rows:
+        low, high = row["speed_range"]
+        assert 0 < low <= row["speed_over_exact"] <= high
+        assert row["tokens_per_s"] > 0
+
+
+def test_only_speed_is_measured_again(workload, rows, tmp_path, monkeypatch):
+    made = lambda prompts, width: {"tiny x": lambda: dataclasses.replace(workload, chunk=prompts)}
+    monkeypatch.setattr(policies, "workloads", made)
+    old = [row | {"speed_over_exact": -1.0, "speed_range": [-1.0, -1.0], "accuracy": 0.5} for row in rows[:2]]
+    entry = workload.described | {"rows": old}
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({"date": "then", "models": {"tiny x": entry, "other y": entry}}))
+    policies.main(again=path, only=("x",), timing=Timing(turns=2, batch=2))
+    report = json.loads(path.read_text())
+    assert report["date"] == "then"
+    assert report["models"]["other y"]["rows"] == old
+    for before, after in zip(old, report["models"]["tiny x"]["rows"], strict=True):
+        assert after["speed_range"][0] > 0
+        times = {"tokens_per_s", "speed_over_exact", "speed_range"}
+        assert {key for key in before if before[key] != after[key]} == times
+    timed = report["models"]["tiny x"]["timed"]
+    assert (timed["turns"], timed["batch"]) == (2, 2)
+    assert timed["device"]
+    assert timed["date"]
+    with pytest.raises(SystemExit, match="--only z"):
+        policies.main(again=path, only=("z",))
+    path.write_text(json.dumps({"models": {"tiny x": entry | {"model_sha256": "another"}}}))
+    with pytest.raises(SystemExit, match="another checkpoint"):
+        policies.main(again=path)
+
+
+def test_speed_is_left_out_where_it_is_noise():
+    row = {"speed_over_exact": 2.0, "speed_range": [1.9, 2.2]}
+    assert plots.speed(row) == "2.00x (1.90 to 2.20)"
+    assert plots.speed(row | {"speed_range": [1.0, 2.2]}) == ""
+    assert plots.speed({"speed_over_exact": 2.0}) == ""
 
 
 def test_calibrated_layers_get_what_the_profile_says():
@@ -78,15 +128,17 @@ def test_calibrated_layers_get_what_the_profile_says():
 def test_page_and_figures(workload, rows, tmp_path):
     found = tmp_path / "found.json"
     where = {"device": "test", "jax": "0", "dtype": "float32"}
-    found.write_text(json.dumps(where | {"models": {"tiny": workload.described | {"rows": rows}}}))
+    entry = workload.described | {"rows": rows}
+    timed = dict(device="test", cores=2, jax="0", date="then", turns=2, batch=2)
+    models = {"tiny": entry | {"timed": timed}, "untimed": entry}
+    found.write_text(json.dumps(where | {"models": models}))
     plots.main(found, tmp_path / "docs")
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "`DualCache()`" in page
-    assert "4 prompts of 6 tokens, length 4, block 2" in page
-    assert {file.name for file in (tmp_path / "docs" / "figures").iterdir()} == {
-        "policies-tiny.png",
-        "policies-tiny.svg",
-    }
+    assert "4 prompts of 6 tokens, length 4, block 2. Speed: test, 2 cores, jax 0, then, 2 turns" in page
+    assert page.count("| cache KiB | speed |") == page.count("| cache KiB |\n") == 1
+    drawn = {file.name for file in (tmp_path / "docs" / "figures").iterdir()}
+    assert {"policies-tiny.png", "policies-tiny.svg"} < drawn
 
 
 def row(policy: str, accuracy: float, block: int = 8) -> dict:
@@ -111,7 +163,8 @@ def test_verdicts(delay, none, verdict):
     assert lines[0].endswith(f"| {verdict} |")
 
 
-def test_what_the_readme_shows_is_in_the_grid():
-    bare = lambda setting: dataclasses.replace(setting, variant="")
-    assert {bare(setting) for setting in summary.SHOWN} <= {bare(setting) for setting in LONG}
-    assert {type(setting.policy) for setting in summary.SHOWN} == {type(p) for p in dj.policies.ALL}
+def test_what_the_readme_shows_is_in_the_results():
+    path = pathlib.Path(__file__).parents[1] / "bench" / "results" / "policies_cpu.json"
+    table = summary.table(json.loads(path.read_text())["models"], "tiny-llada")
+    assert len(table.split("\n\n")[0].splitlines()) == 2 + len(summary.SHOWN)
+    assert {type(shown.chain.policy) for shown in summary.SHOWN} == {type(p) for p in dj.policies.ALL}

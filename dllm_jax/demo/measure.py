@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.chat import decode_answers
+from dllm_jax.expressions import call
 from dllm_jax.generate import Output, generate
 from dllm_jax.model import Model
 from dllm_jax.policies import Policy
@@ -94,7 +95,7 @@ def measure(
     return [
         Row(
             policy=repr(policy),
-            sampler=described(sampler),
+            sampler=call(sampler, always=("threshold",)),
             accuracy=_accuracy(model, tokenizer, asked, out),
             forwards=float(np.mean(out.stats.nfe)),
             computed=float(np.sum(out.stats.computed) / max(np.sum(out.stats.answer), 1)),
@@ -104,16 +105,6 @@ def measure(
         )
         for (policy, sampler), (out, cold), s, rate in zip(grid, first, seconds, rates, strict=True)
     ]
-
-
-def described(sampler: Sampler) -> str:
-    """The constructor call with only the fields that are not at their defaults."""
-    changed = [
-        f"{field.name}={getattr(sampler, field.name)!r}"
-        for field in dataclasses.fields(sampler)
-        if getattr(sampler, field.name) != field.default or field.name == "threshold"
-    ]
-    return f"{type(sampler).__name__}({', '.join(changed)})"
 
 
 def _accuracy(model: Model, tokenizer: Any, asked: Questions, out: Output) -> float:

@@ -1,4 +1,4 @@
-"""The figures of one generation: its steps, the whole of it, what it stores, beside what was predicted."""
+"""The fields of a row of bench.generate: steps, whole generation, memory, and the predictions for them."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from dllm_jax.roofline import Hardware
 
 
 def stepwise(mine: Prepared, roof: Hardware) -> dict[str, Any]:
-    """Steps by kind: measured, predicted at the device's own rates, and the share of these rates reached."""
+    """Steps by kind: measured, predicted at the device's own rates, and the share of those rates reached."""
     found: dict[str, Any] = {"width": mine.steps.width}
     for name, time in (("whole", mine.steps.whole), ("part", mine.steps.part)):
         price = next((c for s, _, c in mine.predicted.steps if s.whole is (name == "whole")), None)
@@ -31,10 +31,10 @@ def stepwise(mine: Prepared, roof: Hardware) -> dict[str, Any]:
 
 
 def whole_run(mine: Prepared, exact: Exact | None, limits: Limits) -> dict[str, Any]:
-    """A generation, in turns with the exact decoder's unless that takes too long.
+    """Times a generation, interleaved with the exact decoder unless that is too slow.
 
-    What it is compared with: the runs of the same turns, the one run of the exact decoder, or the time of its
-    steps times their number, where that is fixed; nothing without an exact decoder.
+    It is compared with the exact decoder's run of the same turn, else with its only run, else, if the number
+    of steps is fixed, with that times its step time. Without an exact decoder there is no ratio.
     """
     is_exact = exact is not None and exact.mine is mine
     if exact and is_exact and mine.at_most > limits.turns_seconds:
@@ -52,7 +52,7 @@ def whole_run(mine: Prepared, exact: Exact | None, limits: Limits) -> dict[str, 
 
 
 def _beside(exact: Exact | None, base: Time | None, mine: Prepared, ours: Time | None) -> dict[str, Any]:
-    """The exact decoder's time, and how many times as long it takes."""
+    """The exact decoder's time, and its ratio to ours."""
     by_steps = None
     if exact and base is None and mine.run.fixed_steps:
         by_steps = exact.mine.at_most
@@ -66,7 +66,7 @@ def _beside(exact: Exact | None, base: Time | None, mine: Prepared, ours: Time |
 
 
 def statistics(mine: Prepared, ours: Time, out: Any) -> dict[str, Any]:
-    """What the generation did, and per second; its steps added up, where there are two kinds at most."""
+    """Counts and rates; with at most two kinds of steps, also the sum of the step times."""
     _, stats, _ = jax.tree.map(np.asarray, out)
     refreshes, forwards = float(np.max(stats.refreshes)), float(np.max(stats.nfe))
     part = mine.steps.part.median if mine.steps.part else 0.0
@@ -82,10 +82,10 @@ def statistics(mine: Prepared, ours: Time, out: Any) -> dict[str, Any]:
 
 
 def storage(mine: Prepared) -> dict[str, Any]:
-    """Compilation and memory."""
+    """Compile times and memory."""
     return {
-        "lower_s": mine.program.lower_s,
-        "compile_s": mine.program.compile_s,
+        "lower_s": mine.program.lower.wall_s,
+        "compile_s": mine.program.compile.wall_s,
         "program_bytes": mine.program.bytes,
         "device_peak_bytes": mine.peak,
         "predicted_bytes": mine.predicted.memory.total,
