@@ -43,6 +43,7 @@ def fingerprint(folder: Path) -> str:
 
 def provenance(runner: Runner, model_name: str) -> Provenance:
     """Model, settings, device and versions."""
+    where = device()
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
     return {
         "model": {
@@ -57,7 +58,7 @@ def provenance(runner: Runner, model_name: str) -> Provenance:
         "batch": runner.batch,
         "bucket": runner.bucket,
         "max_positions": runner.max_positions,
-        "device": device()._asdict(),
+        "device": {"platform": where.platform, "kind": where.kind, "count": where.count},
         "versions": {"python": platform.python_version(), **installed},
         "date": now(),
     }
