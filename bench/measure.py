@@ -108,10 +108,10 @@ class Program:
 def program(model: dj.Model, request: Request) -> Program:
     """Compiles a generation ahead of time; an abstract model will do, though its program cannot be run."""
     lowered, lower = _spending(
-        lambda: denoise.lower(model, *request.arrays, layout=request.layout, plan=request.plan)
+        lambda: denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan)
     )
     compiled, compile = _spending(lowered.compile)
-    return Program(compiled, functools.partial(compiled, model, *request.arrays), lower, compile)
+    return Program(compiled, functools.partial(compiled, model, *request.inputs), lower, compile)
 
 
 def _spending(work: Callable[[], Any]) -> tuple[Any, Spent]:

@@ -68,7 +68,7 @@ def compare(model: dj.Model, theirs: Twin, options: Options) -> dict[str, Any]:
     """Seconds of a forward and of a generation, ours and theirs, and the ratios."""
     torch, run, spec = theirs.torch, options.run(), model.spec
     request = run.request(model)
-    tokens = request.arrays[0]
+    tokens = request.inputs.tokens
     start = torch.tensor(np.asarray(tokens), dtype=torch.long, device=theirs.network.device)
     block = slice(run.prompt, run.prompt + run.block)
 

@@ -47,11 +47,11 @@ class Stepper:
 
     def start(self) -> State:
         """The state before the first step."""
-        return _start(self.model, self.request.arrays, self.request.layout, self.request.plan)
+        return _start(self.model, self.request.inputs, self.request.layout, self.request.plan)
 
     def step(self, state: State, width: int | None) -> State:
         """One step of a width; `state` is donated, so the cache is changed in place."""
-        return _step(self.model, self.request.arrays[2], state, self.request.plan, width)
+        return _step(self.model, self.request.inputs.noise, state, self.request.plan, width)
 
     def coming(self, state: State) -> int | None:
         """The width that the engine would give the coming step, None for the whole canvas."""

@@ -95,10 +95,8 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
     return host.place(mask, bool)
 
 
-def sampler_fits(sampler: Sampler, spec: ModelSpec, has_noise: bool):
-    """Raises if the sampler needs a key or a token id that is not there."""
-    if sampler.draws and not has_noise:
-        raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
+def sampler_fits(sampler: Sampler, spec: ModelSpec):
+    """Raises if the sampler needs a token id that the model does not have."""
     if sampler.confidence_eos_eot_inf and spec.eot_id is None:
         raise ValueError(
             "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "

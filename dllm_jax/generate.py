@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dllm_jax import buckets as ladders
 from dllm_jax import checks, host
@@ -15,7 +15,7 @@ from dllm_jax.layout import Layout
 from dllm_jax.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.record import Stats, Trace, cut
-from dllm_jax.request import Keys, Request, assemble, prepare
+from dllm_jax.request import Inputs, Keys, Request, noise_for, plan_for, prepare
 from dllm_jax.samplers import Confidence, Noise, Sampler
 
 
@@ -123,8 +123,8 @@ def infill(
       tokens: template ids Int[b l] with mask ids where to fill; left-padded if lengths differ.
       token_mask: Bool[b l], False at the padding.
       block: positions decoded together, left to right; default all of them.
-      steps: denoising steps in all; default the largest number of masks in a row (times nothing else), or
-        with blocks one step per position.
+      steps: denoising steps in all; default the largest number of masks in any row, or one step per position
+        if there are several blocks.
       policy: as in `generate`.
       sampler: as in `generate`.
       key: as in `generate`.
@@ -140,24 +140,25 @@ def infill(
     if sampler.cfg_scale > 0:
         raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length = tokens.shape[1]
-    if steps is None:
-        steps = length if block not in (None, length) else _most_masks(tokens, model.spec.mask_id)
-    layout = Layout(0, length, block or length, steps, padded=mask is not None)
     valid = jnp.ones(tokens.shape, bool) if mask is None else mask
-    request = assemble(model, tokens, valid, layout, policy, sampler, key, noise, False, trace, widths)
-    return _run(model, request)
+    if steps is None:
+        steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
+    layout = Layout(0, length, block or length, steps, padded=mask is not None)
+    plan = plan_for(model, layout, policy, sampler, False, trace, widths)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
+    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0))
 
 
 def _run(model: Model, request: Request) -> Output:
-    tokens, stats, steps = denoise(model, *request.arrays, layout=request.layout, plan=request.plan)
+    tokens, stats, steps = denoise(model, *request.inputs, layout=request.layout, plan=request.plan)
     tokens = host.part(tokens, slice(None), slice(request.extra, None))
     return Output(tokens, stats, None if steps is None else cut(steps, request.extra))
 
 
-def _most_masks(tokens: Int[Array, "b l"], mask_id: int) -> int:
-    if isinstance(tokens, Tracer):
+def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:
+    if isinstance(tokens, Tracer) or isinstance(valid, Tracer):
         raise ValueError("steps must be given when infill is traced: the number of masks is not known")
-    most = int(np.max(np.sum(np.asarray(tokens) == mask_id, axis=1)))
+    most = int(np.max(np.sum((np.asarray(tokens) == mask_id) & np.asarray(valid), axis=1)))
     if most == 0:
         raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
     return most

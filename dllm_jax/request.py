@@ -19,17 +19,31 @@ from dllm_jax.step import Plan
 Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
 
-class Request(NamedTuple):
-    """A checked request, as the engine takes it.
+class Inputs(NamedTuple):
+    """The arrays of a request.
 
     Attributes:
-      arrays: tokens Int[b l], valid Bool[b l], and the source of random numbers or None.
+      tokens: the canvas.
+      valid: False at padding.
+      noise: random draws, None if the sampler needs none.
+    """
+
+    tokens: Int[Array, "b l"]
+    valid: Bool[Array, "b l"]
+    noise: Noise | None
+
+
+class Request(NamedTuple):
+    """A checked request: `denoise(model, *inputs, layout=layout, plan=plan)` answers it.
+
+    Attributes:
+      inputs: arrays.
       layout: static geometry, bucket included.
       plan: static choices.
       extra: positions a bucket added on the left.
     """
 
-    arrays: tuple[Int[Array, "b l"], Bool[Array, "b l"], Noise | None]
+    inputs: Inputs
     layout: Layout
     plan: Plan
     extra: int
@@ -64,24 +78,39 @@ def prepare(
     p = prompt.shape[1]
     layout = Layout(p, length, block or length, steps or length, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
-    request = assemble(model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos, trace, widths)
-    return request._replace(extra=p - given)
+    plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
+    return Request(Inputs(tokens, valid, noise), layout, plan, p - given)
 
 
-def assemble(
-    model, tokens, valid, layout, policy, sampler, key, noise, stop_at_eos, trace, widths
-) -> Request:
-    """A request for a canvas that is ready; arguments as in `generate`, all of them given."""
-    checks.sampler_fits(sampler, model.spec, key is not None or noise is not None)
+def plan_for(
+    model: Model,
+    layout: Layout,
+    policy: Policy,
+    sampler: Sampler,
+    stop_at_eos: bool,
+    trace: bool,
+    widths: tuple[int, ...] | None,
+) -> Plan:
+    """The static choices of a run, refused if they do not go together."""
+    checks.sampler_fits(sampler, model.spec)
     checks.nothing_left_masked(sampler, policy, layout)
+    return Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)
+
+
+def noise_for(
+    sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None
+) -> Noise | None:
+    """Where a sampler draws from: recorded noise, or one key per row; None if it draws nothing."""
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
+    if sampler.draws and key is None and noise is None:
+        raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
     if isinstance(noise, RecordedNoise):
-        noise.check(sampler.max_steps(layout), *tokens.shape)
-    if key is not None and sampler.draws:
-        noise = KeyNoise(row_keys(key, tokens.shape[0]))
-    plan = Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)
-    return Request((tokens, valid, noise if sampler.draws else None), layout, plan, 0)
+        noise.check(sampler.max_steps(layout), batch, layout.length)
+    if not sampler.draws:
+        return None
+    return noise if key is None else KeyNoise(row_keys(key, batch))
 
 
 def row_keys(key: Keys, batch: int) -> Key[Array, "b"]:

@@ -50,7 +50,7 @@ def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
     request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
-    program = denoise.lower(model, *request.arrays, layout=request.layout, plan=request.plan).compile()
+    program = denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan).compile()
     memory = program.memory_analysis()
     temporary = memory.temp_size_in_bytes if memory is not None else -1
     return Compiled(rung, batch, time.perf_counter() - start, temporary)

@@ -140,8 +140,7 @@ def commands() -> list[str]:
     root = pathlib.Path(__file__).parents[1]
     texts = [(root / name).read_text() for name in ("docs/performance.md", "bench/README.md")]
     found = [line for text in texts for line in re.findall(r"python -m (bench\.[^`\n]*)", text)]
-    # recipes of bench.train_tiny have ints for floats, which beartype refuses
-    return [line for line in found if not line.startswith("bench.train_tiny")]
+    return found
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))

@@ -217,7 +217,7 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     model = tiny(family)
     template, mask = prompts(model, (10, 6))
     template[0, [2, 5]] = template[1, [0, 1, 2, 3, 4, 7]] = model.spec.mask_id
-    batch = dj.infill(model, template, token_mask=mask, steps=2, trace=True)
+    batch = dj.infill(model, template, token_mask=mask, trace=True)  # as many steps as real masks: 2
     alone = dj.infill(model, template[1:, 4:], steps=2, trace=True)
     assert batch.trace is not None
     assert alone.trace is not None

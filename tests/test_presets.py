@@ -111,7 +111,7 @@ def test_every_preset_can_begin_on_its_model(method):
         model = model_of(checkpoint)
         request = prepare(model, PROMPT, key=KEY, **preset.options())
         begin = lambda *arrays, r=request: initial(*arrays, layout=r.layout, plan=r.plan).need
-        need = jax.eval_shape(begin, model, *request.arrays)
+        need = jax.eval_shape(begin, model, *request.inputs)
         assert need.shape == (1, request.layout.length)
 
 
