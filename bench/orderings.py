@@ -49,7 +49,7 @@ def claims() -> list[Claim]:
     sides = "eviction on both sides over the prefix only (Sparse-dLLM, Table 4)"
     gamma = "a stricter drift test (Elastic-Cache, Table 4)"
     prior = "certainty prior over confidence in one block (d2Cache, Table 2)"
-    mask = (
+    mask: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         (votes.format("the prompt"), {}, {"votes": eviction.PromptVotes()}),
         (votes.format("SnapKV"), {}, {"votes": eviction.SnapKV(window=4)}),
         (quarter, {"votes": eviction.PositionVotes(3)}, {"votes": eviction.PositionVotes(0)}),

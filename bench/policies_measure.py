@@ -25,7 +25,7 @@ def stages(workload: Workload, earlier: dict[str, Any], timing: Timing | None) -
     """
     about = workload.described
     same = all(earlier.get(key, "") == value for key, value in about.items() if key != "date")
-    results = earlier if same else about | {"rows": []}
+    results: dict[str, Any] = earlier if same else about | {"rows": []}
     rows = {setting: _had(workload, results, setting) for setting in workload.grid}
     if missing := [setting for setting, row in rows.items() if row is None]:
         rows |= measure(workload, missing)
