@@ -34,8 +34,9 @@ ORDERINGS = """
 
 Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
 comparisons that the papers make. `within noise`: closer than two standard errors of the difference, as if
-the two sides had answered different prompts, and tokens were independent. These are models of half a million
-parameters on synthetic tasks: they can confirm a mechanism, not a number.
+the two sides had answered different prompts, and tokens were independent. `same computation`: the sides
+cannot differ there, since nothing lies behind the block. `both at the floor`: neither is ever right. These
+are models of half a million parameters on synthetic tasks: they can confirm a mechanism, not a number.
 """
 HEADS = ("policy", "sampler", "block", "steps", "exact match", "as exact", "forwards", "computed", "kept")
 HEADS += ("cache KiB", "speed")

@@ -42,6 +42,10 @@ def _order(policy: p.Policy) -> Setting:
 
 
 EXACT = Setting()
+GAMMAS = (0.5, 0.9, 0.98, 0.999, 1.01)  # above 1 every step refreshes
+# With the published beta of 20 and window of 32 budgets this small are uniform. These descend; their mean is
+# the budget.
+PYRAMID = eviction.PyramidKV(beta=8, window=1)
 
 
 def mask_kv(variant: str = "", **options: Any) -> Setting:
@@ -50,16 +54,28 @@ def mask_kv(variant: str = "", **options: Any) -> Setting:
 
 
 def calibrated(profile: tuple[float, ...]) -> tuple[Setting, ...]:
-    """MaskKV with a model's own offline layer budgets (`eviction.calibrate`)."""
-    layers = eviction.BoundaryMiddle(tuple(round(share, 4) for share in profile))
-    return tuple(mask_kv("calibrated layers", budget=budget, layers=layers) for budget in (8, 32))
+    """MaskKV with layer budgets by a model's own offline profile (`eviction.calibrate`)."""
+    layers = {
+        "calibrated layers": eviction.BoundaryMiddle(tuple(round(share, 4) for share in profile)),
+        "SqueezeAttention": eviction.SqueezeAttention(tuple(round(1 - share, 4) for share in profile)),
+    }
+    return _budgets({name: {"layers": layers[name]} for name in layers})
+
+
+def _budgets(variants: dict[str, dict[str, Any]]) -> tuple[Setting, ...]:
+    return tuple(mask_kv(name, budget=b, **options) for name, options in variants.items() for b in (8, 32))
 
 
 def _eviction(delay: int) -> tuple[Setting, ...]:
-    voters = {
-        "prompt votes": eviction.PromptVotes(),
-        "all vote": eviction.AllVotes(),
-        "SnapKV": eviction.SnapKV(window=4),
+    variants = {
+        "prompt votes": {"votes": eviction.PromptVotes()},
+        "all vote": {"votes": eviction.AllVotes()},
+        "SnapKV": {"votes": eviction.SnapKV(window=4)},
+        "first quarter votes": {"votes": eviction.PositionVotes(0)},
+        "last quarter votes": {"votes": eviction.PositionVotes(3)},
+        "online layers": {"layers": eviction.OnlineLayers()},
+        "PyramidKV": {"layers": PYRAMID},
+        "AdaKV": {"heads": eviction.AdaKV()},
     }
     return (
         *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 1.0)),
@@ -68,8 +84,7 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
             for keep in (0.1, 0.25, 0.5)
         ),
         *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
-        *(mask_kv(name, budget=budget, votes=votes) for name, votes in voters.items() for budget in (8, 32)),
-        *(mask_kv("online layers", budget=budget, layers=eviction.OnlineLayers()) for budget in (8, 32)),
+        *_budgets(variants),
     )
 
 
@@ -87,7 +102,7 @@ SHORT: tuple[Setting, ...] = (
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4)),
     *_eviction(delay=0),
-    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in (0.5, 0.9, 0.98)),
+    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in GAMMAS),
     *(Setting(p.D2Cache(k=2, p=share)) for share in (0.1, 0.3)),
 )
 LONG: tuple[Setting, ...] = (
@@ -107,7 +122,7 @@ LONG: tuple[Setting, ...] = (
     *_eviction(delay=1),
     *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
     Setting(whole=True, variant="one block"),
-    *(Setting(p.ElasticCache(window=8, gamma=gamma), whole=True) for gamma in (0.5, 0.9, 0.98)),
+    *(Setting(p.ElasticCache(window=8, gamma=gamma), whole=True) for gamma in GAMMAS),
     Setting(sampler=s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
     Setting(p.D2Cache(k=8), whole=True, variant="one block"),
     Setting(p.D2Cache(k=8), s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),

@@ -55,7 +55,23 @@ def retimed(workload: Workload, results: dict[str, Any], timing: Timing) -> dict
         speeds |= _speeds(workload, unique[start : start + TOGETHER], timing)
         print(f"{workload.name}: {len(speeds)} of {len(unique)} settings timed", flush=True)
     rows = [row | speeds[setting] for row, setting in zip(results["rows"], settings, strict=True)]
-    return results | {"timed": where, "rows": rows}
+    kept = {key: value for key, value in results.items() if key != "timed_later"}
+    return kept | {"timed": where, "rows": rows}
+
+
+def time_the_rest(workload: Workload, results: dict[str, Any], timing: Timing) -> dict[str, Any]:
+    """A workload's results with times for the rows that have none.
+
+    `timed` remains about the rows that it was about; `timed_later` is about the others, with their count.
+    """
+    rest = [row for row in results["rows"] if "speed_range" not in row]
+    timed = retimed(workload, {"rows": rest}, timing)
+    new = iter(timed["rows"])
+    rows = [row if "speed_range" in row else next(new) for row in results["rows"]]
+    if "timed" not in results:
+        return results | {"timed": timed["timed"], "rows": rows}
+    later = [*results.get("timed_later", ()), timed["timed"] | {"settings": len(rest)}]
+    return results | {"timed_later": later, "rows": rows}
 
 
 def _where(workload: Workload, timing: Timing) -> dict[str, Any]:

@@ -11,11 +11,14 @@ JAX's persistent cache (`jax.config.update("jax_compilation_cache_dir", DIR)`), 
 """
 
 import dataclasses
+import itertools
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
+from dllm_jax.options import is_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +26,18 @@ class Ladder:
     """Lengths that prompts are rounded up to.
 
     Attributes:
-      rungs: ascending positive lengths.
+      rungs: ascending positive lengths; of a list a tuple is made.
     """
 
     rungs: tuple[int, ...]
 
     def __post_init__(self):
-        if not self.rungs:
-            raise ValueError("rungs=(): a ladder needs at least one")
-        if self.rungs[0] < 1 or any(a >= b for a, b in zip(self.rungs, self.rungs[1:], strict=False)):
-            raise ValueError(f"rungs={self.rungs} must be positive and ascending")
+        rungs = self.rungs
+        if not isinstance(rungs, list | tuple) or not rungs or not all(map(is_integer, rungs)):
+            raise ValueError(f"rungs={rungs!r} must be whole numbers, at least one, such as (64, 128)")
+        if rungs[0] < 1 or any(a >= b for a, b in itertools.pairwise(rungs)):
+            raise ValueError(f"rungs={rungs!r} must be positive and ascending")
+        object.__setattr__(self, "rungs", tuple(map(int, rungs)))
 
     def fit(self, length: int) -> int:
         """The lowest rung that holds `length` positions.
@@ -57,13 +62,23 @@ def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
     return Ladder((*rungs, largest))
 
 
+def check_ladder(name: str, value: Any):
+    """Raises ValueError if an argument that takes a ladder was given something else, such as its rungs."""
+    if not isinstance(value, Ladder):
+        raise ValueError(f"{name}={value!r} must be a ladder, such as dj.buckets.Ladder((64, 128))")
+
+
 DEFAULT = geometric()
 
 
 def pad(
     prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, ladder: Ladder, pad_id: int
 ) -> tuple[Int[Array, "b rung"], Bool[Array, "b rung"]]:
-    """Prompts padded on the left to the ladder's next rung, and their mask."""
+    """Prompts padded on the left to the ladder's next rung, and their mask.
+
+    Raises:
+      ValueError: a prompt longer than the highest rung.
+    """
     batch, length = prompt.shape
     extra = ladder.fit(length) - length
     mask = host.place(np.ones((batch, length)), bool) if mask is None else mask

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from dllm_jax.options import check_flags, check_integers
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -23,11 +25,9 @@ class Layout:
     padded: bool = False
 
     def __post_init__(self):
-        if self.prompt < 0:
-            raise ValueError(f"prompt={self.prompt} must not be negative")
-        for name in ("response", "block", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_integers(self, "prompt", least=0)
+        check_integers(self, "response", "block", "steps", least=1)
+        check_flags(self, "padded")
         if self.response % self.block:
             raise ValueError(f"length={self.response} must be a multiple of block={self.block}")
         if self.steps % self.blocks:

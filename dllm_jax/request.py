@@ -72,6 +72,7 @@ def prepare(
     mask = checks.left_padding(prompt_mask, prompt.shape)
     given = prompt.shape[1]
     if buckets is not None:
+        ladders.check_ladder("buckets", buckets)
         if isinstance(noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)

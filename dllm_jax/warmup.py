@@ -1,14 +1,18 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
+import inspect
 import time
 from typing import NamedTuple
 
 import numpy as np
 
-from dllm_jax.buckets import DEFAULT, Ladder
+from dllm_jax.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.engine import denoise
 from dllm_jax.model import Model
+from dllm_jax.options import is_integer
 from dllm_jax.request import prepare
+
+OPTIONS = inspect.signature(prepare).parameters.keys() - {"model", "prompt", "prompt_mask", "buckets"}
 
 
 class Compiled(NamedTuple):
@@ -38,11 +42,18 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
       model: the model that will be used; its shapes, dtype and sharding count.
       ladder: the rungs to compile for.
       batch: rows per request.
-      **options: of `generate`; a `key` is needed if the sampler draws.
+      **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
 
     Raises:
-      ValueError: as `generate`.
+      ValueError: as `generate`; no ladder, no such batch, or an option that `generate` does not have.
     """
+    check_ladder("ladder", ladder)
+    if not is_integer(batch) or batch < 1:
+        raise ValueError(f"batch={batch!r} must be a whole number of at least 1")
+    if "buckets" in options:
+        raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise ValueError(f"{', '.join(unknown)}: warmup takes {', '.join(sorted(OPTIONS))}")
     return [_compile(model, rung, batch, options) for rung in ladder.rungs]
 
 

@@ -4,6 +4,9 @@ import dataclasses
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dllm_jax as dj
@@ -13,7 +16,7 @@ from bench.policies_speed import Timing
 from bench.policies_workloads import Workload
 from dllm_jax import samplers
 from dllm_jax.expressions import call
-from tests.models import random_tokens, tiny
+from tests.models import FAMILIES, canvas, random_tokens, tiny
 
 GRIDS = {"short": SHORT, "long": LONG}
 
@@ -33,11 +36,16 @@ def workload():
 
 
 @pytest.fixture(scope="module")
-def rows(workload):
+def results(workload):
     untimed, timed = policies.stages(workload, {}, Timing(turns=2, batch=2))
     assert not any("tokens_per_s" in row for row in untimed["rows"])
     assert list(policies.stages(workload, timed, Timing())) == []
-    return timed["rows"]
+    return timed
+
+
+@pytest.fixture(scope="module")
+def rows(results):
+    return results["rows"]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -110,6 +118,32 @@ def test_only_speed_is_measured_again(workload, rows, tmp_path, monkeypatch):
         policies.main(again=path)
 
 
+def test_a_grid_that_has_grown_runs_only_its_new_settings(workload, results, monkeypatch):
+    runs = []
+    run = Workload.run
+    monkeypatch.setattr(
+        Workload, "run", lambda self, setting, prompt: runs.append(setting) or run(self, setting, prompt)
+    )
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # the programs of `results` serve again
+    marked = results | {"rows": [row | {"accuracy": 0.25} for row in results["rows"]]}
+    grid = list(workload.grid)
+    lacks = marked | {"rows": [row for row in marked["rows"] if "DKVGreedy" not in row["policy"]]}
+    (untimed,) = policies.stages(workload, lacks, None)
+    assert set(runs) == {EXACT, grid[2], grid[3]}  # the new one, and what it is compared with
+    assert [row["accuracy"] for row in untimed["rows"]] == [0.25, 0.25, 0.25, None, 0.25]
+    assert untimed["rows"][3]["agreement"] == marked["rows"][3]["agreement"]
+    assert "speed_range" not in untimed["rows"][3]
+    runs.clear()
+    (timed,) = policies.stages(workload, untimed, Timing(turns=2, batch=2))
+    assert {setting.policy for setting in runs} == {EXACT.policy, grid[3].policy}
+    assert timed["timed"] == results["timed"]
+    assert [later["settings"] for later in timed["timed_later"]] == [1]
+    assert all("speed_range" in row for row in timed["rows"])
+    assert list(policies.stages(workload, timed, Timing())) == []
+    other = dataclasses.replace(workload, sha256="another")
+    assert next(policies.stages(other, timed, None))["rows"][0]["accuracy"] is None
+
+
 def test_speed_is_left_out_where_it_is_noise():
     row = {"speed_over_exact": 2.0, "speed_range": [1.9, 2.2]}
     assert plots.speed(row) == "2.00x (1.90 to 2.20)"
@@ -119,10 +153,24 @@ def test_speed_is_left_out_where_it_is_noise():
 
 def test_calibrated_layers_get_what_the_profile_says():
     for setting in calibrated((0.1, 0.6, 0.2, 0.1)):
-        budgets = setting.policy.table(
-            dataclasses.replace(tiny("llada").spec, layers=4), dj.Layout(64, 4, 4, 4)
-        )[-1]
-        assert len(set(budgets.tolist())) > 1
+        budgets = budgets_of(setting)
+        assert len(set(budgets)) > 1
+        assert sum(budgets) == 4 * setting.policy.budget
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_pyramids_descend_at_the_budget(grid):
+    pyramids = [s for s in GRIDS[grid] if s.variant == "PyramidKV"]
+    assert [s.policy.budget for s in pyramids] == [8, 32]
+    for setting in pyramids:
+        budgets = budgets_of(setting)
+        assert budgets == sorted(set(budgets), reverse=True)
+        assert sum(budgets) == 4 * setting.policy.budget
+
+
+def budgets_of(setting: Setting) -> list[int]:
+    spec = dataclasses.replace(tiny("llada").spec, layers=4)
+    return setting.policy.table(spec, dj.Layout(76, 4, 4, 4))[-1].tolist()
 
 
 def test_page_and_figures(workload, rows, tmp_path):
@@ -161,6 +209,37 @@ def test_verdicts(delay, none, verdict):
     lines = table.splitlines()[2:]
     assert len(lines) == 1
     assert lines[0].endswith(f"| {verdict} |")
+
+
+@pytest.mark.parametrize(
+    ("block", "both", "prefix", "verdict"),
+    [
+        (8, 0.9, 0.2, "yes"),
+        (8, 0.5, 0.5, "no difference"),
+        (8, 0.0, 0.0, "both at the floor"),
+        (32, 0.5, 0.5, "same computation"),
+        (32, 0.0, 0.0, "same computation"),
+    ],
+)
+def test_sides_that_cannot_differ_are_marked(block, both, prefix, verdict):
+    measured = [
+        row("SparseDLLM(keep=0.1)", both, block),
+        row("SparseDLLM(keep=0.1, side='prefix')", prefix, block),
+    ]
+    table = orderings.table({"x": {"prompt": [256, 8], "length": 32, "block": block, "rows": measured}})
+    assert table.splitlines()[2].endswith(f"| {verdict} |")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_sides_are_one_computation_in_a_block_that_ends_the_response(family):
+    both, prefix = (dj.policies.SparseDLLM(side=side) for side in ("both", "prefix"))
+    now = canvas(np.arange(12)[None] >= 6, prompt=6, family=family)
+    size = lambda policy: policy.init(now.spec, now.layout, 1, jnp.float32).layers.k.shape
+    assert size(both) == size(prefix)
+    for stored in ("always", "candidates"):
+        np.testing.assert_array_equal(getattr(both, stored)(now), getattr(prefix, stored)(now))
+    now = canvas(np.arange(12)[None] >= 6, prompt=6, block=3, family=family)
+    assert (both.candidates(now) != prefix.candidates(now)).any()
 
 
 def test_what_the_readme_shows_is_in_the_results():

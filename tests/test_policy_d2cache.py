@@ -261,12 +261,12 @@ def test_the_rollout_can_stop_after_the_first_layers():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (dict(k=0), "k=0 must be at least 1"),
-        (dict(sigma=0.0), "sigma=0.0 must be positive"),
-        (dict(p=1.5), r"p=1.5 must lie in \[0, 1\]"),
-        (dict(p=-0.1), r"p=-0.1 must lie in \[0, 1\]"),
-        (dict(inflate=-1), "inflate=-1 must not be negative"),
-        (dict(rollout_layers=0), "rollout_layers=0 must be at least 1"),
+        (dict(k=0), "k=0 must be a whole number of at least 1"),
+        (dict(sigma=0.0), r"sigma=0.0 must be a number in \(0, inf\)"),
+        (dict(p=1.5), r"p=1.5 must be a number in \[0, 1\]"),
+        (dict(p=-0.1), r"p=-0.1 must be a number in \[0, 1\]"),
+        (dict(inflate=-1), "inflate=-1 must be a whole number of at least 0"),
+        (dict(rollout_layers=0), "rollout_layers=0 must be a whole number of at least 1, or None for all"),
     ],
 )
 def test_wrong_settings_are_refused(setting, message):
@@ -280,7 +280,7 @@ def test_more_rollout_layers_than_layers_are_refused():
 
 
 def test_tokens_per_step_of_the_certainty_prior():
-    with pytest.raises(ValueError, match="tokens_per_step=0 must be at least 1"):
+    with pytest.raises(ValueError, match="tokens_per_step=0 must be a whole number of at least 1"):
         CertaintyPrior(tokens_per_step=0)
     c = canvas(np.ones((1, 6), bool), prompt=0)
     score = jnp.asarray([[0.1, 0.9, 0.2, 0.8, 0.3, -jnp.inf]])

@@ -225,9 +225,9 @@ def test_prefill_stores_the_prompt_alone(family):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(refresh_every=0), "refresh_every=0 must be at least 1, or None"),
-        (dict(refresh_every=-2), "refresh_every=-2 must be at least 1, or None"),
-        (dict(delay=-1), "delay=-1 must not be negative"),
+        (dict(refresh_every=0), "refresh_every=0 must be a whole number of at least 1, or None"),
+        (dict(refresh_every=-2), "refresh_every=-2 must be a whole number of at least 1, or None"),
+        (dict(delay=-1), "delay=-1 must be a whole number of at least 0"),
     ],
 )
 def test_wrong_options_are_refused(kind, wrong, message):
@@ -239,7 +239,7 @@ def test_wrong_options_are_refused(kind, wrong, message):
 def test_an_unknown_shift_is_refused(kind):
     policy = kind()
     object.__setattr__(policy, "shift", "right")  # past the type checker of the test run
-    with pytest.raises(ValueError, match="shift='right' must be 'un' or 'un_right'"):
+    with pytest.raises(ValueError, match="shift='right' must be one of 'un', 'un_right'"):
         policy.__post_init__()
 
 

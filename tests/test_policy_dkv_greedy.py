@@ -140,8 +140,8 @@ def test_plans_are_for_policies_that_foresee():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(refresh_every=0), "refresh_every=0 must be at least 1, or None"),
-        (dict(window=-1), "window=-1 must not be negative"),
+        (dict(refresh_every=0), "refresh_every=0 must be a whole number of at least 1, or None"),
+        (dict(window=-1), "window=-1 must be a whole number of at least 0"),
     ],
 )
 def test_wrong_options_are_refused(wrong, message):
@@ -152,5 +152,5 @@ def test_wrong_options_are_refused(wrong, message):
 def test_an_unknown_centre_is_refused():
     policy = DKVGreedy()
     object.__setattr__(policy, "around", "both")  # past the type checker of the test run
-    with pytest.raises(ValueError, match="around='both' must be 'next' or 'last'"):
+    with pytest.raises(ValueError, match="around='both' must be one of 'next', 'last'"):
         policy.__post_init__()

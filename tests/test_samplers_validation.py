@@ -6,7 +6,6 @@ import pytest
 
 from dllm_jax import samplers
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Factor, RandomOrder, Threshold
-from dllm_jax.samplers.base import check_alg
 
 EVERY = [Confidence, RandomOrder, CertaintyPrior, DreamSchedule, Threshold, Factor]
 SHARED = [
@@ -52,11 +51,6 @@ OWN = [
 def test_out_of_range(kind, field, value):
     with pytest.raises(ValueError, match=f"{field}={value!r}"):
         kind(**{field: value})
-
-
-def test_an_unknown_alg_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="alg='random' must be one of 'prob', 'margin'"):
-        check_alg("random", "prob", "margin")
 
 
 def test_alg_temp_needs_a_confidence():

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax import selection
 from dllm_jax.eviction.rounding import conserve
+from dllm_jax.options import check_numbers
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
@@ -74,8 +75,7 @@ class PromptPreference(HeadBudgets):
     alpha: float = 0.1
 
     def __post_init__(self):
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha} must lie in [0, 1]")
+        check_numbers(self, "alpha", least=0, most=1)
 
     def budgets(
         self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"], exact: bool
@@ -116,8 +116,7 @@ class AdaKV(HeadBudgets):
     floor: float = 0.2
 
     def __post_init__(self):
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} must lie in [0, 1]")
+        check_numbers(self, "floor", least=0, most=1)
 
     def keep(
         self,

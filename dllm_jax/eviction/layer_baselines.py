@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.eviction.layers import LayerBudgets, check_profile
+from dllm_jax.eviction.layers import LayerBudgets, check_depth
 from dllm_jax.eviction.rounding import conserve
+from dllm_jax.options import check_flags, check_integers, check_numbers, check_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,8 @@ class PyramidKV(LayerBudgets):
     outside: bool = False
 
     def __post_init__(self):
-        for name in ("beta", "window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_integers(self, "beta", "window", least=1)
+        check_flags(self, "outside")
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
@@ -69,12 +69,12 @@ class SqueezeAttention(LayerBudgets):
     share: float = 0.4
 
     def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} must lie in [0, 1]")
+        check_profile(self, "cosine")
+        check_numbers(self, "share", least=0, most=1)
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""
-        check_profile("cosine", self.cosine, layers)
+        check_depth("cosine", self.cosine, layers)
         idle = self.groups() == 2
         given = idle.sum() * self.share * budget
         target = np.where(idle, self.share * budget, (layers * budget - given) / max((~idle).sum(), 1))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.eviction.rounding import Vector, conserve
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_integers, check_numbers, check_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,12 @@ class BoundaryMiddle(LayerBudgets):
     last: int = 1
 
     def __post_init__(self):
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta={self.beta} must lie in [0, 1]")
-        if min(self.first, self.last) < 0:
-            raise ValueError(f"first={self.first}, last={self.last} must not be negative")
-        if self.importance is not None and not (min(self.importance) >= 0 and sum(self.importance) > 0):
+        check_numbers(self, "beta", least=0, most=1)
+        check_integers(self, "first", "last", least=0)
+        if self.importance is None:
+            return
+        check_profile(self, "importance")
+        if min(self.importance) < 0 or not sum(self.importance):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
 
     def check(self):
@@ -102,7 +104,7 @@ class BoundaryMiddle(LayerBudgets):
 
     def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""
-        check_profile("importance", self.importance, layers)
+        check_depth("importance", self.importance, layers)
         base, extra = self.shares(np.asarray(self.importance or np.ones(layers), np.float64), budget)
         if exact:
             return conserve(base + extra, layers * budget, prompt)
@@ -120,7 +122,7 @@ class BoundaryMiddle(LayerBudgets):
         return base, each(boundary) + each(~boundary)
 
 
-def check_profile(name: str, profile: tuple[float, ...] | None, layers: int):
+def check_depth(name: str, profile: tuple[float, ...] | None, layers: int):
     """Raises if a profile was measured on a model of another depth."""
     if profile is not None and len(profile) != layers:
         raise ValueError(f"{name} has {len(profile)} entries, the model has {layers} layers")

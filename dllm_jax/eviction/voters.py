@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.attention import Mask
 from dllm_jax.block import Block
 from dllm_jax.canvas import Canvas
+from dllm_jax.options import check_integers
 from dllm_jax.rows import Rows
 
 
@@ -63,8 +64,7 @@ class PositionVotes(Voters):
     quarter: int = 3
 
     def __post_init__(self):
-        if not 0 <= self.quarter <= 3:
-            raise ValueError(f"quarter={self.quarter} must lie in 0..3")
+        check_integers(self, "quarter", least=0, most=3)
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""
@@ -89,10 +89,8 @@ class SnapKV(Voters):
     kernel: int = 5
 
     def __post_init__(self):
-        if self.window < 1:
-            raise ValueError(f"window={self.window} must be at least 1")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd and positive")
+        check_integers(self, "window", least=1)
+        check_integers(self, "kernel", least=1, odd=True)
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions whose rows vote."""

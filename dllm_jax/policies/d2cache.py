@@ -11,6 +11,7 @@ from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_flags, check_integers, check_numbers
 from dllm_jax.policies import rollout
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.d2cache_sets import candidates, inflated, prior, topped_up
@@ -68,16 +69,12 @@ class D2Cache(Policy):
     top_up: bool = False
 
     def __post_init__(self):
-        if self.k < 1:
-            raise ValueError(f"k={self.k} must be at least 1")
-        if not self.sigma > 0:
-            raise ValueError(f"sigma={self.sigma} must be positive")
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"p={self.p} must lie in [0, 1]")
-        if self.inflate < 0:
-            raise ValueError(f"inflate={self.inflate} must not be negative")
-        if self.rollout_layers is not None and self.rollout_layers < 1:
-            raise ValueError(f"rollout_layers={self.rollout_layers} must be at least 1, or None for all")
+        check_integers(self, "k", least=1)
+        check_numbers(self, "sigma", above=0)
+        check_numbers(self, "p", least=0, most=1)
+        check_integers(self, "inflate", least=0)
+        check_integers(self, "rollout_layers", least=1, none="all")
+        check_flags(self, "top_up")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and two numbers per position."""

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool
 from dllm_jax.cache import Cache
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_choice, check_integers
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.spec import ModelSpec
 
@@ -35,11 +36,9 @@ class Delayed(Policy, abc.ABC):
     shift: Literal["un", "un_right"] = "un"
 
     def __post_init__(self):
-        check_interval(self.refresh_every)
-        if self.delay < 0:
-            raise ValueError(f"delay={self.delay} must not be negative")
-        if self.shift not in ("un", "un_right"):
-            raise ValueError(f"shift={self.shift!r} must be 'un' or 'un_right'")
+        check_integers(self, "refresh_every", least=1, none="never")
+        check_integers(self, "delay", least=0)
+        check_choice(self, "shift", "un", "un_right")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V."""
@@ -111,12 +110,6 @@ class DKVPD(Delayed):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""
         return canvas.first_step | (self.refreshes(canvas) & canvas.answering) | self.unsettled(canvas)
-
-
-def check_interval(refresh_every: int | None):
-    """Raises if not a positive number of steps or None."""
-    if refresh_every is not None and refresh_every < 1:
-        raise ValueError(f"refresh_every={refresh_every} must be at least 1, or None for never")
 
 
 def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:

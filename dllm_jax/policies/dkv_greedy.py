@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.cache import Cache
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_choice, check_integers
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dkv import check_interval, interval
+from dllm_jax.policies.dkv import interval
 from dllm_jax.selection import best
 
 
@@ -41,11 +42,9 @@ class DKVGreedy(Policy):
     foresees: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_interval(self.refresh_every)
-        if self.window < 0:
-            raise ValueError(f"window={self.window} must not be negative")
-        if self.around not in ("next", "last"):
-            raise ValueError(f"around={self.around!r} must be 'next' or 'last'")
+        check_integers(self, "refresh_every", least=1, none="never")
+        check_integers(self, "window", least=0)
+        check_choice(self, "around", "next", "last")
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""

@@ -10,6 +10,7 @@ from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_integers, check_numbers
 from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.branches import Store, branches, write_keys
@@ -42,11 +43,8 @@ class DLLMCache(Policy):
     ratio: float = 0.25
 
     def __post_init__(self):
-        for name in ("prompt_every", "response_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio} must lie in [0, 1]")
+        check_integers(self, "prompt_every", "response_every", least=1)
+        check_numbers(self, "ratio", least=0, most=1)
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""

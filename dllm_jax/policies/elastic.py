@@ -13,6 +13,7 @@ from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.control import after
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_flags, check_integers, check_kinds, check_numbers
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.widening import Stored, pass_layer
@@ -55,11 +56,10 @@ class ElasticCache(Policy):
     cut_at_eos: bool = False
 
     def __post_init__(self):
-        for name in ("window", "track"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.gamma != self.gamma:
-            raise ValueError(f"gamma={self.gamma} must be a number; useful values lie in [0, 1]")
+        check_integers(self, "window", "track", least=1)
+        check_numbers(self, "gamma")
+        check_kinds(self, test=DriftTest)
+        check_flags(self, "block_caching", "cut_at_eos")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""

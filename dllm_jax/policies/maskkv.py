@@ -15,6 +15,7 @@ from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
 from dllm_jax.layout import Layout
 from dllm_jax.model import Model
+from dllm_jax.options import check_flags, check_integers, check_kinds
 from dllm_jax.policies.branches import Store, branches, write_keys
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.rows import Rows
@@ -56,8 +57,9 @@ class MaskKV(DLLMCache):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.budget < 1:
-            raise ValueError(f"budget={self.budget} must be at least 1")
+        check_integers(self, "budget", least=1)
+        check_kinds(self, layers=eviction.LayerBudgets, heads=eviction.HeadBudgets, votes=eviction.Voters)
+        check_flags(self, "exact", "reselect")
         self.layers.check()
         if self.reselect and self.prompt_every % self.response_every:
             raise ValueError(

@@ -12,6 +12,7 @@ from dllm_jax.block import Block
 from dllm_jax.cache import KV, Cache, LayerView
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_choice, check_integers, check_numbers
 from dllm_jax.policies.base import Policy
 from dllm_jax.rows import Rows, compact
 from dllm_jax.selection import best, max_pool, mean_query_score, share
@@ -49,14 +50,10 @@ class SparseDLLM(Policy):
     side: Literal["both", "prefix"] = "both"
 
     def __post_init__(self):
-        if not 0 <= self.keep <= 1:
-            raise ValueError(f"keep={self.keep} must lie in [0, 1]")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd and at least 1")
-        if self.delay < 0:
-            raise ValueError(f"delay={self.delay} must not be negative")
-        if self.side not in ("both", "prefix"):
-            raise ValueError(f"side={self.side!r} must be 'both' or 'prefix'")
+        check_numbers(self, "keep", least=0, most=1)
+        check_integers(self, "kernel", least=1, odd=True)
+        check_integers(self, "delay", least=0)
+        check_choice(self, "side", "both", "prefix")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for what the first block keeps; with side="prefix" later ones keep less."""

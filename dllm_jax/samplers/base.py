@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
+from dllm_jax.options import check_flags, check_integers, check_numbers
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import kept
 from dllm_jax.samplers.noise import Noise, given
@@ -46,14 +47,10 @@ class Sampler(abc.ABC):
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
 
     def __post_init__(self):
-        for name in ("temperature", "cfg_scale"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value} must be finite and not negative")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        check_numbers(self, "temperature", "cfg_scale", least=0)
+        check_numbers(self, "top_p", above=0, most=1, none="all tokens")
+        check_integers(self, "top_k", least=1, none="all tokens")
+        check_flags(self, "logits_eos_inf", "confidence_eos_eot_inf", "allow_mask_token")
 
     # -- defined by each sampler ----------------------------------------------------------------------
 
@@ -164,12 +161,6 @@ def score_by(
         return score
     ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
     return jnp.where(ends, least, score)  # also where only such a token survived the filters
-
-
-def check_alg(alg: str, *allowed: str):
-    """Raises if alg is not one of the allowed names."""
-    if alg not in allowed:
-        raise ValueError(f"alg={alg!r} must be one of {', '.join(map(repr, allowed))}")
 
 
 def check_ends_unordered(sampler: Sampler, order: str):

@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg
+from dllm_jax.options import check_choice, check_integers, check_numbers
+from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best
@@ -34,18 +35,15 @@ class CertaintyPrior(Sampler):
 
     def __post_init__(self):
         super().__post_init__()
-        check_alg(self.alg, "prob", "margin", "entropy")
-        if not self.sigma > 0:
-            raise ValueError(f"sigma={self.sigma} must be positive")
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+        check_choice(self, "alg", "prob", "margin", "entropy")
+        check_numbers(self, "sigma", above=0)
+        check_numbers(self, "threshold", least=0, most=1, none="a schedule")
+        check_integers(self, "tokens_per_step", least=1, none="a schedule")
         if self.threshold is not None and self.alg == "entropy":
             raise ValueError(
                 f"threshold={self.threshold} has no use with alg='entropy', whose scores lie below it: "
                 "use 'prob' or 'margin', or tokens_per_step"
             )
-        if self.tokens_per_step is not None and self.tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step={self.tokens_per_step} must be at least 1, or None")
 
     @property
     def criterion(self) -> Alg:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered
+from dllm_jax.options import check_choice
+from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.selection import best, ranks
@@ -39,7 +40,7 @@ class Confidence(FixedSchedule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_alg(self.alg, "prob", "margin", "entropy")
+        check_choice(self, "alg", "prob", "margin", "entropy")
 
     @property
     def criterion(self) -> Alg:

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg, check_ends_unordered
+from dllm_jax.options import check_choice, check_numbers
+from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import dream_counts, dream_fractions
 from dllm_jax.selection import best
@@ -49,11 +50,9 @@ class DreamSchedule(Sampler):
 
     def __post_init__(self):
         super().__post_init__()
-        check_alg(self.alg, *SCORES)
-        if not 0 < self.eps < 1:
-            raise ValueError(f"eps={self.eps} must lie in (0, 1)")
-        if not self.alg_temp >= 0:
-            raise ValueError(f"alg_temp={self.alg_temp} must not be negative")
+        check_choice(self, "alg", *SCORES)
+        check_numbers(self, "eps", above=0, below=1)
+        check_numbers(self, "alg_temp", least=0)
         if self.alg == "origin":
             check_ends_unordered(self, "alg='origin'")
             if self.alg_temp:

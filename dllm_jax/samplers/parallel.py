@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.canvas import Canvas
 from dllm_jax.layout import Layout
-from dllm_jax.samplers.base import Alg, Sampler, check_alg
+from dllm_jax.options import check_choice, check_numbers
+from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.selection import best
@@ -48,9 +49,8 @@ class Threshold(UntilDone):
 
     def __post_init__(self):
         super().__post_init__()
-        check_alg(self.alg, "prob", "margin")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold} must lie in [0, 1]")
+        check_choice(self, "alg", "prob", "margin")
+        check_numbers(self, "threshold", least=0, most=1)
 
     @property
     def criterion(self) -> Alg:
@@ -79,8 +79,7 @@ class Factor(UntilDone):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.factor > 0:
-            raise ValueError(f"factor={self.factor} must be positive")
+        check_numbers(self, "factor", above=0)
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
