@@ -154,6 +154,15 @@ def test_a_preset_decodes(lm):
     assert preset.runner.decoding.length == 4
 
 
+def test_steps_are_literal_unless_a_preset_defines_them_for_another_length(lm):
+    chosen = model(length=None, steps=4)
+    with pytest.raises(ValueError, match=r"steps=4 must be a multiple of .* 12 / 2 = 6"):
+        chosen.generate_until(instances(("a", {"until": [], "max_gen_toks": 12})))
+    assert chosen.runner.decoding.at(8).steps == 4
+    preset = model(preset="llada-8b-instruct/gsm8k", length=128, block=None)
+    assert (preset.runner.decoding.length, preset.runner.decoding.steps) == (128, 128)
+
+
 def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):
     encode = lambda text: tuple(lm.tok_encode(text))
     chat = lambda text: encode(lm.apply_chat_template([{"role": "user", "content": text}]))

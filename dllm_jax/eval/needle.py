@@ -16,6 +16,7 @@ from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.eval.schema import GridRow
 
+RESPONSE = 128  # positions, where no length is given
 Scoring = Literal["rouge", "keyword"]
 
 
@@ -173,7 +174,7 @@ def evaluate(
         Request(
             f"{length} at {depth:g} %",
             tuple(encode(needle.prompt(hay, length, depth, runner.tokenizer))),
-            runner.decoding.length,
+            runner.decoding.length or RESPONSE,
             group=f"length {length}",
         )
         for length, depth in cells

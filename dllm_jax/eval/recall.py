@@ -9,7 +9,9 @@ from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.runner import Runner
 from dllm_jax.eval.schema import GridRow
 from dllm_jax.eval.tasks import exact_rows, request
-from dllm_jax.tasks import Example, asked_pair, needle
+from dllm_jax.tasks import Example, Recall, asked_pair, needle
+
+RESPONSE = Recall().answer_length(1) + 1  # positions: the value and its end
 
 
 def grid(
@@ -46,7 +48,7 @@ def evaluate(
     """Rows of a record, scored by exact match, a group per prompt length; arguments as in `grid`."""
     cells = grid(lengths, depths, repeats, seed)
     requests = [
-        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens")
+        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", RESPONSE)
         for i, (length, depth, example) in enumerate(cells)
     ]
     rows = exact_rows(requests, runner.run(requests, journal), [example for *_, example in cells])

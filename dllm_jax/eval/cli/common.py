@@ -12,6 +12,7 @@ import tyro
 
 from dllm_jax import expressions
 from dllm_jax.eval import record, show
+from dllm_jax.eval.batches import rounded_up
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.opened import OpenedModel, open_model
@@ -37,12 +38,12 @@ class Common:
     """One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'."""
     sampler: str = "Confidence"
     """A sampler, as a constructor call."""
-    length: int = 128
-    """Response positions (LongBench sets its own per task)."""
+    length: int | None = None
+    """Response positions; None: what the task needs, in whole blocks (needle: 128)."""
     block: int | None = None
     """Positions decoded together; None: all."""
     steps: int | None = None
-    """Denoising steps in total; None: one per token."""
+    """Denoising steps of each request; None: one per position."""
     stop_at_eos: bool = True
     """Finish a row at its first end-of-text."""
     seed: int = 0
@@ -55,6 +56,11 @@ class Common:
     """Requests with more positions, prompt and response, fail; None: no limit."""
     out: Path = Path("runs/eval")
     """Folder of the results and of the journal from which an interrupted run resumes."""
+
+    def with_length(self, needed: int) -> "Common":
+        """These options, with the given length or else what is needed, rounded up to whole blocks."""
+        chosen = rounded_up(needed, self.block or needed) if self.length is None else self.length
+        return dataclasses.replace(self, length=chosen)
 
     def runners(self, opened: OpenedModel) -> dict[str, Runner]:
         """A runner per policy, by the policy's text."""

@@ -49,8 +49,10 @@ def evaluate(
 
     Raises:
       FileNotFoundError: a data file is missing.
-      ValueError: bad data, with file and line.
+      ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
     """
+    for task in chosen:
+        _check_shape(runner, task, length or task.length)
     asked: list[tuple[LongBenchTask, Sample]] = [
         (task, sample) for task in chosen for sample in _checked(task, data)[:limit]
     ]
@@ -71,6 +73,13 @@ def evaluate(
     ]
     rows = scored(requests, entries, scores)
     return [{**row, "references": list(sample.answers)} for row, (_, sample) in zip(rows, asked, strict=True)]
+
+
+def _check_shape(runner: Runner, task: LongBenchTask, length: int):
+    try:
+        runner.decoding.at(length)
+    except ValueError as error:
+        raise ValueError(f"{task.name}, answers of {length} positions: {error}") from None
 
 
 def _checked(task: LongBenchTask, data: Path) -> list[Sample]:
