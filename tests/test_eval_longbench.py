@@ -133,7 +133,7 @@ def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
     assert (found["decoding"]["length"], found["decoding"]["steps"]) == (16, 16)
     for wrong, options, reason in (
         (dict(steps=12), {}, "trec, answers of 64 positions: steps=12 must be a multiple of"),
-        (dict(steps=65), {}, "steps=65 must be at most length=64"),
+        (dict(steps=72), {}, "steps=72 must be at most length=64"),
         (dict(length=512), {}, "--length 512: answers have the task's length; --answer-length 512 sets"),
         (dict(length=512), dict(answer_length=16), "--length 512 and --answer-length 16: give one"),
     ):

@@ -77,6 +77,11 @@ class Needle:
         fields = {"{context}": context, "{question}": self.question}
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
 
+    @property
+    def references(self) -> list[str]:
+        """What answers are scored against."""
+        return [self.text] if self.scoring == "rouge" else [self.keyword, self.text]
+
     def score(self, answer: str) -> float:
         """Score of an answer in [0, 1]."""
         return rouge_1(answer, self.text) if self.scoring == "rouge" else self._keyword_score(answer)
@@ -181,7 +186,7 @@ def evaluate(
     ]
     entries = runner.run(requests, journal)
     scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
-    rows = scored(requests, entries, scores)
+    rows = scored(requests, entries, scores, [needle.references] * len(requests))
     return [
         {**row, "length": length, "depth": depth} for row, (length, depth) in zip(rows, cells, strict=True)
     ]

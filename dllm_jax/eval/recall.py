@@ -27,8 +27,8 @@ def grid(
     if not all(0 <= depth <= 100 for depth in depths):
         raise ValueError(f"depths={tuple(depths)} must lie in [0, 100]")
     cells = []
-    for length, (i, depth) in itertools.product(lengths, enumerate(depths)):
-        rng = np.random.default_rng([seed, length, i])
+    for length, depth in itertools.product(lengths, depths):
+        rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # whatever else is in the grid
         task, pairs = needle(length)
         wanted = round(depth / 100 * (pairs - 1))
         drawn = (task.example(rng, pairs, "held_out") for _ in itertools.count())

@@ -55,5 +55,4 @@ def request(runner: Runner, id: str, example: Example, group: str, needed: int) 
 def exact_rows(requests: Sequence[Request], entries: Sequence[Entry], wanted: Sequence[Example]) -> list[Row]:
     """Rows scored 1 where the answer is exactly right, else 0."""
     right = exact([entry["answer"] or "" for entry in entries], list(wanted))
-    rows = scored(requests, entries, [float(r) for r in right])
-    return [{**row, "references": [e.answer]} for row, e in zip(rows, wanted, strict=True)]
+    return scored(requests, entries, [float(r) for r in right], [[example.answer] for example in wanted])

@@ -71,8 +71,7 @@ def evaluate(
         0.0 if entry["answer"] is None else task.score(entry["answer"], sample.answers, sample.classes)
         for (task, sample), entry in zip(asked, entries, strict=True)
     ]
-    rows = scored(requests, entries, scores)
-    return [{**row, "references": list(sample.answers)} for row, (_, sample) in zip(rows, asked, strict=True)]
+    return scored(requests, entries, scores, [sample.answers for _, sample in asked])
 
 
 def _check_shape(runner: Runner, task: LongBenchTask, length: int):
