@@ -9,6 +9,7 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
+from dllm_jax.eval.record import flat
 from dllm_jax.eval.schema import Record
 
 COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
@@ -76,7 +77,7 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
     rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
     named = [name for name in rows[0] if name in rows[1]]
     common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
-    changed = _changed(_settings(a), _settings(b))
+    changed = _changed(flat(a), flat(b))
     if not common:
         raise ValueError(_nothing_in_common(named, changed))
     pairs = [(rows[0][name], rows[1][name]) for name in common]
@@ -132,14 +133,6 @@ def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generat
     """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
     chunks = [min(512, draws - start) for start in range(0, draws, 512)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
-
-
-def _settings(record: Record) -> dict[str, Any]:
-    """All settings as one flat mapping."""
-    flat = {f"decoding.{name}": value for name, value in record["decoding"].items()}
-    for part in ("model", "settings", "device", "versions"):
-        flat |= {f"{part}.{name}": value for name, value in record[part].items()}
-    return flat | {name: record[name] for name in ("batch", "bucket", "max_positions")}
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
@@ -149,6 +149,13 @@ def result(
         "average": sum(groups.values()) / len(groups),
         "requests": list(rows),
     }
+
+
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's settings, model, device and versions by dotted name."""
+    parts = ("decoding", "model", "settings", "device", "versions")
+    found = {f"{part}.{name}": value for part in parts for name, value in record[part].items()}
+    return found | {name: record[name] for name in ("batch", "bucket", "max_positions")}
 
 
 def save(path: Path, record: Record):

@@ -1,7 +1,6 @@
 """Options that all evaluations share, and the run that they share."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import rich.console
 import tyro
 
 from dllm_jax import expressions
-from dllm_jax.eval import record, show
+from dllm_jax.eval import outputs, record, show
 from dllm_jax.eval.batches import rounded_up
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
@@ -99,16 +98,22 @@ def evaluate(
 
     Returns:
       the exit code: 1 if requests failed.
+
+    Raises:
+      ValueError: a result would replace one with other settings, see `outputs.check`; two policies are one.
     """
     console = rich.console.Console()
     opened = open_model(common.model, common.dtype, common.rope_factor, common.tokenizer)
     runners = common.runners(opened)
     journal = Journal(common.out / "journal.jsonl")
+    settings = {**settings, "tokenizer": common.tokenizer, "seed": common.seed}
+    paths = outputs.paths(common.out, kind, common.policy)
+    for text, runner in runners.items():
+        outputs.check(paths[text], kind, runner, opened.name, settings)
     records = {}
     for text, runner in runners.items():
-        rows = run(runner, journal)
-        records[text] = record.result(kind, runner, opened.name, rows, {**settings, "seed": common.seed})
-        path = common.out / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
+        rows, path = run(runner, journal), paths[text]
+        records[text] = record.result(kind, runner, opened.name, rows, settings)
         record.save(path, records[text])
         console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
         if draw is not None:
