@@ -1,9 +1,12 @@
 """Comparison of two records."""
 
+import json
+
 import numpy as np
 import pytest
 import rich.console
 
+from dllm_jax.eval import cli
 from dllm_jax.eval.compare import bootstrap, compare, tables
 from dllm_jax.eval.record import read
 
@@ -12,7 +15,7 @@ def record(scores: dict[str, list[float]], **changes) -> dict:
     rows = [
         {
             "group": group, "id": str(i), "score": score, "answer": str(score), "error": None,
-            "forwards": 4, "computed": 40, "tokens": 3, "seconds": 0.5,
+            "question": "one", "forwards": 4, "computed": 40, "tokens": 3, "seconds": 0.5,
         }
         for group, values in scores.items()
         for i, score in enumerate(values)
@@ -51,6 +54,19 @@ def test_requests_without_a_partner_are_counted_and_left_out():
     assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
 
 
+def test_requests_of_equal_name_but_another_question_have_no_partner():
+    other = record({"t": [1, 0, 1]}, settings={"seed": 1})
+    for row in other["requests"][1:]:
+        row["question"] = "another"
+    found = compare(record({"t": [1, 1, 1]}), other)
+    assert (found.scores[0].count, found.unpaired) == (1, 4)
+    other["requests"][0]["question"] = "another"
+    with pytest.raises(
+        ValueError, match=r"different questions: .* all 3 requests .* of t 0; settings\.seed: 0 and 1"
+    ):
+        compare(record({"t": [1, 1, 1]}, settings={"seed": 0}), other)
+
+
 def test_differing_settings_are_named():
     other = record({"t": [1]}, decoding={"policy": "DualCache()"}, batch=2)
     found = compare(record({"t": [1]}), other)
@@ -77,6 +93,30 @@ def test_a_result_of_lm_eval_is_refused_by_name(tmp_path):
     path.write_text('{"results": {"gsm8k": {"exact_match,none": 0.5}}, "lm_eval_version": "0.4.13"}')
     with pytest.raises(ValueError, match=r"results_2026\.json is a result of lm_eval"):
         read(path)
+
+
+def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
+    path = tmp_path / "tasks-Policy.json"
+    whole = read(written(path))
+    for change, reason in (
+        ({"requests": [1]}, r"tasks-Policy\.json: requests\[0\] is no object"),
+        ({"requests": [{"id": "0"}]}, r"requests\[0\] lacks 'key'"),
+        ({"requests": [whole["requests"][0] | {"score": "x"}]}, r"requests\[0\]: score='x' is no float"),
+        ({"requests": {}}, r"requests=\{\} is no list"),
+        ({"format": 1}, "is not a result of dllm_jax.eval, format 3"),
+    ):
+        path.write_text(json.dumps(whole | change))
+        with pytest.raises(ValueError, match=reason):
+            read(path)
+    path.write_text(json.dumps({name: value for name, value in whole.items() if name != "decoding"}))
+    with pytest.raises(ValueError, match="lacks 'decoding'"):
+        read(path)
+
+
+def written(path):
+    """A record of a run."""
+    assert cli.run_tasks(cli.Common(out=path.parent, batch=1), "FewShot", (5,), 1) == 0
+    return path
 
 
 def test_the_bootstrap_draws_what_it_should():

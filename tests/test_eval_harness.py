@@ -107,10 +107,10 @@ def test_until_strings_cut_and_requests_are_cached_as_they_finish(lm, tmp_path):
     other.cache_hook.add_partial = lambda kind, args, answer: seen.append((kind, args, answer))
     assert other.generate_until(instances((text, {"until": ["\n"]}))) == ["211"]
     assert seen == [("generate_until", (text, {"until": ["\n"]}), "211")]
-    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2  # with its origin
     again = model(journal=str(tmp_path / "journal.jsonl"))
     assert again.generate_until(instances((text, {"until": ["\n"]}))) == ["211"]
-    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2  # with its origin
 
 
 def test_failed_requests_raise_or_count_as_empty(lm, caplog):
@@ -152,6 +152,15 @@ def test_a_preset_decodes(lm):
     preset = model(preset="llada-8b-instruct/gsm8k", length=4, block=2, steps=4)
     assert preset.generate_until(instances((text, {"until": []}))) == ["211"]
     assert preset.runner.decoding.length == 4
+
+
+def test_steps_are_literal_unless_a_preset_defines_them_for_another_length(lm):
+    chosen = model(length=None, steps=4)
+    with pytest.raises(ValueError, match=r"steps=4 must be a multiple of .* 12 / 2 = 6"):
+        chosen.generate_until(instances(("a", {"until": [], "max_gen_toks": 12})))
+    assert chosen.runner.decoding.at(8).steps == 4
+    preset = model(preset="llada-8b-instruct/gsm8k", length=128, block=None)
+    assert (preset.runner.decoding.length, preset.runner.decoding.steps) == (128, 128)
 
 
 def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):

@@ -102,9 +102,7 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     other = {**row, "_id": "2", "context": "ab=407;T=211;iz=830;", "input": "ab=", "answers": ["q", "407."]}
     write(tmp_path / "hotpotqa.jsonl", row, other, {**row, "_id": "3", "context": "b=407;" * 99})
     write(tmp_path / "trec.jsonl", {**row, "all_classes": ["211", "407"]})
-    settings = dict(
-        length=4, block=2, batch=2, max_positions=200, out=tmp_path / "out", policy=("DualCache",)
-    )
+    settings = dict(block=2, batch=2, max_positions=200, out=tmp_path / "out", policy=("DualCache",))
     common = cli.Common(**settings)
     run = lambda **options: cli.run_longbench(
         tmp_path, common, tasks=("hotpotqa", "trec"), answer_length=4, **options
@@ -119,10 +117,29 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     assert found["totals"]["failed"] == 1
     assert found["settings"]["prompts_sha256"]
     lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
+    (tmp_path / "out" / "longbench-DualCache.json").unlink()
     assert run(truncate_to=100) == 0  # what failed is now short enough; the rest is not decoded again
     assert len((tmp_path / "out" / "journal.jsonl").read_text().splitlines()) == len(lines) + 1
     assert cli.run_compare(*[tmp_path / "out" / "longbench-DualCache.json"] * 2) == 0
     assert "100.0% of the answers are the same" in capsys.readouterr().out
+
+
+def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
+    write(tmp_path / "dataset2prompt.json", TEMPLATES)
+    write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
+    common = lambda **options: cli.Common(block=8, out=tmp_path / "out", **options)
+    run = lambda common, **options: cli.run_longbench(tmp_path, common, tasks=("trec",), **options)
+    assert run(common(steps=16), answer_length=16) == 0
+    found = record.read(tmp_path / "out" / "longbench-Policy.json")
+    assert (found["decoding"]["length"], found["decoding"]["steps"]) == (16, 16)
+    for wrong, options, reason in (
+        (dict(steps=12), {}, "trec, answers of 64 positions: steps=12 must be a multiple of"),
+        (dict(steps=72), {}, "steps=72 must be at most length=64"),
+        (dict(length=512), {}, "--length 512: answers have the task's length; --answer-length 512 sets"),
+        (dict(length=512), dict(answer_length=16), "--length 512 and --answer-length 16: give one"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run(common(**wrong), **options)
 
 
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):

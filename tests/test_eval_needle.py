@@ -82,6 +82,8 @@ def test_recall_asks_for_the_pair_at_the_depth():
         assert asked_pair(example) == {0: 0, 50: round((pairs - 1) / 2), 100: pairs - 1}[depth]
         assert Recall().split_of(example) == "held_out"
     assert cells == recall.grid((64, 130), (0, 50, 100), 2, seed=0)
+    alone = recall.grid((64,), (50.0,), 2, seed=0)  # a cell's questions do not depend on the other cells
+    assert [example for *_, example in alone] == [e for n, d, e in cells if (n, d) == (64, 50)]
     with pytest.raises(ValueError, match="depths="):
         recall.grid((64,), (120,), 1, 0)
     with pytest.raises(ValueError, match="nothing to evaluate"):

@@ -189,9 +189,24 @@ def test_anything_else_is_refused(text, reason):
         expressions.sampler("Confidence(temperature=-1)")
 
 
-def test_other_lengths_keep_tokens_per_step():
+def test_with_a_length_other_lengths_keep_steps_per_position():
     decoding = Decoding(length=64, block=32, steps=32)
     assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
     assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
-    with pytest.raises(ValueError, match="48"):
+    with pytest.raises(ValueError, match="length=48 must be a multiple of block=32"):
         decoding.at(48)
+    with pytest.raises(ValueError, match=r"steps=4 for length=64 are no whole number .* 8 positions: 0\.5"):
+        Decoding(length=64, block=64, steps=4).at(8)
+
+
+def test_without_a_length_steps_are_literal():
+    decoding = Decoding(block=8, steps=16)
+    assert (decoding.at(16).steps, decoding.at(128).steps) == (16, 16)
+    with pytest.raises(ValueError, match="steps=16 must be at most length=8"):
+        decoding.at(8)
+    with pytest.raises(ValueError, match=r"steps=16 must be a multiple of .* 24 / 8 = 3"):
+        decoding.at(24)
+    with pytest.raises(ValueError, match="steps=512 must be at most length=128"):
+        Decoding(length=128, block=32, steps=512)
+    with pytest.raises(ValueError, match="steps=0"):
+        Decoding(steps=0)

@@ -1,4 +1,4 @@
-"""Compares two records: differences with bootstrap confidence intervals, paired by request."""
+"""Compares two records: differences with bootstrap confidence intervals, paired by question."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
+from dllm_jax.eval.record import flat
 from dllm_jax.eval.schema import Record
 
 COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
@@ -44,7 +45,7 @@ class Comparison:
     Attributes:
       scores: per group, then the average if there are several groups.
       same: share of pairs with equal answers.
-      unpaired: requests in only one of the two.
+      unpaired: requests in only one of the two, or of the same name but with different questions.
       costs: by name, means (A, B) over the pairs in which neither request failed.
       settings: by name, the settings (A, B) that differ.
     """
@@ -57,7 +58,7 @@ class Comparison:
 
 
 def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000, seed: int = 0) -> Comparison:
-    """Compares two records on the requests in both, matched by group and id.
+    """Compares two records on the requests in both: of equal group, id, prompt and references.
 
     Args:
       a: a record, see `dllm_jax.eval.record.read`.
@@ -67,16 +68,18 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
       seed: of the resampling.
 
     Raises:
-      ValueError: no request in common, the kinds differ, or a bad confidence.
+      ValueError: no question in common, the kinds differ, or a bad confidence.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence} must lie in (0, 1)")
     if a["kind"] != b["kind"]:
         raise ValueError(f"A is a result of {a['kind']}, B of {b['kind']}: they have no scores in common")
     rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
-    common = [name for name in rows[0] if name in rows[1]]
+    named = [name for name in rows[0] if name in rows[1]]
+    common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
+    changed = _changed(flat(a), flat(b))
     if not common:
-        raise ValueError("A and B have no request in common")
+        raise ValueError(_nothing_in_common(named, changed))
     pairs = [(rows[0][name], rows[1][name]) for name in common]
     good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
     return Comparison(
@@ -87,7 +90,18 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
             name: (float(np.mean([x[name] for x, _ in good])), float(np.mean([y[name] for _, y in good])))
             for name in (COSTS if good else ())
         },
-        settings=_changed(_settings(a), _settings(b)),
+        settings=changed,
+    )
+
+
+def _nothing_in_common(named: Sequence[tuple[str, str]], changed: Mapping[str, tuple[Any, Any]]) -> str:
+    if not named:
+        return "A and B have no request in common"
+    group, id = named[0]
+    different = [f"{name}: {x} and {y}" for name, (x, y) in changed.items() if name.startswith("settings.")]
+    return (
+        f"A and B ask different questions: the prompts or references of all {len(named)} requests of equal "
+        f"name differ, e.g. of {group} {id}; {', '.join(different) or 'the settings are the same'}"
     )
 
 
@@ -119,14 +133,6 @@ def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generat
     """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
     chunks = [min(512, draws - start) for start in range(0, draws, 512)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
-
-
-def _settings(record: Record) -> dict[str, Any]:
-    """All settings as one flat mapping."""
-    flat = {f"decoding.{name}": value for name, value in record["decoding"].items()}
-    for part in ("model", "settings", "device", "versions"):
-        flat |= {f"{part}.{name}": value for name, value in record[part].items()}
-    return flat | {name: record[name] for name in ("batch", "bucket", "max_positions")}
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -94,9 +94,12 @@ class DllmJax(TemplateLM):
 
         Raises:
           RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
+          ValueError: block or steps do not fit the requests' length.
         """
         asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
         runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
+        for length in sorted({request.length for request in asked}):
+            runner.decoding.at(length)  # refused before anything is decoded
         keys = [runner.key(request) for request in asked]
         args = [request.args for request in requests]
         entries = runner.run(asked, Both(self.journal, self.cache_hook, "generate_until", keys, args))
@@ -114,7 +117,7 @@ class DllmJax(TemplateLM):
             LOG.error("%s; they are scored as %s", message, instead)
 
     def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
-        length = self.arguments.settings().get("length") or task.get("max_gen_toks") or DEFAULT_LENGTH
+        length = self.runner.decoding.length or task.get("max_gen_toks") or DEFAULT_LENGTH
         if (task.get("do_sample") or task.get("temperature")) and not self.runner.decoding.sampler.draws:
             LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
         until = task.get("until") or []

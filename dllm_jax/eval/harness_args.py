@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dllm_jax import expressions, presets
-from dllm_jax.eval.decoding import Decoding
+from dllm_jax.eval.decoding import Decoding, rescaled
 from dllm_jax.eval.opened import OpenedModel, open_model
 from dllm_jax.eval.runner import Runner
 
@@ -20,7 +20,8 @@ class Arguments:
       preset: published settings, "checkpoint/task", e.g. "llada-8b-instruct/gsm8k".
       length: response positions; None: the preset's, or the task's max_gen_toks.
       block: positions decoded together; None: the preset's, or all.
-      steps: denoising steps in total; None: the preset's, or one per token.
+      steps: denoising steps of each request; None: the preset's, for another `length` in proportion, or one
+        per position.
       stop_at_eos: finish rows at their first end-of-text.
       seed: of draws.
       batch: rows decoded together (lm_eval's --batch_size).
@@ -70,11 +71,19 @@ class Arguments:
             raise ValueError(f"draws={self.draws} must be a positive multiple of strata={self.strata}")
 
     def settings(self) -> dict[str, Any]:
-        """Length, block, steps and sampler: the preset's, overridden by the arguments given."""
-        chosen = {} if self.preset is None else presets.recipe(*self.preset.split("/")).options()
+        """Length, block, steps and sampler: the preset's, overridden by the arguments given.
+
+        Raises:
+          ValueError: the preset's steps are not whole for another length; no such preset or sampler.
+        """
+        chosen: dict[str, Any] = {}
+        if self.preset is not None:
+            chosen |= presets.recipe(*self.preset.split("/")).options()
         given = {name: getattr(self, name) for name in ("length", "block", "steps")}
         if self.sampler is not None:
             given["sampler"] = expressions.sampler(self.sampler)
+        if self.length is not None and self.steps is None and {"length", "steps"} <= chosen.keys():
+            given["steps"] = rescaled(chosen["steps"], chosen["length"], self.length)
         return chosen | {name: value for name, value in given.items() if value is not None}
 
     def open(self) -> tuple[OpenedModel, Runner]:
@@ -84,10 +93,8 @@ class Arguments:
 
     def runner(self, opened: OpenedModel, progress: bool) -> Runner:
         """The checkpoint with these settings."""
-        chosen = {"length": 256, **self.settings()}
-        decoding = Decoding(
-            **chosen, policy=expressions.policy(self.policy), stop_at_eos=self.stop_at_eos, seed=self.seed
-        )
+        policy = expressions.policy(self.policy)
+        decoding = Decoding(**self.settings(), policy=policy, stop_at_eos=self.stop_at_eos, seed=self.seed)
         return opened.runner(decoding, self.batch, self.bucket, self.max_positions, progress)
 
     def prefix(self, tokenizer: Any) -> str:

@@ -16,6 +16,7 @@ from dllm_jax.eval.record import scored
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.eval.schema import GridRow
 
+RESPONSE = 128  # positions, where no length is given
 Scoring = Literal["rouge", "keyword"]
 
 
@@ -75,6 +76,11 @@ class Needle:
         context = tokenizer.decode([*hay[:at], *needle, *hay[at:]], skip_special_tokens=True)
         fields = {"{context}": context, "{question}": self.question}
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
+
+    @property
+    def references(self) -> list[str]:
+        """What answers are scored against."""
+        return [self.text] if self.scoring == "rouge" else [self.keyword, self.text]
 
     def score(self, answer: str) -> float:
         """Score of an answer in [0, 1]."""
@@ -173,14 +179,14 @@ def evaluate(
         Request(
             f"{length} at {depth:g} %",
             tuple(encode(needle.prompt(hay, length, depth, runner.tokenizer))),
-            runner.decoding.length,
+            runner.decoding.length or RESPONSE,
             group=f"length {length}",
         )
         for length, depth in cells
     ]
     entries = runner.run(requests, journal)
     scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
-    rows = scored(requests, entries, scores)
+    rows = scored(requests, entries, scores, [needle.references] * len(requests))
     return [
         {**row, "length": length, "depth": depth} for row, (length, depth) in zip(rows, cells, strict=True)
     ]

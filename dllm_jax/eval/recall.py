@@ -9,7 +9,9 @@ from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.runner import Runner
 from dllm_jax.eval.schema import GridRow
 from dllm_jax.eval.tasks import exact_rows, request
-from dllm_jax.tasks import Example, asked_pair, needle
+from dllm_jax.tasks import Example, Recall, asked_pair, needle
+
+RESPONSE = Recall().answer_length(1) + 1  # positions: the value and its end
 
 
 def grid(
@@ -25,8 +27,8 @@ def grid(
     if not all(0 <= depth <= 100 for depth in depths):
         raise ValueError(f"depths={tuple(depths)} must lie in [0, 100]")
     cells = []
-    for length, (i, depth) in itertools.product(lengths, enumerate(depths)):
-        rng = np.random.default_rng([seed, length, i])
+    for length, depth in itertools.product(lengths, depths):
+        rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # whatever else is in the grid
         task, pairs = needle(length)
         wanted = round(depth / 100 * (pairs - 1))
         drawn = (task.example(rng, pairs, "held_out") for _ in itertools.count())
@@ -46,7 +48,7 @@ def evaluate(
     """Rows of a record, scored by exact match, a group per prompt length; arguments as in `grid`."""
     cells = grid(lengths, depths, repeats, seed)
     requests = [
-        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens")
+        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", RESPONSE)
         for i, (length, depth, example) in enumerate(cells)
     ]
     rows = exact_rows(requests, runner.run(requests, journal), [example for *_, example in cells])

@@ -4,15 +4,17 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.eval.schema import (
     Decoded,
+    DecodingCosts,
     DecodingTotals,
     Entry,
     Estimated,
@@ -27,7 +29,7 @@ from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
 PACKAGES = (
     "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score rapidfuzz lm_eval".split()  # noqa: SIM905
 )
-FORMAT = 2
+FORMAT = 3
 
 
 def fingerprint(folder: Path) -> str:
@@ -98,12 +100,30 @@ def likelihood_totals(entries: Sequence[Entry]) -> Totals:
     }
 
 
-def scored(requests: Sequence[Request], entries: Sequence[Entry], scores: Sequence[float]) -> list[Row]:
-    """A row per request."""
+def scored(
+    requests: Sequence[Request],
+    entries: Sequence[Entry],
+    scores: Sequence[float],
+    references: Sequence[Sequence[str]],
+) -> list[Row]:
+    """A row per request; `references` are what its score compares the answer with."""
     return [
-        {"id": r.id, "group": r.group, "prompt_tokens": len(r.prompt), **entry, "score": score}
-        for r, entry, score in zip(requests, entries, scores, strict=True)
+        {
+            "id": request.id,
+            "group": request.group,
+            "prompt_tokens": len(request.prompt),
+            "question": question(request.prompt, wanted),
+            **entry,
+            "score": score,
+            "references": list(wanted),
+        }
+        for request, entry, score, wanted in zip(requests, entries, scores, references, strict=True)
     ]
+
+
+def question(prompt: Sequence[int], references: Sequence[str]) -> str:
+    """Hash of a prompt's token ids and the right answers: rows of equal hash can be compared."""
+    return hashlib.sha256(json.dumps([list(prompt), list(references)]).encode()).hexdigest()
 
 
 def group_scores(rows: Sequence[Row]) -> dict[str, float]:
@@ -131,6 +151,13 @@ def result(
     }
 
 
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's settings, model, device and versions by dotted name."""
+    parts = ("decoding", "model", "settings", "device", "versions")
+    found = {f"{part}.{name}": value for part in parts for name, value in record[part].items()}
+    return found | {name: record[name] for name in ("batch", "bucket", "max_positions")}
+
+
 def save(path: Path, record: Record):
     """Writes atomically: to a temporary file, then renames."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +171,7 @@ def read(path: Path) -> Record:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: the file is not a record of this format, or is a result of lm_eval.
+      ValueError: the file is not a record of this format, lacks something, or is a result of lm_eval.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -153,6 +180,34 @@ def read(path: Path) -> Record:
         raise ValueError(
             f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"
         )
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not record.get("requests"):
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
+    _check_fields(record, Record, f"{path}")
+    for i, row in enumerate(record["requests"]):
+        where = f"{path}: requests[{i}]"
+        _check_fields(row, Row, where)
+        if row["error"] is None:
+            _check_fields(row, DecodingCosts, where)
     return cast(Record, record)
+
+
+def _check_fields(value: Any, wanted: type, where: str):
+    """Refuses what is no object with the keys and plain types of a typed dictionary."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is no object")
+    for name, hint in get_type_hints(wanted).items():
+        if name not in value:
+            raise ValueError(f"{where} lacks {name!r}")
+        if not _fits(value[name], hint):
+            raise ValueError(f"{where}: {name}={value[name]!r} is no {getattr(hint, '__name__', hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if is_typeddict(hint):
+        return isinstance(value, dict)
+    kind = get_origin(hint) or hint
+    return isinstance(value, (int, float) if kind is float else kind)

@@ -4,7 +4,7 @@ An entry is the journal's line for a request; a row is an entry with its score, 
 result of an evaluation under one policy.
 """
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 
 class Entry(TypedDict):
@@ -66,15 +66,17 @@ class Row(Entry):
       id: unique within its group.
       group: the task it belongs to.
       prompt_tokens: length of the prompt.
+      question: hash of the prompt's token ids and the references.
       score: in [0, 1]; 0 if the request failed.
-      references: right answers, where the score compares with them.
+      references: right answers, or what the score compares with.
     """
 
     id: str
     group: str
     prompt_tokens: int
+    question: str
     score: float
-    references: NotRequired[list[str]]
+    references: list[str]
 
 
 class GridRow(Row):

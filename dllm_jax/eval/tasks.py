@@ -35,19 +35,24 @@ def evaluate(
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
     drawn = {size: examples(task, seed, size, count, "held_out") for size in sizes}
     asked = [(f"{task.name} {size}", i, e) for size, chosen in drawn.items() for i, e in enumerate(chosen)]
-    requests = [request(runner, f"{i}", example, group) for group, i, example in asked]
+    needed = response(task, sizes)
+    requests = [request(runner, f"{i}", example, group, needed) for group, i, example in asked]
     entries = runner.run(requests, journal)
     return exact_rows(requests, entries, [example for _, _, example in asked])
 
 
-def request(runner: Runner, id: str, example: Example, group: str) -> Request:
-    """An example as a request for an answer of the runner's `length`."""
+def response(task: Task, sizes: Sequence[int]) -> int:
+    """Response positions that the longest answer and its end need."""
+    return max((task.answer_length(size) for size in sizes), default=0) + 1
+
+
+def request(runner: Runner, id: str, example: Example, group: str, needed: int) -> Request:
+    """An example as a request for an answer of the runner's `length`, or else of `needed` positions."""
     ids = chat_ids(runner.tokenizer, [{"role": "user", "content": example.prompt}])
-    return Request(id, tuple(ids), runner.decoding.length, group=group)
+    return Request(id, tuple(ids), runner.decoding.length or needed, group=group)
 
 
 def exact_rows(requests: Sequence[Request], entries: Sequence[Entry], wanted: Sequence[Example]) -> list[Row]:
     """Rows scored 1 where the answer is exactly right, else 0."""
     right = exact([entry["answer"] or "" for entry in entries], list(wanted))
-    rows = scored(requests, entries, [float(r) for r in right])
-    return [{**row, "references": [e.answer]} for row, e in zip(rows, wanted, strict=True)]
+    return scored(requests, entries, [float(r) for r in right], [[example.answer] for example in wanted])

@@ -1,7 +1,6 @@
 """Options that all evaluations share, and the run that they share."""
 
 import dataclasses
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,8 @@ import rich.console
 import tyro
 
 from dllm_jax import expressions
-from dllm_jax.eval import record, show
+from dllm_jax.eval import outputs, record, show
+from dllm_jax.eval.batches import rounded_up
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.opened import OpenedModel, open_model
@@ -37,12 +37,12 @@ class Common:
     """One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'."""
     sampler: str = "Confidence"
     """A sampler, as a constructor call."""
-    length: int = 128
-    """Response positions (LongBench sets its own per task)."""
+    length: int | None = None
+    """Response positions; None: what the task needs, in whole blocks (needle: 128)."""
     block: int | None = None
     """Positions decoded together; None: all."""
     steps: int | None = None
-    """Denoising steps in total; None: one per token."""
+    """Denoising steps of each request; None: one per position."""
     stop_at_eos: bool = True
     """Finish a row at its first end-of-text."""
     seed: int = 0
@@ -55,6 +55,11 @@ class Common:
     """Requests with more positions, prompt and response, fail; None: no limit."""
     out: Path = Path("runs/eval")
     """Folder of the results and of the journal from which an interrupted run resumes."""
+
+    def with_length(self, needed: int) -> "Common":
+        """These options, with the given length or else what is needed, rounded up to whole blocks."""
+        chosen = rounded_up(needed, self.block or needed) if self.length is None else self.length
+        return dataclasses.replace(self, length=chosen)
 
     def runners(self, opened: OpenedModel) -> dict[str, Runner]:
         """A runner per policy, by the policy's text."""
@@ -93,16 +98,22 @@ def evaluate(
 
     Returns:
       the exit code: 1 if requests failed.
+
+    Raises:
+      ValueError: a result would replace one with other settings, see `outputs.check`; two policies are one.
     """
     console = rich.console.Console()
     opened = open_model(common.model, common.dtype, common.rope_factor, common.tokenizer)
     runners = common.runners(opened)
     journal = Journal(common.out / "journal.jsonl")
+    settings = {**settings, "tokenizer": common.tokenizer, "seed": common.seed}
+    paths = outputs.paths(common.out, kind, common.policy)
+    for text, runner in runners.items():
+        outputs.check(paths[text], kind, runner, opened.name, settings)
     records = {}
     for text, runner in runners.items():
-        rows = run(runner, journal)
-        records[text] = record.result(kind, runner, opened.name, rows, {**settings, "seed": common.seed})
-        path = common.out / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
+        rows, path = run(runner, journal), paths[text]
+        records[text] = record.result(kind, runner, opened.name, rows, settings)
         record.save(path, records[text])
         console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
         if draw is not None:

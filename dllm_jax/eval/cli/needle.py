@@ -49,4 +49,5 @@ def run_needle(
         return needle.evaluate(runner, hidden, text, lengths, depths, encode, journal)
 
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
+    common = common.with_length(needle.RESPONSE)
     return evaluate(common, "needle", settings, run, heatmap.draw)

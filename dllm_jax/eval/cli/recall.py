@@ -21,4 +21,5 @@ def run_recall(
     """
     settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
     run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, common.seed, journal)
+    common = common.with_length(recall.RESPONSE)
     return evaluate(common, "recall", settings, run, heatmap.draw)

@@ -15,6 +15,8 @@ def run_tasks(
 ) -> int:
     """Exact match on held-out examples of a task of `dllm_jax.tasks`.
 
+    Without --length, responses are as long as the longest answer and its end need.
+
     Args:
       common: model and decoding.
       task: the task, as a constructor call.
@@ -24,4 +26,5 @@ def run_tasks(
     chosen = expressions.construct(task, task_module, Task)
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
     run = lambda runner, journal: tasks.evaluate(runner, chosen, sizes, count, common.seed, journal)
+    common = common.with_length(tasks.response(chosen, sizes))
     return evaluate(common, "tasks", settings, run)

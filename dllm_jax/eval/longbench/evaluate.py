@@ -49,8 +49,10 @@ def evaluate(
 
     Raises:
       FileNotFoundError: a data file is missing.
-      ValueError: bad data, with file and line.
+      ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
     """
+    for task in chosen:
+        _check_shape(runner, task, length or task.length)
     asked: list[tuple[LongBenchTask, Sample]] = [
         (task, sample) for task in chosen for sample in _checked(task, data)[:limit]
     ]
@@ -69,8 +71,14 @@ def evaluate(
         0.0 if entry["answer"] is None else task.score(entry["answer"], sample.answers, sample.classes)
         for (task, sample), entry in zip(asked, entries, strict=True)
     ]
-    rows = scored(requests, entries, scores)
-    return [{**row, "references": list(sample.answers)} for row, (_, sample) in zip(rows, asked, strict=True)]
+    return scored(requests, entries, scores, [sample.answers for _, sample in asked])
+
+
+def _check_shape(runner: Runner, task: LongBenchTask, length: int):
+    try:
+        runner.decoding.at(length)
+    except ValueError as error:
+        raise ValueError(f"{task.name}, answers of {length} positions: {error}") from None
 
 
 def _checked(task: LongBenchTask, data: Path) -> list[Sample]:

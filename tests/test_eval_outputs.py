@@ -1,0 +1,36 @@
+"""Results: not replaced by others, and what a journal may be resumed by."""
+
+import dataclasses
+
+import pytest
+
+from dllm_jax.eval import cli
+from dllm_jax.eval.outputs import paths
+
+
+def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
+    common = cli.Common(out=tmp_path, batch=1)
+    run = lambda task="FewShot", **changes: cli.run_tasks(
+        dataclasses.replace(common, **changes), task, (5,), 1
+    )
+    assert run() == 0
+    content = (tmp_path / "tasks-Policy.json").read_text()
+    for changes, reason in (
+        (dict(sampler="Threshold(0.9)"), r"decoding\.sampler was .Confidence.* and would be .Threshold"),
+        (dict(seed=1), r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out"),
+        (dict(model="tiny-dream"), r"model\.identity was"),
+        (dict(task="FewShot(kinds=3)"), r"settings\.task was"),
+        (dict(batch=2), "batch was 1 and would be 2"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run(**changes)
+    assert (tmp_path / "tasks-Policy.json").read_text() == content
+    assert run() == 0
+    (tmp_path / "tasks-Policy.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"not a result of dllm_jax\.eval.*another --out"):
+        run()
+
+
+def test_policies_of_one_file_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'DualCache\(\)' and another .*tasks-DualCache\.json"):
+        paths(tmp_path, "tasks", ("DualCache", "Policy", "DualCache()"))
