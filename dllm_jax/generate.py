@@ -143,7 +143,7 @@ def infill(
     valid = jnp.ones(tokens.shape, bool) if mask is None else mask
     if steps is None:
         steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
-    layout = Layout(0, length, block or length, steps, padded=mask is not None)
+    layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
     return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0))

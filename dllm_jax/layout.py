@@ -36,6 +36,19 @@ class Layout:
                 f"length / block = {self.response} / {self.block} = {self.blocks}"
             )
 
+    @classmethod
+    def of(
+        cls,
+        prompt: int,
+        length: int,
+        block: int | None = None,
+        steps: int | None = None,
+        padded: bool = False,
+    ) -> "Layout":
+        """With the defaults of `generate`: one block, and one step per response position."""
+        block, steps = (length if n is None else n for n in (block, steps))
+        return cls(prompt, length, block, steps, padded)
+
     @property
     def length(self) -> int:
         """Canvas positions `l`."""

@@ -33,7 +33,7 @@ class Preset:
 
     def __post_init__(self):
         if self.length is not None:
-            Layout(1, self.length, self.block or self.length, self.steps or self.length)
+            Layout.of(1, self.length, self.block, self.steps)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, as far as they are published."""

@@ -77,7 +77,7 @@ def prepare(
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
     p = prompt.shape[1]
-    layout = Layout(p, length, block or length, steps or length, padded=mask is not None)
+    layout = Layout.of(p, length, block, steps, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)

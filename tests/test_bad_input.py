@@ -40,6 +40,8 @@ def nothing_compiles():
         (dict(length=-8), "response=-8 must be a whole number of at least 1"),
         (dict(length=10, block=4), "length=10 must be a multiple of block=4"),
         (dict(length=8, block=4, steps=3), "steps=3 must be a multiple of the number of blocks.* = 2"),
+        (dict(block=0), "block=0 must be a whole number of at least 1"),
+        (dict(steps=0), "steps=0 must be a whole number of at least 1"),
         (dict(steps=-1), "steps=-1 must be a whole number of at least 1"),
         (
             dict(prompt_mask=np.ones((2, 5), bool)),

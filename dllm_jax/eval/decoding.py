@@ -33,7 +33,7 @@ class Decoding:
 
     def __post_init__(self):
         if self.length is not None:
-            Layout(1, self.length, self.block or self.length, self.steps or self.length)
+            Layout.of(1, self.length, self.block, self.steps)
             if self.steps is not None and self.steps > self.length:
                 raise ValueError(
                     f"steps={self.steps} must be at most length={self.length}: a step decodes a token or more"
