@@ -119,7 +119,8 @@ def checked(given: Mapping[str, Any]) -> Arguments:
     """The arguments of `--model_args`, and lm_eval's own batch_size, max_batch_size and device.
 
     Raises:
-      ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does not use.
+      ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does
+        not use.
     """
     known = {field.name for field in dataclasses.fields(Arguments)} - {"batch"}
     for name in given.keys() - known - {"batch_size", "max_batch_size", "device"}:
