@@ -52,9 +52,26 @@ def _taking(function, asked: list):
     return called
 
 
-def test_errors_of_the_user_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "tasks", "--policy", "NoSuch", "--model", "tiny-llada"])
+@pytest.mark.parametrize(
+    ("option", "text", "reason"),
+    [
+        ("--policy", "NoSuch", "NoSuch is not one of"),
+        ("--policy", "DKVDecode({[]: 1})", "unhashable type"),
+    ],
+)
+def test_errors_of_the_user_are_one_line(option, text, reason, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "tasks", option, text])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 'NoSuch': NoSuch is not one of")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {text!r}: {reason}")
+
+
+def test_the_defaults_suit_the_default_model(tmp_path, monkeypatch):
+    for words in (["tasks", "--count", "32"], ["recall", "--lengths", "64", "--repeats", "1"]):
+        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words, "--block", "2", "--out", str(tmp_path)])
+        assert command.main() == 0
+    few_shot, needle = (record.read(tmp_path / f"{kind}-Policy.json") for kind in ("tasks", "recall"))
+    assert few_shot["average"] >= 0.8
+    assert (few_shot["decoding"]["length"], needle["decoding"]["length"]) == (2, 4)
+    assert needle["average"] == 1

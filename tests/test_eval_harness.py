@@ -4,6 +4,7 @@ import json
 import math
 import sys
 
+import jax
 import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
@@ -192,6 +193,24 @@ def test_arguments_are_checked_and_presets_are_overridden():
     ):
         with pytest.raises(ValueError, match=reason):
             Arguments("x", **wrong)
+
+
+def test_what_lm_eval_passes_is_checked():
+    from dllm_jax.eval.harness_args import checked
+
+    given = {"pretrained": "x", "batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
+    assert checked(given).batch == 4
+    for wrong, reason in (
+        (dict(batch_size="auto"), "batch_size='auto'.*give a number"),
+        (dict(max_batch_size=8), "max_batch_size=8.*no maximum"),
+        (dict(lenght=4), "lenght=4 is not among the model arguments: .*length, "),
+        (dict(batch=4), "batch=4 is not among"),
+        (dict(device="cuda:7"), "device='cuda:7', but jax computes on"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            checked(given | wrong)
+    with pytest.raises(ValueError, match="pretrained is missing"):
+        checked({})
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dllm_jax import expressions, policies, samplers, tasks
+from dllm_jax import embedded, expressions, policies, samplers, tasks
 from dllm_jax.chat import chat_ids
 from dllm_jax.eval import runner as runner_module
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.opened import open_model
+from dllm_jax.eval.opened import open_model, read_tokenizer
 from dllm_jax.eval.record import fingerprint, provenance, totals
 from dllm_jax.eval.runner import Request, Runner, cut
 from tests.models import tiny
@@ -129,6 +129,12 @@ def test_impossible_lengths_fail_by_request(opened):
     assert entries[0]["answer"] == ANSWERS[0]
     assert f"max_positions={most}" in entries[1]["error"]
     assert "block=2" in entries[2]["error"]
+
+
+def test_a_model_type_unknown_to_transformers_is_no_cause_for_a_warning(caplog):
+    tokenizer = read_tokenizer(embedded.path("tiny-llada"))
+    assert tokenizer.chat_template
+    assert not caplog.records
 
 
 def test_answers_are_cut_at_the_first_stop_string():

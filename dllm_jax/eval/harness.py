@@ -30,11 +30,9 @@ DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an a
 class DllmJax(TemplateLM):
     """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
 
-    def __init__(self, pretrained: str, batch_size: int | str = 1, **arguments: Any):
+    def __init__(self, **arguments: Any):
         super().__init__()
-        for name in ("max_batch_size", "device"):  # lm_eval always passes them; jax chooses the device
-            arguments.pop(name, None)
-        self.arguments = harness_args.Arguments(pretrained=pretrained, batch=int(batch_size), **arguments)
+        self.arguments = harness_args.checked(arguments)
         self.opened, self.runner = self.arguments.open()
         self.tokenizer = self.opened.tokenizer
         self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))

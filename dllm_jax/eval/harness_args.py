@@ -1,12 +1,17 @@
 """`--model_args` of lm-evaluation-harness's model `dllm_jax`."""
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from typing import Any
 
-from dllm_jax import expressions, presets
+from dllm_jax import expressions, presets, provenance
 from dllm_jax.eval.decoding import Decoding, rescaled
 from dllm_jax.eval.opened import OpenedModel, open_model
 from dllm_jax.eval.runner import Runner
+
+LOG = logging.getLogger(__name__)
+LM_EVAL_DEVICE = "cuda:0"  # what its command line passes if the user gives none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,3 +113,41 @@ class Arguments:
         if tokenizer.bos_token is None:
             raise ValueError("add_bos=True, but the tokenizer has no beginning-of-text token")
         return tokenizer.bos_token
+
+
+def checked(given: Mapping[str, Any]) -> Arguments:
+    """The arguments of `--model_args`, and lm_eval's own batch_size, max_batch_size and device.
+
+    Raises:
+      ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does
+        not use.
+    """
+    known = {field.name for field in dataclasses.fields(Arguments)} - {"batch"}
+    for name in given.keys() - known - {"batch_size", "max_batch_size", "device"}:
+        raise ValueError(
+            f"{name}={given[name]!r} is not among the model arguments: {', '.join(sorted(known))}"
+        )
+    if "pretrained" not in given:
+        raise ValueError("pretrained is missing: --model_args pretrained=DIR, a checkpoint to evaluate")
+    size, most = given.get("batch_size") or 1, given.get("max_batch_size")
+    if most is not None or not str(size).isdecimal():
+        raise ValueError(
+            f"batch_size={size!r}, max_batch_size={most!r}: no size is found automatically; give a number, "
+            "--batch_size 8, and no maximum"
+        )
+    _check_device(given.get("device"))
+    return Arguments(batch=int(size), **{name: value for name, value in given.items() if name in known})
+
+
+def _check_device(name: str | None):
+    """lm_eval's device is torch's; jax has its own, which must be what the user asks for."""
+    platform = provenance.device().platform
+    asked, _, index = (name or platform).partition(":")
+    if {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked) == platform and index in ("", "0"):
+        return
+    reason = (
+        f"device={name!r}, but jax computes on {platform}; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose it"
+    )
+    if name != LM_EVAL_DEVICE:
+        raise ValueError(f"{reason}: leave the device out")
+    LOG.warning(reason)

@@ -67,8 +67,8 @@ class Journal:
     def _check_origin(self, line: Any):
         if not isinstance(line, dict) or not isinstance(line.get("origin"), dict):
             raise ValueError(
-                f"{self.path}: does not begin with the device and versions of its answers; choose "
-                "another file or --out, or delete it"
+                f"{self.path}: does not begin with the device and versions of its answers; choose another "
+                "file or --out, or delete it"
             )
         then, now = line["origin"], origin()
         changed = [

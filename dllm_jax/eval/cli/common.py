@@ -19,6 +19,7 @@ from dllm_jax.eval.runner import Runner
 from dllm_jax.eval.schema import Row
 
 R = TypeVar("R", bound=Row)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +62,34 @@ class Common:
         chosen = rounded_up(needed, self.block or needed) if self.length is None else self.length
         return dataclasses.replace(self, length=chosen)
 
-    def runners(self, opened: OpenedModel) -> dict[str, Runner]:
-        """A runner per policy, by the policy's text."""
-        sampler = expressions.sampler(self.sampler)
+    def decodings(self) -> dict[str, Decoding]:
+        """The settings per policy, by the policy's text.
+
+        Raises:
+          ValueError: no such policy or sampler, or arguments or sizes that it refuses.
+        """
+        sampler = parsed(expressions.sampler, self.sampler)
         shape = (self.length, self.block, self.steps)
-        decoding = {
-            text: Decoding(*shape, expressions.policy(text), sampler, self.stop_at_eos, self.seed)
+        return {
+            text: Decoding(*shape, parsed(expressions.policy, text), sampler, self.stop_at_eos, self.seed)
             for text in self.policy
         }
+
+    def runners(self, opened: OpenedModel) -> dict[str, Runner]:
+        """A runner per policy, by the policy's text."""
         limits = (self.batch, self.bucket, self.max_positions)
         return {
             text: opened.runner(chosen, *limits, progress=sys.stderr.isatty())
-            for text, chosen in decoding.items()
+            for text, chosen in self.decodings().items()
         }
+
+
+def parsed(read: Callable[[str], T], text: str) -> T:
+    """What a constructor call makes; a TypeError, of an argument of the wrong kind, becomes a ValueError."""
+    try:
+        return read(text)
+    except TypeError as error:
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 Flat = Annotated[Common, tyro.conf.arg(name="")]  # options without a prefix
@@ -103,6 +119,7 @@ def evaluate(
       ValueError: a result would replace one with other settings, see `outputs.check`; two policies are one.
     """
     console = rich.console.Console()
+    common.decodings()  # refused before anything is loaded
     opened = open_model(common.model, common.dtype, common.rope_factor, common.tokenizer)
     runners = common.runners(opened)
     journal = Journal(common.out / "journal.jsonl")

@@ -3,14 +3,14 @@
 from dllm_jax import expressions
 from dllm_jax import tasks as task_module
 from dllm_jax.eval import tasks
-from dllm_jax.eval.cli.common import DEFAULTS, Flat, evaluate
+from dllm_jax.eval.cli.common import DEFAULTS, Flat, evaluate, parsed
 from dllm_jax.tasks import Task
 
 
 def run_tasks(
     common: Flat = DEFAULTS,
-    task: str = "Recall",
-    sizes: tuple[int, ...] = (2, 4, 8),
+    task: str = "FewShot",
+    sizes: tuple[int, ...] = (5,),
     count: int = 32,
 ) -> int:
     """Exact match on held-out examples of a task of `dllm_jax.tasks`.
@@ -20,10 +20,10 @@ def run_tasks(
     Args:
       common: model and decoding.
       task: the task, as a constructor call.
-      sizes: of its examples.
+      sizes: of its examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
       count: examples of each size.
     """
-    chosen = expressions.construct(task, task_module, Task)
+    chosen = parsed(lambda text: expressions.construct(text, task_module, Task), task)
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
     run = lambda runner, journal: tasks.evaluate(runner, chosen, sizes, count, common.seed, journal)
     common = common.with_length(tasks.response(chosen, sizes))
