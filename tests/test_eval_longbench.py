@@ -127,7 +127,7 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
 def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
-    common = lambda **options: cli.Common(block=8, out=tmp_path / "out", **options)
+    common = lambda out="out", **options: cli.Common(block=8, out=tmp_path / out, **options)
     run = lambda common, **options: cli.run_longbench(tmp_path, common, tasks=("trec",), **options)
     assert run(common(steps=16), answer_length=16) == 0
     found = record.read(tmp_path / "out" / "longbench-Policy.json")
@@ -139,7 +139,7 @@ def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
         (dict(length=512), dict(answer_length=16), "--length 512 and --answer-length 16: give one"),
     ):
         with pytest.raises(ValueError, match=reason):
-            run(common(**wrong), **options)
+            run(common("other", **wrong), **options)
 
 
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
