@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from bench.policies_grid import LONG, SHORT, Setting, calibrated
 from dllm_jax.chat import decode_answers
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.eval.record import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.parameters import initialise
@@ -92,7 +92,7 @@ def _embedded(
 ) -> Workload:
     """An embedded model on a task; layer budgets are calibrated on training prompts."""
     path = dj.embedded.path(name)
-    model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = dj.load(path), read_tokenizer(path)
     known = examples(task, 31, size, CALIBRATION, "train")
     profile = calibrate(model, prompt_arrays(tokenizer, known, model.spec.eos_id)[0], shape["length"])
     wanted = examples(task, 31, size, prompts, "held_out")

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import rich.console
 import tyro
-from transformers import AutoTokenizer
 
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.demo import show
 from dllm_jax.demo.measure import Questions, Row, measure, questions
 from dllm_jax.generate import generate
@@ -73,7 +73,7 @@ def main():
     console = rich.console.Console()
     tables = []
     for name in options.models:
-        model, tokenizer = _converted(console, name), AutoTokenizer.from_pretrained(embedded.path(name))
+        model, tokenizer = _converted(console, name), read_tokenizer(embedded.path(name))
         for kind in KINDS:
             asked = _held_out(options, kind, tokenizer, model)
             rows = measure(

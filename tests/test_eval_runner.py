@@ -4,10 +4,11 @@ import pytest
 
 from dllm_jax import embedded, expressions, policies, samplers, tasks
 from dllm_jax.chat import chat_ids
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.eval import runner as runner_module
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.opened import open_model, read_tokenizer
+from dllm_jax.eval.opened import open_model
 from dllm_jax.eval.record import fingerprint, provenance, totals
 from dllm_jax.eval.runner import Request, Runner, cut
 from tests.models import tiny

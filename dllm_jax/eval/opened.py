@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.locate import locate
-from dllm_jax.eval import utf8
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.record import fingerprint
 from dllm_jax.eval.runner import Runner
@@ -63,16 +62,3 @@ def open_model(
     identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={rope_factor:g}"
     read = read_tokenizer(path if tokenizer is None else locate(tokenizer))
     return OpenedModel(name, model, read, identity)
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint's directory.
-
-    For a model type that transformers does not know, `AutoTokenizer` reads config.json as a plain
-    configuration, and warns that the model may not work. Given that configuration, it does not.
-    """
-    path = folder / "config.json"
-    config = utf8.read_json(path) if path.is_file() else {}
-    if config.get("model_type", "llama") in CONFIG_MAPPING:
-        return AutoTokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder, config=PretrainedConfig.from_dict(config))
