@@ -123,13 +123,13 @@ HISTORY = """\
 The one that ships did not come from a single run: {}, and the length of the decay was changed on the way. The
 command makes another of its kind."""
 LLADA = "until step 2850 chains were written in another form, until step 6700 the longest had 32 letters"
-DREAM = "until step 6500 needles of 256 tokens had to be mastered, until 9300 they were rehearsed less"
+DREAM = "until step 6500 needles of 256 tokens had to be mastered, until 10900 their weights were others"
 RECIPES = {
     "tiny-llada": dataclasses.replace(
         recipe_for("llada", Rehearsed(8, (1, 3, 3)), 10200, 4200), history=HISTORY.format(LLADA)
     ),
     "tiny-dream": dataclasses.replace(
-        recipe_for("dream", Rehearsed(3, (14, 4, 0.5)), 10900, 5400), history=HISTORY.format(DREAM)
+        recipe_for("dream", Rehearsed(4, (8, 8, 4)), 14700, 8000), history=HISTORY.format(DREAM)
     ),
 }
 
