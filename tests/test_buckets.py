@@ -18,7 +18,7 @@ from tests.test_policies import prompts, short
 OPTIONS = dict(length=8, block=4)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_the_bucket_changes_nothing(policy, family):

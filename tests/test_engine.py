@@ -147,7 +147,7 @@ def test_parameters_have_gradients():
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads.params))
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.02)], ids=short)
 def test_stopping_at_eos_keeps_the_answer(policy, sampler):

@@ -61,7 +61,7 @@ def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
     np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", CACHED, ids=short)
 def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
@@ -74,7 +74,7 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
     assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-5
 
 
-@pytest.mark.rotate
+@pytest.mark.rotate(every=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
@@ -92,7 +92,7 @@ def test_a_batch_row_equals_the_row_alone(row, policy, sampler, family):
         np.testing.assert_allclose(ours[row], single[0], rtol=1e-6)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", CACHED, ids=short)
 def test_widths_change_nothing(policy, family):
@@ -116,7 +116,7 @@ def test_widths_change_nothing(policy, family):
         np.testing.assert_allclose(finite(own.trace.score), finite(other.trace.score), atol=1e-5)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_padding_is_inert(policy, family):
@@ -134,7 +134,7 @@ def test_padding_is_inert(policy, family):
     np.testing.assert_allclose(finite(plain.trace.score), finite(other.trace.score), atol=1e-6)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", [c.lossless for c in CASES.values() if c.lossless], ids=short)
 def test_reuse_is_exact_when_nothing_changed(policy, family):
@@ -155,7 +155,7 @@ class Frozen(samplers.Confidence):
         return jnp.zeros(score.shape, bool)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_bfloat16_runs_and_commits_everything(policy, family):
@@ -187,7 +187,7 @@ def test_nothing_is_left_masked_or_the_combination_is_refused(policy, sampler, f
         assert not (np.asarray(run().tokens) == model.spec.mask_id).any()
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_guidance_goes_with_every_policy(policy, family):
