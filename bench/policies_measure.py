@@ -9,7 +9,7 @@ import numpy as np
 
 import dllm_jax as dj
 from bench.policies_grid import EXACT, Setting
-from bench.policies_rows import named
+from bench.policies_rows import find, named
 from bench.policies_speed import PROGRAMS, Timing, time_the_rest
 from bench.policies_workloads import Workload
 
@@ -26,19 +26,14 @@ def stages(workload: Workload, earlier: dict[str, Any], timing: Timing | None) -
     about = workload.described
     same = all(earlier.get(key, "") == value for key, value in about.items() if key != "date")
     results: dict[str, Any] = earlier if same else about | {"rows": []}
-    rows = {setting: _had(workload, results, setting) for setting in workload.grid}
+    # by the curve too: with one block there is, "one block" is named like the rest
+    rows = {setting: find(results, setting, curve=setting.curve) for setting in workload.grid}
     if missing := [setting for setting, row in rows.items() if row is None]:
         rows |= measure(workload, missing)
         results = results | about | {"rows": list(rows.values())}
         yield results
     if timing and any("speed_range" not in row for row in results["rows"]):
         yield time_the_rest(workload, results, timing)
-
-
-def _had(workload: Workload, results: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
-    """The setting's row, by its curve too: with one block there is, "one block" is named like the rest."""
-    wanted = named(setting, workload.length, workload.block) | {"curve": setting.curve}
-    return next((row for row in results["rows"] if wanted.items() <= row.items()), None)
 
 
 def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[str, Any]]:

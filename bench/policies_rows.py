@@ -26,7 +26,7 @@ def read(row: dict[str, Any], length: int) -> Setting:
     )
 
 
-def find(workload: dict[str, Any], setting: Setting) -> dict[str, Any] | None:
-    """The row of a setting in a workload's results, None if there is none."""
-    wanted = named(setting, workload["length"], workload["block"])
+def find(workload: dict[str, Any], setting: Setting, **also: Any) -> dict[str, Any] | None:
+    """The row of a setting in a workload's results, None if there is none; `also` are more of its fields."""
+    wanted = named(setting, workload["length"], workload["block"]) | also
     return next((row for row in workload["rows"] if wanted.items() <= row.items()), None)

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
@@ -81,5 +80,5 @@ def pad(
     """
     batch, length = prompt.shape
     extra = ladder.fit(length) - length
-    mask = host.place(np.ones((batch, length)), bool) if mask is None else mask
+    mask = host.ones((batch, length)) if mask is None else mask
     return host.pad(prompt, extra, 0, pad_id), host.pad(mask, extra, 0, False)

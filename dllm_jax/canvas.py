@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax import host
@@ -168,7 +167,7 @@ def masked_response(
     prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
 ) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
     """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
-    real = host.place(np.ones(prompt.shape), bool) if mask is None else mask
+    real = host.ones(prompt.shape) if mask is None else mask
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 
 

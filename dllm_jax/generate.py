@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -140,7 +139,7 @@ def infill(
     if sampler.cfg_scale > 0:
         raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length = tokens.shape[1]
-    valid = jnp.ones(tokens.shape, bool) if mask is None else mask
+    valid = host.ones(tokens.shape) if mask is None else mask
     if steps is None:
         steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
     layout = Layout.of(0, length, block, steps, padded=mask is not None)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Shaped
 
 
 def place(array: ArrayLike, dtype: DTypeLike) -> Array:
@@ -13,6 +13,11 @@ def place(array: ArrayLike, dtype: DTypeLike) -> Array:
     if isinstance(array, Tracer):
         return array.astype(dtype)
     return jax.device_put(np.asarray(array, dtype))
+
+
+def ones(shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """A mask that is True everywhere."""
+    return place(np.ones(shape), bool)
 
 
 def pad(array: Shaped[Array, "b p"], left: int, right: int, value: int | bool) -> Shaped[Array, "b q"]:

@@ -8,7 +8,7 @@ from dllm_jax.eval.decoding import Decoding
 from dllm_jax.eval.harness_ledger import Both
 from dllm_jax.eval.journal import Journal
 from dllm_jax.eval.likelihoods import Likelihood
-from dllm_jax.eval.record import likelihood_totals
+from dllm_jax.eval.record import cost_totals
 from dllm_jax.eval.runner import Runner
 from tests.models import tiny
 
@@ -56,7 +56,7 @@ def test_a_pair_that_fails_does_not_take_its_mates_along(tmp_path):
     ):
         assert reason in entry["error"]
     assert answers(entries)[0] == pytest.approx(scorer().run(PAIRS[:1], False)[0]["answer"], abs=1e-5)
-    assert likelihood_totals(entries)["failed"] == 3
+    assert cost_totals(entries)["failed"] == 3
 
 
 def test_costs_are_counted_without_padding():
@@ -67,7 +67,7 @@ def test_costs_are_counted_without_padding():
     assert [entry["forwards"] for entry in guided] == [2, 2, 2, 8]
     greedy = scorer().run(PAIRS, True)
     assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
-    assert likelihood_totals(greedy)["forwards"] == 7 + 5
+    assert cost_totals(greedy)["forwards"] == 7 + 5
 
 
 def test_what_determines_a_result_is_in_its_key():

@@ -82,7 +82,7 @@ class DllmJax(TemplateLM):
                 **record.provenance(self.runner, self.opened.name),
                 "totals": {
                     "generate_until": record.totals(self.answers),
-                    "loglikelihood": record.likelihood_totals(self.likelihoods),
+                    "loglikelihood": record.cost_totals(self.likelihoods),
                 },
             }
         }

@@ -13,11 +13,11 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval import utf8
 from dllm_jax.eval.runner import Request, Runner
 from dllm_jax.eval.schema import (
+    Costs,
     Decoded,
     DecodingCosts,
     DecodingTotals,
     Entry,
-    Estimated,
     Provenance,
     Record,
     Row,
@@ -71,25 +71,20 @@ def totals(entries: Sequence[Entry]) -> DecodingTotals:
     good = [cast(Decoded, entry) for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]
     time = sum(entry["seconds"] for entry in warm)
-    total = lambda name: sum(entry[name] for entry in good)
     speed = lambda name: sum(entry[name] for entry in warm) / time if warm else None
     return {
-        "requests": len(entries),
-        "failed": len(entries) - len(good),
-        "forwards": total("forwards"),
-        "computed": total("computed"),
-        "tokens": total("tokens"),
-        "tokens_with_eos": total("tokens_with_eos"),
-        "seconds": total("seconds"),
+        **cost_totals(entries),
+        "tokens": sum(entry["tokens"] for entry in good),
+        "tokens_with_eos": sum(entry["tokens_with_eos"] for entry in good),
         "warm_seconds": time,
         "tokens_per_second": speed("tokens"),
         "tokens_with_eos_per_second": speed("tokens_with_eos"),
     }
 
 
-def likelihood_totals(entries: Sequence[Entry]) -> Totals:
-    """Sums over the log-likelihoods that did not fail."""
-    good = [cast(Estimated, entry) for entry in entries if entry["error"] is None]
+def cost_totals(entries: Sequence[Entry]) -> Totals:
+    """Sums over the requests that did not fail, decoded or log-likelihoods."""
+    good = [cast(Costs, entry) for entry in entries if entry["error"] is None]
     total = lambda name: sum(entry[name] for entry in good)
     return {
         "requests": len(entries),

@@ -75,13 +75,10 @@ class Common:
             for text in self.policy
         }
 
-    def runners(self, opened: OpenedModel) -> dict[str, Runner]:
-        """A runner per policy, by the policy's text."""
+    def runner(self, opened: OpenedModel, decoding: Decoding) -> Runner:
+        """Decodes with these settings."""
         limits = (self.batch, self.bucket, self.max_positions)
-        return {
-            text: opened.runner(chosen, *limits, progress=sys.stderr.isatty())
-            for text, chosen in self.decodings().items()
-        }
+        return opened.runner(decoding, *limits, progress=sys.stderr.isatty())
 
 
 def parsed(read: Callable[[str], T], text: str) -> T:
@@ -119,9 +116,9 @@ def evaluate(
       ValueError: a result would replace one with other settings, see `outputs.check`; two policies are one.
     """
     console = rich.console.Console()
-    common.decodings()  # refused before anything is loaded
+    decodings = common.decodings()  # refused before anything is loaded
     opened = open_model(common.model, common.dtype, common.rope_factor, common.tokenizer)
-    runners = common.runners(opened)
+    runners = {text: common.runner(opened, decoding) for text, decoding in decodings.items()}
     journal = Journal(common.out / "journal.jsonl")
     settings = {**settings, "tokenizer": common.tokenizer, "seed": common.seed}
     paths = outputs.paths(common.out, kind, common.policy)
