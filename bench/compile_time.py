@@ -15,9 +15,9 @@ import rich.table
 import tyro
 
 import dllm_jax as dj
-from bench import models, report
-from bench.measure import Run, program
-from dllm_jax.parameters import abstract
+from bench.shared import models, report
+from bench.shared.measure import Run, program
+from dllm_jax.nn.parameters import abstract
 
 
 def cost(spec: dj.ModelSpec, dtype: str, run: Run) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def main(
     """Compiles and prints.
 
     Args:
-      name: a shape, see `bench.models.SHAPES`.
+      name: a shape, see `bench.shared.models.SHAPES`.
       prompt: positions.
       length: response positions.
       block: positions per block.

@@ -23,11 +23,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bench.models import shape
+from bench.shared.models import shape
 from dllm_jax import ModelSpec
-from dllm_jax.checkpoint.convert import LIBRARIES
+from dllm_jax.checkpoint.conversion import LIBRARIES
 from dllm_jax.checkpoint.families import family_of, spec_to_config
-from dllm_jax.checkpoint.names import foreign_shape, units
+from dllm_jax.checkpoint.names.table import foreign_shape, units
 from dllm_jax.checkpoint.writer import plan, write
 from dllm_jax.provenance import now, versions
 

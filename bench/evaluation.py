@@ -16,7 +16,8 @@ import rich.table
 import tyro
 
 from dllm_jax import embedded
-from dllm_jax.eval import cli, record
+from dllm_jax.eval import cli
+from dllm_jax.eval.results import record
 
 POLICIES = ("Policy", "PrefixCache", "DualCache")
 DEPTHS = tuple(100 * i / 15 for i in range(16))

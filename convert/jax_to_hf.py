@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from dllm_jax.checkpoint import export
-from dllm_jax.script import plain_errors
+from dllm_jax.command_line import plain_errors
 
 
 def main(

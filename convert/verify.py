@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dllm_jax.checkpoint import Tolerance, verify
 from dllm_jax.checkpoint.report import table
-from dllm_jax.script import plain_errors
+from dllm_jax.command_line import plain_errors
 
 
 def main(

@@ -1,38 +1,68 @@
 """dllm_jax: diffusion language models (LLaDA, Dream) in JAX, with cache policies one file each.
 
 Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
-`q` computed rows, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,
+`q` computed positions, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,
 `f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps.
 """
+
+import importlib.metadata
 
 # isort: off
 
 # Models
-from dllm_jax.checkpoint import load as load
-from dllm_jax.model import Model as Model
-from dllm_jax.model import forward as forward
-from dllm_jax.model import hidden_states as hidden_states
-from dllm_jax.spec import ModelSpec as ModelSpec
+from dllm_jax.checkpoint import load
+from dllm_jax.nn.model import Model, forward, hidden_states
+from dllm_jax.nn.spec import ModelSpec
 
-# What to decode with
-from dllm_jax import policies as policies
-from dllm_jax import samplers as samplers
+# What to decode with; what policies are written in and made of
+from dllm_jax import eviction, nn, policies, samplers, state
 
 # Decoding
-from dllm_jax.layout import Layout as Layout
-from dllm_jax.generate import Output as Output
-from dllm_jax.generate import generate as generate
-from dllm_jax.generate import infill as infill
-from dllm_jax.explain import explain as explain
-from dllm_jax.chat import chat as chat
+from dllm_jax.state.layout import Layout
+from dllm_jax.decoding.generate import Output, generate, infill
+from dllm_jax.decoding.explain import explain
+from dllm_jax.decoding.chat import chat
 
 # Few compiled programs for requests of all lengths
-from dllm_jax import buckets as buckets
-from dllm_jax.warmup import warmup as warmup
+from dllm_jax.decoding import buckets
+from dllm_jax.decoding.warmup import warmup
 
 # Scoring
-from dllm_jax.likelihood import log_likelihood as log_likelihood
+from dllm_jax.decoding.likelihood import log_likelihood
 
 # Models that ship with the package, published settings
-from dllm_jax import embedded as embedded
-from dllm_jax.published import presets as presets
+from dllm_jax import embedded
+from dllm_jax.published.presets import presets
+
+# isort: on
+
+__version__ = importlib.metadata.version("dllm-jax")
+
+__all__ = [
+    "Layout",
+    "Model",
+    "ModelSpec",
+    "Output",
+    "buckets",
+    "chat",
+    "embedded",
+    "eviction",
+    "explain",
+    "forward",
+    "generate",
+    "hidden_states",
+    "infill",
+    "load",
+    "log_likelihood",
+    "nn",
+    "policies",
+    "presets",
+    "samplers",
+    "state",
+    "warmup",
+]
+
+
+def __dir__() -> list[str]:
+    """Public names and packages; modules that only the library imports stay out of completion."""
+    return [*__all__, "__version__", "checkpoint", "decoding", "published"]

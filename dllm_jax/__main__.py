@@ -16,11 +16,11 @@ import tyro
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding.generate import generate
 from dllm_jax.demo import show
 from dllm_jax.demo.measure import Questions, Row, measure, questions
-from dllm_jax.generate import generate
-from dllm_jax.model import Model
-from dllm_jax.parameters import count
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import count
 from dllm_jax.policies import DualCache, Policy, PrefixCache
 from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Task, examples, needle

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.canvas import Canvas, begin
-from dllm_jax.layout import Layout
-from dllm_jax.parameters import abstract
+from dllm_jax.nn.parameters import abstract
+from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.layout import Layout
 
 FAMILIES = ("llada", "dream")
 

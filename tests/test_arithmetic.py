@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.lax import Precision
 
-from dllm_jax import arithmetic
-from dllm_jax.arithmetic import einsum, precision
+from dllm_jax.nn import arithmetic
+from dllm_jax.nn.arithmetic import einsum, precision
 
 rms_norm = jax.jit(arithmetic.rms_norm, static_argnums=2)
 rope_table = jax.jit(arithmetic.rope_table, static_argnums=(0, 1, 2))

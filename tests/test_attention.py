@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.attention import attention, head_mean, key_mask, length_mask, received
-from dllm_jax.query_chunks import rows_at_once
+from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
+from dllm_jax.nn.query_chunks import rows_at_once
 
 SHAPES = [  # query heads, kv heads, head width
     (4, 4, 64),

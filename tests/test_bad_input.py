@@ -7,7 +7,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine import denoise
+from dllm_jax.decoding.loop import denoise
 from tests.models import tiny
 
 GOOD = np.full((2, 6), 3)

@@ -16,27 +16,20 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import (
-    compile_time,
-    device,
-    generate,
-    generate_row,
-    growth,
-    kernels,
-    measure,
-    models,
-    prepared,
-    steps,
-    tables,
-)
-from bench import roofline as predictions
-from bench.forecast import Forecast
-from bench.grid import Grid
-from bench.kernel_cases import FAMILIES
-from bench.prepared import Limits
+from bench import compile_time, growth
+from bench.generate import __main__ as generate
+from bench.generate import prepared, tables
+from bench.generate import row as generate_row
+from bench.generate.prepared import Limits
+from bench.kernels import __main__ as kernels
+from bench.kernels.cases import FAMILIES
+from bench.roofline import __main__ as predictions
+from bench.roofline.forecast import Forecast
+from bench.shared import device, measure, models, steps
+from bench.shared.grid import Grid
 from dllm_jax import roofline
-from dllm_jax.parameters import abstract
-from dllm_jax.record import Stats
+from dllm_jax.decoding.stats import Stats
+from dllm_jax.nn.parameters import abstract
 from dllm_jax.roofline import Hardware
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
@@ -148,9 +141,10 @@ def test_documented_commands_parse(command):
     module, *arguments = shlex.split(command.split(" > ")[0].split("(")[0])
     if module == "bench.peer_torch":
         pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
-    main = importlib.import_module(module).main
+    folder = pathlib.Path(__file__).parents[1] / module.replace(".", "/")
+    main = importlib.import_module(f"{module}.__main__" if folder.is_dir() else module).main
     called = functools.wraps(main)(lambda *given, **named: True)
-    needs = module in ("bench.tables",) and not arguments
+    needs = module in ("bench.generate.tables",) and not arguments
     assert needs or tyro.cli(called, args=arguments)
 
 
@@ -268,7 +262,7 @@ def test_growth_has_a_knee():
 
 def test_peer_needs_torch_or_decodes_as_many_tokens():
     torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
-    from bench import peer_torch
+    from bench.peer_torch import __main__ as peer_torch
 
     torch.set_num_threads(1)  # more of them spin where the cores are taken
     spec = models.shape("tiny")

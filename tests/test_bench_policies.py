@@ -1,4 +1,4 @@
-"""bench/policies.py, its grid, its figures and the table of the papers' orderings."""
+"""bench.policies, its grid, its figures and the table of the papers' orderings."""
 
 import dataclasses
 import json
@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench import orderings, plots, policies, policies_rows, summary
-from bench.policies_grid import EXACT, LONG, SHORT, Setting, calibrated
-from bench.policies_speed import Timing
-from bench.policies_workloads import Workload
+from bench.policies import __main__ as policies
+from bench.policies import orderings, plots, summary
+from bench.policies import rows as policies_rows
+from bench.policies.grid import EXACT, LONG, SHORT, Setting, calibrated
+from bench.policies.speed import Timing
+from bench.policies.workloads import Workload
 from dllm_jax import samplers
-from dllm_jax.expressions import call
+from dllm_jax.published.expressions import call
 from tests.models import FAMILIES, canvas, random_tokens, tiny
 
 GRIDS = {"short": SHORT, "long": LONG}

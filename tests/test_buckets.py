@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.buckets import Ladder, geometric
-from dllm_jax.engine import denoise
+from dllm_jax.decoding.buckets import Ladder, geometric
+from dllm_jax.decoding.loop import denoise
 from tests.models import FAMILIES, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.programs import compilations

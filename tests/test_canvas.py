@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 import dllm_jax as dj
-from dllm_jax.canvas import begin, masks_in_block, repeat, write
-from dllm_jax.layout import Layout
-from dllm_jax.rows import Rows, whole_rows
+from dllm_jax.state.canvas import begin, masks_in_block, repeat, write
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, whole_rows
 from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
 
 PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt

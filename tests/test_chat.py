@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dllm_jax import embedded
-from dllm_jax.chat import chat_ids, encode_chats
+from dllm_jax.decoding.chat import chat_ids, encode_chats
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def die_at(moment):
         return wrapper
 
     if job == "convert":
-        sys.modules["dllm_jax.checkpoint.convert"].write_unit = counted(converted.write_unit)
+        sys.modules["dllm_jax.checkpoint.conversion"].write_unit = counted(converted.write_unit)
     else:
         np.ascontiguousarray = counted(np.ascontiguousarray)
     Path.rename = counted(Path.rename)

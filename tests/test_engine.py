@@ -11,8 +11,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine import denoise
-from dllm_jax.step import Plan
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.step import Plan
 from tests.models import FAMILIES, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.programs import compilations

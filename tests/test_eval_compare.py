@@ -7,8 +7,8 @@ import pytest
 import rich.console
 
 from dllm_jax.eval import cli
-from dllm_jax.eval.compare import bootstrap, compare, tables
-from dllm_jax.eval.record import read
+from dllm_jax.eval.results.comparison import bootstrap, compare, tables
+from dllm_jax.eval.results.record import read
 
 
 def record(scores: dict[str, list[float]], **changes) -> dict:

@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 from dllm_jax.eval import __main__ as command
-from dllm_jax.eval import record
+from dllm_jax.eval.results import record
 
 TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
 BLOCKS = re.findall(r"(\*Runs as printed:\*\n\n)?```bash\n(.*?)```", TEXT, re.DOTALL)

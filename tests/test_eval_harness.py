@@ -60,7 +60,7 @@ def lm():
 
 
 def model(**arguments):
-    from dllm_jax.eval.harness import DllmJax
+    from dllm_jax.eval.harness.model import DllmJax
 
     return DllmJax(
         **{"pretrained": "tiny-llada", "length": 4, "block": 2, "batch_size": 2, "draws": 32, **arguments}
@@ -132,7 +132,7 @@ def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_i
     with pytest.raises(RuntimeError, match=r"1 of 3 requests failed.*11 positions; max_positions=10"):
         first._loglikelihood_tokens(pairs)
     assert [(kind, args) for kind, args, _ in seen] == [("loglikelihood", pairs[i][0]) for i in (0, 1)]
-    monkeypatch.setattr("dllm_jax.eval.likelihoods.log_likelihood", None)  # nothing is computed any more
+    monkeypatch.setattr("dllm_jax.eval.run.likelihoods.log_likelihood", None)  # nothing is computed any more
     again = model(**arguments, failures="empty")
     assert again._loglikelihood_tokens(pairs) == [found for *_, found in seen] + [(-math.inf, False)]
     assert again.get_model_info()["dllm_jax"]["totals"]["loglikelihood"]["failed"] == 1
@@ -182,7 +182,7 @@ def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_give
 
 
 def test_arguments_are_checked_and_presets_are_overridden():
-    from dllm_jax.eval.harness_args import Arguments
+    from dllm_jax.eval.harness.arguments import Arguments
 
     chosen = Arguments("x", preset="llada-8b-instruct/gsm8k", length=128, steps=64).settings()
     assert (chosen["length"], chosen["block"], chosen["steps"]) == (128, 8, 64)
@@ -196,7 +196,7 @@ def test_arguments_are_checked_and_presets_are_overridden():
 
 
 def test_what_lm_eval_passes_is_checked():
-    from dllm_jax.eval.harness_args import checked
+    from dllm_jax.eval.harness.arguments import checked
 
     given = {"pretrained": "x", "batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
     assert checked(given).batch == 4
@@ -214,7 +214,8 @@ def test_what_lm_eval_passes_is_checked():
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
-    from dllm_jax.eval import harness, record
+    from dllm_jax.eval.harness import model as harness
+    from dllm_jax.eval.results import record
 
     monkeypatch.setattr(sys, "argv", ["unchanged"])
     arguments = ["--model", "dllm_jax", "--tasks", "tiny_generate", "--include_path", str(tasks)]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dllm_jax.eval.journal import Journal, origin
+from dllm_jax.eval.run.journal import Journal, origin
 
 
 def entry(key: str, answer: str) -> dict:

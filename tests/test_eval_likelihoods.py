@@ -3,13 +3,13 @@
 import pytest
 import rich.progress
 
-from dllm_jax.eval import likelihoods
-from dllm_jax.eval.decoding import Decoding
-from dllm_jax.eval.harness_ledger import Both
-from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.likelihoods import Likelihood
-from dllm_jax.eval.record import cost_totals
-from dllm_jax.eval.runner import Runner
+from dllm_jax.eval.harness.ledger import Both
+from dllm_jax.eval.results.record import cost_totals
+from dllm_jax.eval.run import likelihoods
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.likelihoods import Likelihood
+from dllm_jax.eval.run.runner import Runner
+from dllm_jax.eval.run.settings import Decoding
 from tests.models import tiny
 
 PAIRS = [((1, 2, 3), (4,)), ((3, 2), (5,)), ((2, 2), (6,)), ((5,), (3, 4))]  # three of a shape, one alone

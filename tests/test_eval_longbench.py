@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from dllm_jax.eval import cli, needle, record
-from dllm_jax.eval.longbench import TASKS, Prompts, Sample, read, truncate
-from dllm_jax.eval.opened import open_model
+from dllm_jax.eval import cli
+from dllm_jax.eval.benchmarks import needle
+from dllm_jax.eval.benchmarks.longbench import TASKS, Prompts, Sample, read, truncate
+from dllm_jax.eval.results import record
+from dllm_jax.eval.run.opened import open_model
 
 TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}
 ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}

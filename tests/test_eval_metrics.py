@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_jax.eval import metrics
-from dllm_jax.eval.longbench.tasks import TASKS
+from dllm_jax.eval.benchmarks.longbench import metrics
+from dllm_jax.eval.benchmarks.longbench.tasks import TASKS
 
 LETTERS = st.text("ab \n", max_size=8)
 

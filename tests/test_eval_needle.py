@@ -6,9 +6,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from dllm_jax.eval import cli, heatmap, needle, recall, record
-from dllm_jax.eval.needle import DUO_ATTENTION, Needle
-from dllm_jax.eval.opened import open_model
+from dllm_jax.eval import cli
+from dllm_jax.eval.benchmarks import needle, recall
+from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
+from dllm_jax.eval.results import heatmap, record
+from dllm_jax.eval.run.opened import open_model
 from dllm_jax.tasks import Recall, asked_pair
 
 HAYSTACK = pathlib.Path(__file__).parent / "data" / "haystack"

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dllm_jax.eval import cli
-from dllm_jax.eval.outputs import paths
+from dllm_jax.eval.results.outputs import paths
 
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):

@@ -2,15 +2,16 @@
 
 import pytest
 
-from dllm_jax import embedded, expressions, policies, samplers, tasks
-from dllm_jax.chat import chat_ids
+from dllm_jax import embedded, policies, samplers, tasks
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.eval import runner as runner_module
-from dllm_jax.eval.decoding import Decoding
-from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.opened import open_model
-from dllm_jax.eval.record import fingerprint, provenance, totals
-from dllm_jax.eval.runner import Request, Runner, cut
+from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.eval.results.record import fingerprint, provenance, totals
+from dllm_jax.eval.run import runner as runner_module
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.opened import open_model
+from dllm_jax.eval.run.runner import Request, Runner, cut
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.published import expressions
 from tests.models import tiny
 
 QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}

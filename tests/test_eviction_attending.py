@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.attention import attention
-from dllm_jax.block import Block
 from dllm_jax.eviction.attending import attend_to_kept, joined
 from dllm_jax.eviction.kept import Kept
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.attention import attention
+from dllm_jax.nn.layer import Block
 from tests.models import spec
 
 LENGTHS = np.array([[[3, 0], [1, 9]], [[7, 2], [0, 0]]])  # [n b k]: of 2 layers, 2 rows, 2 kv heads

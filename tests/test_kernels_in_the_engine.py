@@ -12,8 +12,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import dllm_jax as dj
-from dllm_jax import attention, kernels
-from dllm_jax.explain import Explanation
+from dllm_jax.decoding.explain import Explanation
+from dllm_jax.nn import attention, kernels
 from tests.kernel_cases import some
 from tests.models import tiny
 from tests.replay.case import Case, find

@@ -7,15 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import attention
-from pallas_kernels.received_attention import (
-    HEAD_MEAN,
-    RECEIVED,
-    head_mean,
-    received,
-    reference,
-    xla,
-)
+from dllm_jax.nn import attention
+from pallas_kernels.received_attention import HEAD_MEAN, RECEIVED, head_mean, received, reference, xla
 from pallas_kernels.received_attention.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.attention import attention
+from dllm_jax.nn.attention import attention
 from pallas_kernels.row_attention import OPERATION, gpu, reference, row_attention, xla
 from pallas_kernels.row_attention.shapes import MODELS, SMALL, Shape
 

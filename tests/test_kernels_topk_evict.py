@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dllm_jax import rows, selection
+from dllm_jax.state import rows, selection
 from pallas_kernels.topk_evict import OPERATION, reference, topk_evict, xla
 from pallas_kernels.topk_evict.shapes import MODELS, SMALL, Shape
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.likelihood import stratified_masks, token_cross_entropy
+from dllm_jax.decoding.likelihood import stratified_masks, token_cross_entropy
 from tests.models import FAMILIES, random_tokens, tiny
 
 PROMPT, ANSWER, B = 4, 3, 2

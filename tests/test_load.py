@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
-from dllm_jax.parameters import abstract
-from dllm_jax.sharding import AXES, leaves, shape
+from dllm_jax.nn.parameters import abstract
+from dllm_jax.nn.sharding import AXES, leaves, shape
 from tests.checkpoints import config, save_sharded, shapes, tensors, tiny, write_hf
 
 FAMILIES = ("llada", "dream")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import dllm_jax as dj
-from dllm_jax.sharding import AXES, leaves, sharding
+from dllm_jax.nn.sharding import AXES, leaves, sharding
 
 prompt = np.arange(10).reshape(2, 5)
 llada, dream, converted = sys.argv[1:]

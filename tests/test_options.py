@@ -10,8 +10,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
-from dllm_jax.buckets import Ladder
-from dllm_jax.expressions import call, policy
+from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.published.expressions import call, policy
 from tests.models import tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench.torch_twin import CLASSES, network
+from bench.peer_torch.twin import CLASSES, network
 from dllm_jax.samplers.transfer import dream_times
 from tests.models import cast, random_tokens, tiny
 

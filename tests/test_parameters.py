@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import sharding
-from dllm_jax.parameters import INIT_STD, abstract, count, initialise
+from dllm_jax.nn import sharding
+from dllm_jax.nn.parameters import INIT_STD, abstract, count, initialise
 from tests.models import FAMILIES, spec, tiny
 
 drawn = jax.jit(initialise, static_argnums=0)

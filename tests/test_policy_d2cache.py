@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax.canvas import Canvas
-from dllm_jax.policies import D2Cache, rollout
-from dllm_jax.policies import d2cache_sets as sets
-from dllm_jax.rows import Rows, compact, whole_rows
+from dllm_jax.policies import D2Cache
+from dllm_jax.policies.parts import d2cache_sets as sets
+from dllm_jax.policies.parts import rollout
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Threshold
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows, compact, whole_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
 

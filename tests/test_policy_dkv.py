@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax.cache import Cache
 from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
 from dllm_jax.samplers import Confidence, DreamSchedule
+from dllm_jax.state.cache import Cache
 from tests.models import FAMILIES, canvas, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
 from tests.test_policies import finite, prompts

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax.cache import Cache
 from dllm_jax.policies import DKVGreedy
 from dllm_jax.policies.dkv_greedy import neighbours
 from dllm_jax.samplers import Confidence, DreamSchedule, RandomOrder, Threshold
+from dllm_jax.state.cache import Cache
 from tests.models import FAMILIES, canvas, tiny
 from tests.policy_cases import KEY
 from tests.test_policies import prompts

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_jax import policies
-from dllm_jax.partial import lowest, run_narrowest
-from dllm_jax.rows import Rows
+from dllm_jax.policies.parts.partial import lowest, run_narrowest
+from dllm_jax.state.rows import Rows
 from tests.models import FAMILIES, tiny
 from tests.replay.stepping import states
 from tests.test_policies import prompts

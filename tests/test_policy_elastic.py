@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.attention import attention, weights
-from dllm_jax.blocks import behind_first_eos
-from dllm_jax.control import after, when
-from dllm_jax.policies.drift import members, most_attended
+from dllm_jax.decoding.block_schedule import behind_first_eos
+from dllm_jax.nn.attention import attention, weights
+from dllm_jax.policies.parts.control import after, when
+from dllm_jax.policies.parts.drift import members, most_attended
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.policy_cases import KEY
 from tests.test_policies import prompts, short

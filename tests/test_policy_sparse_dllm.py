@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.block import Block
-from dllm_jax.cache import LayerView
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.layer import Block
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
-from dllm_jax.rows import whole_rows
+from dllm_jax.state.cache import LayerView
+from dllm_jax.state.rows import whole_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
 

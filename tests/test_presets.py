@@ -9,10 +9,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, presets, samplers
-from dllm_jax.parameters import abstract, count
-from dllm_jax.preset import read
-from dllm_jax.request import prepare
-from dllm_jax.step import initial
+from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.step import initial
+from dllm_jax.nn.parameters import abstract, count
+from dllm_jax.published.preset import read
 from tests.policy_cases import KEY
 
 PROMPT = np.arange(64)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dllm_jax import rows as library
-from dllm_jax.rows import Rows, whole_rows
+from dllm_jax.state import rows as library
+from dllm_jax.state.rows import Rows, whole_rows
 
 B, L = 2, 7
 sets = hnp.arrays(bool, (B, L))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.layout import Layout
-from dllm_jax.request import row_keys
+from dllm_jax.decoding.request import row_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
+from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
 from tests.models import FAMILIES, random_tokens, tiny
 

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_jax.blocks import advance
-from dllm_jax.canvas import begin, write
-from dllm_jax.layout import Layout
+from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.samplers import (
     CertaintyPrior,
     Confidence,
@@ -25,6 +23,8 @@ from dllm_jax.samplers import (
     RecordedNoise,
     Threshold,
 )
+from dllm_jax.state.canvas import begin, write
+from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
 from tests.models import random_tokens, spec
 

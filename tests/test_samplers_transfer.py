@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_jax import samplers, selection
+from dllm_jax import samplers
 from dllm_jax.samplers import transfer
 from dllm_jax.samplers.certainty_prior import certainty_density
+from dllm_jax.state import selection
 from tests import numpy_sampler as plain
 from tests.models import canvas
 

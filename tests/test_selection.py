@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dllm_jax import selection
+from dllm_jax.state import selection
 
 B, L = 2, 9
 few = settings(max_examples=25)

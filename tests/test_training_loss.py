@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import forward
-from dllm_jax.model import Model
+from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, masked_diffusion_loss
 from dllm_jax.training.loss import T_MIN, draw_masks
 from tests.models import FAMILIES, tiny

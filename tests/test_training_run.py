@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.model import Model
+from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, log, train, train_step
 from tests.models import cast, tiny
 

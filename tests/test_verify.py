@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from dllm_jax.checkpoint import Tolerance, convert, verify
 from dllm_jax.checkpoint.report import table, verdict
-from dllm_jax.checkpoint.verify import compare_logits
+from dllm_jax.checkpoint.verification import compare_logits
 from tests.checkpoints import save_sharded, tiny, write_hf
 
 

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (
-        "dllm_jax/engine.py",
+        "dllm_jax/decoding/loop.py",
         "dllm_jax/configs/models/llada-8b.json",
         "dllm_jax/configs/generation/llada-8b-instruct.toml",
         "dllm_jax/configs/policies/sparse-dllm.toml",

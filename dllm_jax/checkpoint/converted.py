@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.dtypes import supported
 from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.names import Unit, units
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit, units
+from dllm_jax.nn.spec import ModelSpec
 
 SPEC = "spec.json"
 PARAMS = "params"

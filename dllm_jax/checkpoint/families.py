@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.checkpoint import dream, llada
 from dllm_jax.checkpoint.config import Config
-from dllm_jax.checkpoint.names import TensorName
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names import dream, llada
+from dllm_jax.checkpoint.names.table import TensorName
+from dllm_jax.nn.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.dtypes import same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of
-from dllm_jax.checkpoint.names import Unit, check, foreign_shape, to_ours, units
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit, check, foreign_shape, to_ours, units
+from dllm_jax.nn.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {  # safetensors' names of the formats a weight may be stored in

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.names import Unit, units
-from dllm_jax.model import Model
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit, units
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dllm_jax.checkpoint.names import Unit
+from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.source import Source
 
 

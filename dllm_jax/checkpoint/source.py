@@ -10,8 +10,8 @@ import numpy as np
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.locate import locate
-from dllm_jax.checkpoint.names import Unit
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.nn.spec import ModelSpec
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from dllm_jax.checkpoint.hf import INDEX
-from dllm_jax.checkpoint.names import Unit, foreign_shape
-from dllm_jax.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit, foreign_shape
+from dllm_jax.nn.spec import ModelSpec
 
 SHARD_BYTES = 2 * 10**9
 CODES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}

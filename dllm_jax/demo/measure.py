@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.chat import decode_answers
-from dllm_jax.expressions import call
-from dllm_jax.generate import Output, generate
-from dllm_jax.model import Model
+from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.generate import Output, generate
+from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
+from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Sampler
 from dllm_jax.tasks import Example, exact, prompt_arrays
 

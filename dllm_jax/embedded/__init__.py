@@ -1,4 +1,4 @@
-"""Checkpoints that come with the package: tiny, trained by `bench/train_tiny.py`, in Hugging Face layout."""
+"""Checkpoints that come with the package: tiny, trained by `bench.train_tiny`, in Hugging Face layout."""
 
 from importlib import resources
 from pathlib import Path

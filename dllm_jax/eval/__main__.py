@@ -5,8 +5,8 @@ import sys
 
 import tyro
 
+from dllm_jax.command_line import plain_errors
 from dllm_jax.eval import cli
-from dllm_jax.script import plain_errors
 
 COMMANDS = {
     "tasks": cli.run_tasks,
@@ -23,7 +23,7 @@ def main() -> int:
         if importlib.util.find_spec("lm_eval") is None:
             print("error: lm_eval is not installed: pip install 'dllm-jax[harness]'", file=sys.stderr)
             return 2
-        from dllm_jax.eval import harness
+        from dllm_jax.eval.harness import model as harness
 
         return harness.main(sys.argv[2:])
     with plain_errors():

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.block import Block
-from dllm_jax.canvas import Canvas
 from dllm_jax.eviction.kept import Kept
-from dllm_jax.rows import Rows, scatter
+from dllm_jax.nn.layer import Block
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows, scatter
 
 LEAST = 128  # slots of a chunk: fewer would not fill the hardware
 

@@ -6,9 +6,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax import selection
 from dllm_jax.eviction.rounding import conserve
 from dllm_jax.options import check_numbers
+from dllm_jax.state import selection
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.eviction.rounding import Vector, conserve
-from dllm_jax.layout import Layout
 from dllm_jax.options import check_integers, check_numbers, check_profile
+from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)

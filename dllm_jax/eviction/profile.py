@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax import checks
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.attention import attention, key_mask
-from dllm_jax.block import embed, walk
-from dllm_jax.canvas import masked_response
-from dllm_jax.model import Model
-from dllm_jax.partial import cosine
-from dllm_jax.rows import whole_rows
+from dllm_jax.nn.arithmetic import cosine, rope_table
+from dllm_jax.nn.attention import attention, key_mask
+from dllm_jax.nn.layer import embed, walk
+from dllm_jax.nn.model import Model
+from dllm_jax.state import inputs as checks
+from dllm_jax.state.canvas import masked_response
+from dllm_jax.state.rows import whole_rows
 
 
 @jax.jit

@@ -6,11 +6,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.attention import Mask
-from dllm_jax.block import Block
-from dllm_jax.canvas import Canvas
+from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.layer import Block
 from dllm_jax.options import check_integers
-from dllm_jax.rows import Rows
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dllm_jax.policies.dkv import DKVDecode as DKVDecode
 from dllm_jax.policies.dkv_greedy import DKVGreedy as DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill as DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
-from dllm_jax.policies.drift import HeadCosine as HeadCosine
-from dllm_jax.policies.drift import KeyCosine as KeyCosine
 from dllm_jax.policies.elastic import ElasticCache as ElasticCache
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
 from dllm_jax.policies.maskkv import MaskKV as MaskKV
+from dllm_jax.policies.parts.drift import HeadCosine as HeadCosine
+from dllm_jax.policies.parts.drift import KeyCosine as KeyCosine
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
 
 ALL: tuple[Policy, ...] = (

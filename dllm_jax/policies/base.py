@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
-from dllm_jax.model import Model
-from dllm_jax.proposal import Proposal
-from dllm_jax.rows import Rows
-from dllm_jax.spec import ModelSpec
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_flags, check_integers, check_numbers
-from dllm_jax.policies import rollout
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.d2cache_sets import candidates, inflated, prior, topped_up
-from dllm_jax.proposal import Proposal
-from dllm_jax.rows import Rows
-from dllm_jax.spec import ModelSpec
+from dllm_jax.policies.parts import rollout
+from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior, topped_up
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows
 
 
 class Salience(NamedTuple):

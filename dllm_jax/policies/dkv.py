@@ -11,12 +11,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from dllm_jax.cache import Cache
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_choice, check_integers
 from dllm_jax.policies.base import Policy, halvings
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.cache import Cache
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
 from dllm_jax.options import check_choice, check_integers
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dkv import interval
-from dllm_jax.selection import best
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.selection import best
 
 
 @dataclasses.dataclass(frozen=True)

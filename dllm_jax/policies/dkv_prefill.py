@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.attention import key_mask
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
+from dllm_jax.nn.attention import key_mask
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.rows import Rows
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,16 +6,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
+from dllm_jax.nn.arithmetic import cosine
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_integers, check_numbers
-from dllm_jax.partial import cosine, lowest, put_tail, run_narrowest, take_tail
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.branches import Store, branches, write_keys
-from dllm_jax.rows import Rows, gather, scatter
-from dllm_jax.spec import ModelSpec
+from dllm_jax.policies.parts.branches import Store, branches, write_keys
+from dllm_jax.policies.parts.partial import lowest, put_tail, run_narrowest, take_tail
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, gather, scatter
 
 
 @dataclasses.dataclass(frozen=True)

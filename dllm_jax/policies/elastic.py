@@ -6,20 +6,20 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.attention import weights
-from dllm_jax.block import Block
-from dllm_jax.blocks import behind_first_eos
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.control import after
-from dllm_jax.layout import Layout
+from dllm_jax.decoding.block_schedule import behind_first_eos
+from dllm_jax.nn.attention import weights
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_flags, check_integers, check_kinds, check_numbers
 from dllm_jax.policies.base import Policy, halvings
-from dllm_jax.policies.drift import Drift, DriftTest, HeadCosine, members, most_attended
-from dllm_jax.policies.widening import Stored, pass_layer
-from dllm_jax.proposal import Proposal
-from dllm_jax.rows import Rows, gather
-from dllm_jax.spec import ModelSpec
+from dllm_jax.policies.parts.control import after
+from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
+from dllm_jax.policies.parts.widening import Stored, pass_layer
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows, gather
 
 
 @dataclasses.dataclass(frozen=True)

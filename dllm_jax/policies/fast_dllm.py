@@ -4,10 +4,10 @@ import dataclasses
 
 from jaxtyping import Array, Bool
 
-from dllm_jax.cache import Cache
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
 from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)

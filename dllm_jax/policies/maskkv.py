@@ -8,18 +8,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax import eviction
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.kept import Kept, empty
-from dllm_jax.layout import Layout
-from dllm_jax.model import Model
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_flags, check_integers, check_kinds
-from dllm_jax.policies.branches import Store, branches, write_keys
 from dllm_jax.policies.dllm_cache import DLLMCache
-from dllm_jax.rows import Rows
-from dllm_jax.spec import ModelSpec
+from dllm_jax.policies.parts.branches import Store, branches, write_keys
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)

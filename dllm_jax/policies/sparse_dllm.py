@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.attention import Mask, key_mask
-from dllm_jax.block import Block
-from dllm_jax.cache import KV, Cache, LayerView
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
+from dllm_jax.nn.attention import Mask, key_mask
+from dllm_jax.nn.layer import Block
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_choice, check_integers, check_numbers
 from dllm_jax.policies.base import Policy
-from dllm_jax.rows import Rows, compact
-from dllm_jax.selection import best, max_pool, mean_query_score, share
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, compact
+from dllm_jax.state.selection import best, max_pool, mean_query_score, share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.layout import Layout
+from dllm_jax.nn.query_chunks import SCORE_BYTES
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import Policy
-from dllm_jax.query_chunks import SCORE_BYTES
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.schedule import schedule
 from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.layout import Layout
 
 USABLE = 0.92  # share of the memory; the rest goes to the runtime and to fragmentation
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax import policies as p
-from dllm_jax.layout import Layout
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.dkv import Delayed
 from dllm_jax.roofline import statistical
 from dllm_jax.roofline.setting import Assumed, Setting
 from dllm_jax.roofline.steps import Step
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.layout import Layout
 
 
 def schedule(

@@ -3,9 +3,9 @@
 import dataclasses
 
 from dllm_jax import policies as p
-from dllm_jax.layout import Layout
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.roofline.steps import Step
-from dllm_jax.spec import ModelSpec
+from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)

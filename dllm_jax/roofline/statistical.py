@@ -7,7 +7,7 @@ import numpy as np
 
 from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
-from dllm_jax.policies.drift import KeyCosine
+from dllm_jax.policies.parts.drift import KeyCosine
 from dllm_jax.roofline.setting import Setting
 from dllm_jax.roofline.steps import Step
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.roofline.hardware import Hardware
-from dllm_jax.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
 from dllm_jax.options import check_flags, check_integers, check_numbers
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import kept
 from dllm_jax.samplers.noise import Noise, given
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
 
 Alg = Literal["prob", "margin", "entropy"]
 

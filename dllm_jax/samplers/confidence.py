@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.canvas import Canvas
 from dllm_jax.options import check_choice
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import even_schedule
-from dllm_jax.selection import best, ranks
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.selection import best, ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

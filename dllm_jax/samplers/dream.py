@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
 from dllm_jax.options import check_choice, check_numbers
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, given
 from dllm_jax.samplers.transfer import dream_counts, dream_fractions
-from dllm_jax.selection import best
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.selection import best
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 SCORES: dict[str, Alg] = {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from dllm_jax.canvas import Canvas
+from dllm_jax.state.canvas import Canvas
 
 
 @runtime_checkable

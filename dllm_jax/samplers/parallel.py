@@ -6,13 +6,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.canvas import Canvas
-from dllm_jax.layout import Layout
 from dllm_jax.options import check_choice, check_numbers
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
-from dllm_jax.selection import best
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.selection import best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

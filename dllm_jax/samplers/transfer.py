@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.canvas import Canvas
+from dllm_jax.state.canvas import Canvas
 
 
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:

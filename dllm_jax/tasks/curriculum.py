@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.model import Model
-from dllm_jax.spec import ModelSpec
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks.base import Task, examples
 from dllm_jax.tasks.encoding import encode_batch
 from dllm_jax.tasks.scoring import accuracy

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.chat import encode_chats
+from dllm_jax.decoding.chat import encode_chats
 from dllm_jax.tasks.base import Example
 from dllm_jax.training.loss import Batch
 

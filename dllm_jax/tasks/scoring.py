@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.chat import decode_answers
-from dllm_jax.generate import generate
-from dllm_jax.model import Model
+from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.generate import generate
+from dllm_jax.nn.model import Model
 from dllm_jax.tasks.base import Example, exact
 from dllm_jax.tasks.encoding import prompt_arrays
 

@@ -7,7 +7,7 @@ from typing import Any
 import optax
 import optax.contrib
 
-from dllm_jax.parameters import Params
+from dllm_jax.nn.parameters import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dllm_jax.model import Model
+from dllm_jax.nn.model import Model
 from dllm_jax.training import log
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics

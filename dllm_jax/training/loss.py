@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.block import unembed
-from dllm_jax.model import Model, encode
+from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.model import Model, encode
 
 T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from dllm_jax.model import Model
+from dllm_jax.nn.model import Model
 from dllm_jax.training.loss import Batch
 
 Memory = dict[str, Any]

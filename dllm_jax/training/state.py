@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
-from dllm_jax.model import Model
-from dllm_jax.parameters import Params
-from dllm_jax.spec import ModelSpec
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.config import TrainConfig, optimiser
 from dllm_jax.training.loss import Batch, Metrics, masked_diffusion_loss
 
@@ -18,7 +18,7 @@ class TrainState(NamedTuple):
     """Everything that changes.
 
     Attributes:
-      params: see `dllm_jax.parameters`.
+      params: see `dllm_jax.nn.parameters`.
       moments: the optimiser's state.
       step: optimiser steps done.
       key: the run's key; step i draws from `fold_in(key, i)`, so nothing depends on how often a run was

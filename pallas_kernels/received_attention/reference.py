@@ -16,7 +16,7 @@ def received(
 ) -> Float[Array, "b k s"]:
     """Attention that each key receives from the weighted query rows, summed over a kv head's queries.
 
-    As `dllm_jax.attention.received` with a mask of one query row; float32. Rows of weight 0 and invisible
+    As `dllm_jax.nn.attention.received` with a mask of one query row; float32. Rows of weight 0 and invisible
     slots may hold anything, NaN included; the latter receive 0.
 
     Args:
@@ -47,7 +47,7 @@ def head_mean(
 ) -> Float[Array, "b q s"]:
     """Attention weights averaged over all query heads, float32.
 
-    As `dllm_jax.attention.head_mean` with a mask of one query row. Invisible slots may hold anything, NaN
+    As `dllm_jax.nn.attention.head_mean` with a mask of one query row. Invisible slots may hold anything, NaN
     included, and have weight 0; query rows have no influence on one another. Arguments as of `received`.
 
     Raises:

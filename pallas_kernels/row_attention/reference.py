@@ -29,7 +29,7 @@ def row_attention(
 ) -> RowAttention:
     """Softmax attention of a few query rows over many slots; scale 1/sqrt(d), scores and softmax in float32.
 
-    As `dllm_jax.attention.attention` with a mask of one query row. A query that may attend to nothing gives 0
+    As `dllm_jax.nn.attention` with a mask of one query row. A query that may attend to nothing gives 0
     and -inf. Slots that nobody may attend to can hold anything, NaN included, and rows of q have no influence
     on one another.
 

@@ -31,7 +31,7 @@ def token_confidence(
 ) -> TokenConfidence:
     """The best token of each row of logits = hidden head^T and its confidences.
 
-    Logits are float32 and stay so (`dllm_jax.block.unembed` rounds them to the model's dtype). What stands in
+    Logits are float32 and stay so (`unembed` rounds them to the model's dtype). What stands in
     the head from row `valid` on has no influence, NaN included, nor has one row of `hidden` on another.
     Departure from `scores.negative_entropy`: that one adds 1e-10 to p within the logarithm, as the references
     do, which adds at most 1e-10 v (1.3e-5 for LLaDA) to its sum.

@@ -14,7 +14,7 @@ def topk_evict(
 ) -> Int[Array, "b k {width}"]:
     """Positions of the `count` best scores of each head, ascending, padded with l.
 
-    As `dllm_jax.selection.max_pool` and `.best` per head, then `dllm_jax.rows.compact`. Ties go to the lower
+    As `max_pool`, `best` and `compact` of `dllm_jax.state` per head. Ties go to the lower
     position; a score of -inf is never kept, so there may be fewer than `count`. What stands outside of
     `among` has no influence, NaN included.
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.block import embed, unembed, walk
-from dllm_jax.cache import Cache, LayerView
-from dllm_jax.canvas import Canvas, begin
-from dllm_jax.layout import Layout
-from dllm_jax.rows import Rows, compact, whole_rows
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.state.cache import Cache, LayerView
+from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, compact, whole_rows
 from tests.replay.case import Case
 from tests.replay.compare import closely
 

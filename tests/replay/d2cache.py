@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.policies import d2cache_sets as sets
-from dllm_jax.policies import rollout
+from dllm_jax.decoding.step import State
+from dllm_jax.policies.parts import d2cache_sets as sets
+from dllm_jax.policies.parts import rollout
 from dllm_jax.samplers.certainty_prior import certainty_density
-from dllm_jax.step import State
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import states

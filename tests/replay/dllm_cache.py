@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.block import unembed
+from dllm_jax.nn.layer import unembed
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import Logging, states

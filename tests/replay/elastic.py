@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.policies.drift import members
-from dllm_jax.step import State
+from dllm_jax.decoding.step import State
+from dllm_jax.policies.parts.drift import members
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import states

@@ -2,8 +2,8 @@
 
 import json
 
-from dllm_jax.eval import metrics
-from dllm_jax.eval.longbench.tasks import TASKS
+from dllm_jax.eval.benchmarks.longbench import metrics
+from dllm_jax.eval.benchmarks.longbench.tasks import TASKS
 from tests.replay.case import Case
 from tests.replay.compare import closely
 

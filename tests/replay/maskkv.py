@@ -8,11 +8,11 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.attention import attention, key_mask
-from dllm_jax.block import embed, unembed, walk
-from dllm_jax.canvas import Canvas, begin
-from dllm_jax.rows import whole_rows
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.attention import attention, key_mask
+from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.rows import whole_rows
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import Logging, states

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.attention import attention
-from dllm_jax.block import embed, walk
-from dllm_jax.canvas import Canvas, begin
-from dllm_jax.rows import whole_rows
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.attention import attention
+from dllm_jax.nn.layer import embed, walk
 from dllm_jax.samplers.base import score_by
-from dllm_jax.selection import mean_query_score
+from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.rows import whole_rows
+from dllm_jax.state.selection import mean_query_score
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.steps import compare_steps

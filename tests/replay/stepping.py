@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
-from dllm_jax.arithmetic import rope_table
-from dllm_jax.partial import cosine, take_tail
-from dllm_jax.request import prepare
-from dllm_jax.rows import scatter
+from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.nn.arithmetic import cosine, rope_table
+from dllm_jax.policies.parts.partial import take_tail
 from dllm_jax.samplers import Noise
-from dllm_jax.step import Plan, State, initial, step
+from dllm_jax.state.rows import scatter
 
 
 class Log(NamedTuple):

@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import rich.console
 import tyro
 
-from dllm_jax import expressions
-from dllm_jax.eval import outputs, record, show
-from dllm_jax.eval.batches import rounded_up
-from dllm_jax.eval.decoding import Decoding
-from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.opened import OpenedModel, open_model
-from dllm_jax.eval.runner import Runner
-from dllm_jax.eval.schema import Row
+from dllm_jax.eval.results import outputs, record, show
+from dllm_jax.eval.results.schema import Row
+from dllm_jax.eval.run.batches import rounded_up
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.opened import OpenedModel, open_model
+from dllm_jax.eval.run.runner import Runner
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.published import expressions
 
 R = TypeVar("R", bound=Row)
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from pathlib import Path
 import rich.console
 import tyro
 
-from dllm_jax.eval import record
-from dllm_jax.eval.compare import compare, tables
+from dllm_jax.eval.results import record
+from dllm_jax.eval.results.comparison import compare, tables
 
 
 def run_compare(

@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+from dllm_jax.eval.benchmarks.longbench import FILE, Prompts
+from dllm_jax.eval.benchmarks.longbench import evaluation as longbench
 from dllm_jax.eval.cli.common import DEFAULTS, Common, Flat, evaluate
-from dllm_jax.eval.longbench import FILE, Prompts
-from dllm_jax.eval.longbench import evaluate as longbench
 
 
 def run_longbench(

@@ -3,12 +3,13 @@
 import dataclasses
 from pathlib import Path
 
-from dllm_jax.chat import chat_ids
-from dllm_jax.eval import heatmap, needle
+from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.eval.benchmarks import needle
 from dllm_jax.eval.cli.common import DEFAULTS, Flat, evaluate
-from dllm_jax.eval.journal import Journal
-from dllm_jax.eval.runner import Runner
-from dllm_jax.eval.schema import GridRow
+from dllm_jax.eval.results import heatmap
+from dllm_jax.eval.results.schema import GridRow
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.runner import Runner
 
 DEPTHS = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0)
 

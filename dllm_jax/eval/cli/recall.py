@@ -1,8 +1,9 @@
 """`python -m dllm_jax.eval recall`."""
 
-from dllm_jax.eval import heatmap, recall
+from dllm_jax.eval.benchmarks import recall
 from dllm_jax.eval.cli.common import DEFAULTS, Flat, evaluate
 from dllm_jax.eval.cli.needle import DEPTHS
+from dllm_jax.eval.results import heatmap
 
 
 def run_recall(

@@ -1,9 +1,9 @@
 """`python -m dllm_jax.eval tasks`."""
 
-from dllm_jax import expressions
 from dllm_jax import tasks as task_module
-from dllm_jax.eval import tasks
+from dllm_jax.eval.benchmarks import synthetic as tasks
 from dllm_jax.eval.cli.common import DEFAULTS, Flat, evaluate, parsed
+from dllm_jax.published import expressions
 from dllm_jax.tasks import Task
 
 

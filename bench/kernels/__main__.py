@@ -1,0 +1,152 @@
+"""Times every operation of `pallas_kernels`, each implementation: microseconds, GB/s, TFLOP/s, ratio to XLA.
+
+    python -m bench.kernels --out bench/results/kernels_h100.json
+    python -m bench.kernels --small --operations topk_evict --most 1      (on a CPU)
+
+Uses the shapes of real models, or with --small those of the tests. A CPU needs --small: it interprets
+"pallas", whose time there says nothing about the kernel. Bytes are the fewest that must be read and written.
+Implementations are interleaved.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import tyro
+
+from bench.kernels.cases import FAMILIES, Family, Operands
+from bench.shared import device, report
+from dllm_jax.roofline import Hardware
+
+IMPLEMENTATIONS = ("reference", "xla", "pallas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+      operations: names; all if empty.
+      implementations: "reference", "xla", "pallas".
+      small: the small shapes of the tests.
+      most: number of shapes per operation, all if not given.
+      dtype: bfloat16 on accelerators and float32 on CPUs if not given.
+      repeats: timed runs, of which the median counts.
+      calls: calls per timed run; 20 on accelerators and 1 on CPUs if not given.
+      out: JSON file.
+    """
+
+    operations: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    small: bool = False
+    most: int | None = None
+    dtype: str | None = None
+    repeats: int = 7
+    calls: int | None = None
+    out: Path | None = None
+
+    @property
+    def per_run(self) -> int:
+        """Calls per timed run."""
+        return self.calls or (1 if jax.devices()[0].platform == "cpu" else 20)
+
+    def chosen(self) -> list[Family]:
+        """The operations.
+
+        Raises:
+          ValueError: unknown name.
+        """
+        names = [family.operation.name for family in FAMILIES]
+        unknown = set(self.operations) - set(names) | set(self.implementations) - set(IMPLEMENTATIONS)
+        if unknown:
+            raise ValueError(f"{unknown} are not among {', '.join((*names, *IMPLEMENTATIONS))}")
+        return [f for f in FAMILIES if f.operation.name in self.operations or not self.operations]
+
+
+def function(family: Family, implementation: str, case: Operands) -> Callable[..., Any]:
+    """The jitted implementation."""
+    if implementation == "reference":
+        return jax.jit(functools.partial(family.reference, **case.options))
+    choose = lambda *arrays: family.operation.run(arrays, case.options, implementation)  # type: ignore[arg-type]
+    return jax.jit(choose)
+
+
+def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, Any]]:
+    """One row per operation, shape and implementation."""
+    calls = options.per_run
+    for family in options.chosen():
+        for name, shape in list(family.shapes(options.small))[: options.most]:
+            case = family.make(shape, jnp.dtype(dtype))
+            about = {"operation": family.operation.name, "shape": name}
+            serving = {}
+            for implementation in options.implementations:
+                try:
+                    serving[implementation] = _compiled(function(family, implementation, case), case)
+                except NotImplementedError as reason:
+                    yield about | {"implementation": implementation, "error": str(reason)}
+                except jax.errors.JaxRuntimeError as error:
+                    text = str(error).strip() or type(error).__name__
+                    yield about | {"implementation": implementation, "error": text.splitlines()[0]}
+            yield from rows(about, case, serving, options.repeats, calls, roof)
+            del case, serving
+            jax.clear_caches()
+
+
+def _compiled(run: Callable[..., Any], case: Operands) -> Callable[[], Any]:
+    compiled = run.lower(*case.arrays).compile()  # type: ignore[attr-defined]
+    jax.block_until_ready(compiled(*case.arrays))
+    return functools.partial(compiled, *case.arrays)
+
+
+def rows(
+    about: dict[str, Any],
+    case: Operands,
+    serving: dict[str, Callable[[], Any]],
+    repeats: int,
+    calls: int,
+    roof: Hardware,
+) -> list[dict[str, Any]]:
+    """Interleaved times of one shape's implementations."""
+    if not serving:
+        return []
+    repeated = {name: functools.partial(device.several, run, calls) for name, run in serving.items()}
+    times = {name: time.scaled(1 / calls) for name, time in device.interleaved(repeated, repeats).items()}
+    moved = case.bytes(next(iter(serving.values()))())
+    floor = max(moved / roof.bandwidth, case.flops / roof.flops)
+    found = []
+    for name, time in times.items():
+        row = about | {"implementation": name, "us": dataclasses.asdict(time.scaled(1e6))}
+        row |= {"gb_per_s": moved / time.median / 1e9, "tflop_per_s": case.flops / time.median / 1e12}
+        row |= {"over_xla": times["xla"].median / time.median if "xla" in times else None}
+        found.append(row | {"share_of_roofline": floor / time.median})
+    return found
+
+
+def main(options: Annotated[Options, tyro.conf.arg(name="")]):
+    """Measures the operations."""
+    dtype = options.dtype or report.default_dtype()
+    if jax.devices()[0].platform == "cpu" and not options.small:
+        raise SystemExit("A CPU interprets the kernels: pass --small, the models' shapes would take hours.")
+    roof = device.ceilings(dtype, **({"megabytes": 64, "side": 512} if options.small else {}))
+    where = report.provenance(dtype) | {"ceilings": dataclasses.asdict(roof), "calls": options.per_run}
+    console, found = rich.console.Console(width=160, highlight=False), []
+    console.print(where)
+    for row in measure(options, dtype, roof):
+        found.append(row)
+        head = f"{row['operation']:17} {row['shape']:45} {row['implementation']:10}"
+        if "error" in row:
+            console.print(f"{head} {row['error']}")
+        else:
+            ratio = "" if row["over_xla"] is None else f"{row['over_xla']:6.2f} x xla"
+            rates = f"{row['gb_per_s']:8.1f} GB/s {row['tflop_per_s']:7.2f} TFLOP/s {ratio}"
+            console.print(f"{head} {row['us']['median']:10.1f} us {rates}")
+        report.write(options.out, where, rows=found)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

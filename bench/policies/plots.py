@@ -1,0 +1,139 @@
+"""Figures and tables of what bench.policies measured: quality against recomputation and storage.
+
+python -m bench.policies.plots bench/results/policies_cpu.json --out docs
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import tyro
+from matplotlib.axes import Axes
+
+from bench.policies import orderings
+from bench.shared import markdown
+
+MARKERS = "os^vDPX*<>hpd"
+HEAD = """\
+# Policies measured
+
+Made by `bench.policies` and its `plots` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
+`as exact`: tokens equal to those of the exact decoder with the same sampler, block and steps; `computed`:
+positions that went through the network, relative to the first line; `kept`: K/V pairs stored per layer and
+head, and `cache`: bytes of the cache, both per prompt; `speed`: the first line's time over this one's,
+without compilation: the median over turns in which both ran, smallest and largest in brackets. It is left out
+where the largest exceeds {noise} times the smallest: such a ratio is noise.
+"""
+NOISE = 1.5
+ORDERINGS = """
+## What the papers found
+
+Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
+comparisons that the papers make. `within noise`: closer than two standard errors of the difference, as if
+the two sides had answered different prompts, and tokens were independent. `same computation`: the sides
+cannot differ there, since nothing lies behind the block. `both at the floor`: neither is ever right. These
+are models of half a million parameters on synthetic tasks: they can confirm a mechanism, not a number.
+"""
+HEADS = ("policy", "sampler", "block", "steps", "exact match", "as exact", "forwards", "computed", "kept")
+HEADS += ("cache KiB", "speed")
+
+
+def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs")):
+    """A figure per workload, figures/policies-NAME as PNG and SVG, and benchmarks.md with the tables."""
+    report = json.loads(results.read_text())
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    where = {key: report[key] for key in ("device", "jax", "dtype")}
+    pages = [HEAD.format(source=results.as_posix(), noise=NOISE, **where)]
+    for name, workload in report["models"].items():
+        stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
+        figure = draw(f"{name}, {title(workload)}", workload["rows"])
+        for suffix in ("png", "svg"):
+            figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
+        plt.close(figure)
+        about = f"{title(workload)}.{timing(workload)}"
+        pages += [f"\n## {name}\n", f"{about}\n", f"![{name}](figures/{stem}.svg)\n", table(workload)]
+    pages += [ORDERINGS, orderings.table(report["models"])]
+    (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
+
+
+def title(workload: dict[str, Any]) -> str:
+    """Shapes in words."""
+    count, prompt = workload["prompt"]
+    model = f"{workload['layers']} layers of width {workload['width']}"
+    return (
+        f"{model}, {count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
+    )
+
+
+def timing(workload: dict[str, Any]) -> str:
+    """What its speed was measured on, if it was."""
+    if "timed" not in workload:
+        return ""
+    where = workload["timed"]
+    return (
+        f" Speed: {where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}, "
+        f"{where['turns']} turns of {where['batch']} prompts."
+    )
+
+
+def draw(name: str, rows: list[dict[str, Any]]):
+    """Quality against the share recomputed, and against the pairs stored."""
+    quality = "agreement" if rows[0]["accuracy"] is None else "accuracy"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
+    curves(left, rows, "computed", quality)
+    curves(right, rows, "kept_pairs", quality)
+    left.set_xlabel("positions recomputed, share of the exact decoder's")
+    right.set_xlabel("K/V pairs stored per layer and head")
+    left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
+    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.suptitle(name)
+    figure.tight_layout()
+    return figure
+
+
+def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
+    """One curve per policy and variant, its settings in order of x."""
+    colours = plt.get_cmap("tab20")
+    for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
+        points = sorted((row[x], row[y]) for row in rows if row["curve"] == name)
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": colours(i % 20)}
+        axes.plot(*zip(*points, strict=True), label=name, alpha=0.8, **style)
+    axes.grid(alpha=0.3)
+
+
+def table(workload: dict[str, Any]) -> str:
+    """All rows of a workload; without speed if that was not measured in turns with the exact decoder."""
+    heads = HEADS if "timed" in workload else HEADS[:-1]
+    rows = (cells(row)[: len(heads)] for row in workload["rows"])
+    return markdown.table(heads, "ll" + "r" * (len(heads) - 2), rows)
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """A row of the table."""
+    match = "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+    return (
+        f"`{row['policy']}`", f"`{row['sampler'].split('(')[0]}`", row["block"], row["steps"], match,
+        f"{row['agreement']:.1%}", f"{row['forwards']:.1f}", f"{row['computed']:.1%}",
+        f"{row['kept_pairs']:.0f}", f"{row['cache_bytes'] / 1024:.0f}", speed(row),
+    )  # fmt: skip
+
+
+def speed(row: dict[str, Any]) -> str:
+    """The ratio over the exact decoder with its range; empty if it was not measured in turns, or is noise."""
+    if "speed_range" not in row:
+        return ""
+    low, high = row["speed_range"]
+    return "" if high > NOISE * low else f"{row['speed_over_exact']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def _undated(suffix: str) -> dict:
+    return {"Date": None} if suffix == "svg" else {}
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,148 @@
+"""Timing of runs, and the rates this device reaches."""
+
+import dataclasses
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.shared.models import drawn
+from dllm_jax.nn.arithmetic import precision
+from dllm_jax.roofline import HARDWARE, Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Seconds of repeated runs, or another quantity with one value per run.
+
+    Attributes:
+      median: of the values.
+      low: the smallest.
+      high: the largest.
+      values: all of them, in order.
+    """
+
+    median: float
+    low: float
+    high: float
+    values: tuple[float, ...]
+
+    @staticmethod
+    def of(values: list[float]) -> "Time":
+        """Summarises the values."""
+        return Time(statistics.median(values), min(values), max(values), tuple(values))
+
+    def scaled(self, factor: float) -> "Time":
+        """Every value times `factor`."""
+        return Time.of([value * factor for value in self.values])
+
+    def over(self, other: "Time") -> "Time":
+        """Per-turn ratios `self / other`; a single run is reused for every turn."""
+        turns = max(len(self.values), len(other.values))
+        pairs = zip(*(t.values * (turns if len(t.values) == 1 else 1) for t in (self, other)), strict=True)
+        return Time.of([mine / theirs for mine, theirs in pairs])
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall time of one run, results included."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def several(run: Callable[[], Any], calls: int) -> Any:
+    """Calls `run` `calls` times without blocking and returns the last result."""
+    out = None
+    for _ in range(calls):
+        out = run()
+    return out
+
+
+def timed(run: Callable[[], Any], repeats: int, calls: int = 1) -> Time:
+    """Time per call after one warm-up; each run queues `calls` of them and blocks once."""
+    jax.block_until_ready(run())
+    return Time.of([seconds(lambda: several(run, calls)) / calls for _ in range(repeats)])
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Time]:
+    """Times several runs in turns, so that other load on the machine slows all of them alike."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            taken[name].append(seconds(run))
+    return {name: Time.of(values) for name, values in taken.items()}
+
+
+def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: int | None = None) -> Hardware:
+    """Measures the rates of this device, which its other figures are compared with.
+
+    Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix once, as a step of
+    few rows does. Arithmetic is a square matrix product, at the model's precision and in float32. Operands
+    are random.
+
+    Args:
+      dtype: of the operands.
+      repeats: timed runs; the fastest counts.
+      megabytes: size of the streamed matrix.
+      side: of the square matrices.
+    """
+    device = jax.devices()[0]
+    small = device.platform == "cpu"
+    megabytes = megabytes or (256 if small else 2048)
+    calls = 1 if small else 8
+    best = lambda run, *args: timed(lambda: run(*args), repeats, calls).low
+    rows = 64 * (megabytes * 10**6 // (64 * 4096 * jnp.dtype(dtype).itemsize))
+    matrix, vector = _random((rows, 4096), dtype), _random((4096,), dtype)
+    copy = 2 * matrix.nbytes / best(_plus_one, matrix)
+    product = matrix.nbytes / best(_product, matrix, vector)
+    del matrix
+    side = side or (1024 if small else 8192)
+    rates = {}
+    for kind in dict.fromkeys((jnp.dtype(dtype).name, "float32")):
+        square = _random((side, side), kind)
+        rates[kind] = 2 * side**3 / best(_product, square, square)
+    stats = device.memory_stats() or {}
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    capacity = float(stats.get("bytes_limit", host))
+    notes = f"measured: copy {copy:.3g} B/s, matrix times vector {product:.3g} B/s"
+    flops = rates[jnp.dtype(dtype).name]
+    return Hardware(device.device_kind, flops, max(copy, product), capacity, notes, rates["float32"])
+
+
+def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return drawn(jax.random.key(len(shape)), 64, shape, dtype)
+
+
+def nominal(kind: str) -> str | None:
+    """The device's key in `roofline.HARDWARE`, None if it has no entry.
+
+    Args:
+      kind: `device_kind`, e.g. "NVIDIA H100 80GB HBM3", "TPU v5 lite".
+    """
+    known = {"H100": "h100", "H200": "h200", "A100": "a100", "TPU v5 lite": "v5e", "TPU v5e": "v5e"}
+    known |= {"TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "v7x", "TPU v7": "v7x"}
+    found = next((key for name, key in known.items() if re.search(rf"\b{name}", kind)), None)  # not GH200
+    is_sxm = "PCIe" not in kind and "NVL" not in kind and "40GB" not in kind
+    assert found is None or found in HARDWARE
+    return found if is_sxm else None
+
+
+@jax.jit
+def _plus_one(x):
+    return x + 1
+
+
+@jax.jit
+def _product(x, y):
+    return jnp.matmul(x, y, precision=precision(x.dtype))
+
+
+def peak_bytes() -> int | None:
+    """Peak device memory of this process, None if the device does not report it."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")

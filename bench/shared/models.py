@@ -1,0 +1,83 @@
+"""Models to measure: random weights in real or small shapes, made on the device."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import dllm_jax as dj
+from dllm_jax.nn.parameters import INIT_STD, abstract
+
+TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
+SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
+SHAPES = ("llada-8b", "dream-7b", "tiny", "small")
+
+
+def shape(name: str, **changes: Any) -> dj.ModelSpec:
+    """The spec of a real model, or of LLaDA's architecture in a size for CPUs.
+
+    Raises:
+      ValueError: the name is not among SHAPES.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
+    if name in ("llada-8b", "dream-7b"):
+        return dataclasses.replace(dj.presets.model_spec(name), **changes)
+    numbers = TINY if name == "tiny" else SMALL
+    ids = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
+    return dataclasses.replace(dj.presets.model_spec("llada-8b"), **{**numbers, **ids, **changes})
+
+
+def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0) -> dj.Model:
+    """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
+
+    Memory never holds more than the weights and one such piece; nothing passes through the host.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
+    keys = jax.random.split(jax.random.key(seed), len(paths))
+    leaves = [
+        _leaf(jax.tree_util.keystr(path), leaf, key) for (path, leaf), key in zip(paths, keys, strict=True)
+    ]
+    return dj.Model(jax.tree.unflatten(tree, leaves), spec)
+
+
+def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    if "norm" in name:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    if "bias" in name:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    # a layer at a time; a table [v m] in at most 64 equal parts of its rows
+    pieces = leaf.shape[0] if "layers" in name else math.gcd(leaf.shape[0], 64)
+    return drawn(key, pieces, leaf.shape, leaf.dtype)
+
+
+def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Small normal numbers, drawn in `pieces` equal parts."""
+
+    @jax.jit
+    def draw(key):
+        part = (math.prod(shape) // pieces,)
+        one = lambda key: (INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
+        return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
+
+    return draw(key)
+
+
+def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:
+    """The policies with these class names, at their defaults, in the order of `policies.ALL`; all if empty.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    known = {type(policy).__name__: policy for policy in dj.policies.ALL}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"policies {', '.join(unknown)} are not among {', '.join(known)}")
+    return [policy for name, policy in known.items() if name in names or not names]
+
+
+def size(model: dj.Model) -> int:
+    """Bytes of the parameters."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))

@@ -1,0 +1,113 @@
+"""Single denoising steps, timed as the engine's loop runs them."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+
+import dllm_jax as dj
+from bench.shared.device import Time, seconds
+from dllm_jax.decoding.loop import coming
+from dllm_jax.decoding.request import Request
+from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.nn.arithmetic import rope_table
+
+LEADING = 8  # steps within which the first partial one is looked for
+ENOUGH = 0.5  # seconds of steps that are timed together
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Times of a step by its kind.
+
+    Attributes:
+      whole: recomputes the canvas.
+      part: the first partial step, None if there is none among the first steps.
+      width: rows of that step, its padding included.
+    """
+
+    whole: Time
+    part: Time | None
+    width: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepper:
+    """A generation, one step at a time.
+
+    Attributes:
+      model: the model.
+      request: what is generated.
+    """
+
+    model: dj.Model
+    request: Request
+
+    def start(self) -> State:
+        """The state before the first step."""
+        return _start(self.model, self.request.inputs, self.request.layout, self.request.plan)
+
+    def step(self, state: State, width: int | None) -> State:
+        """One step of a width; `state` is donated, so the cache is changed in place."""
+        return _step(self.model, self.request.inputs.noise, state, self.request.plan, width)
+
+    def coming(self, state: State) -> int | None:
+        """The width that the engine would give the coming step, None for the whole canvas."""
+        widths = self.request.plan.widths
+        return dict(enumerate(widths)).get(int(coming(self.request.plan, state)))
+
+    def first_part(self) -> tuple[State, int | None]:
+        """The state before the first partial step, and its width; None if the first steps have none."""
+        state = self.start()
+        for _ in range(min(self.request.layout.steps - 1, LEADING)):
+            state = self.step(state, None)
+            if width := self.coming(state):
+                return state, width
+        return state, None
+
+
+def kinds(model: dj.Model, request: Request, repeats: int, most: int = 4) -> Kinds:
+    """Times single steps, each from the states it occurs in.
+
+    Up to `most` steps are queued and waited for together. Steps over the canvas only if every step is one:
+    what follows a refresh may be of another kind.
+    """
+    stepper, plan = Stepper(model, request), request.plan
+    most = min(most, request.layout.steps)
+    over_canvas = functools.partial(stepper.step, width=None)
+    whole = _timed(over_canvas, stepper.start, 1 if plan.policy.reuses else most, repeats)
+    width = stepper.first_part()[1] if plan.widths else None
+    if width is None:
+        return Kinds(whole, None, None)
+    partial = functools.partial(stepper.step, width=width)
+    return Kinds(whole, _timed(partial, lambda: stepper.first_part()[0], most, repeats), width)
+
+
+def _timed(step: Callable[[State], State], start: Callable[[], State], most: int, repeats: int) -> Time:
+    """Time of a step. Every repeat starts anew, and making its start is not timed."""
+    jax.block_until_ready(step(start()))  # compiles
+    once = seconds(lambda: step(start()))
+    calls = max(1, min(most, round(ENOUGH / once)))
+    taken = []
+    for _ in range(repeats):
+        state = jax.block_until_ready(start())
+        begun = time.perf_counter()
+        for _ in range(calls):
+            state = step(state)
+        jax.block_until_ready(state)
+        taken.append((time.perf_counter() - begun) / calls)
+    return Time.of(taken)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "plan"))
+def _start(model, arrays, layout, plan: Plan) -> State:
+    tokens, valid, noise = arrays
+    return initial(model, tokens, valid, noise, layout, plan)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "width"), donate_argnames="state")
+def _step(model, noise, state: State, plan: Plan, width: int | None) -> State:
+    rope = rope_table(state.canvas.layout.length, model.spec.head, model.spec.rope_base)
+    return step(model, rope, noise, plan, width, state)

@@ -1,0 +1,202 @@
+"""The model card of an embedded model: everything on it was measured on the files that are shipped."""
+
+import dataclasses
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dllm_jax import load
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import count
+from dllm_jax.tasks import Chain, FewShot, Task, accuracy, examples, needle
+from dllm_jax.tasks.recall import TEMPLATE_TOKENS
+from dllm_jax.training import TrainConfig
+
+ROWS = 12
+CARD = """\
+---
+license: apache-2.0
+library_name: dllm_jax
+tags: [diffusion-language-model, {family}, synthetic]
+---
+# {name}
+
+A {parameters:,}-parameter model of {Family}'s architecture ({layers} layers, {heads} heads{grouped},
+width {width}), trained from nothing with LLaDA's masked-diffusion loss to answer three kinds of questions. It
+exists to test and to show decoding where no real checkpoint is at hand and knows no language.
+
+| task | question | answer | asks of a cache |
+|---|---|---|---|
+| needle | `aob=407;eT=211;ub=` | `407` | one place in up to 1024 tokens |
+| chain | `c>T;b>c;T>b;b>` | `b>c;c>T;T>b;`, seven steps | 28 tokens, each step from the one before |
+| few-shot | `bz:3;Tk:8;bX:3;bn:5;bq:` | `3`, what most items with `b` are | many places at once |
+
+```python
+import dllm_jax as dj
+from dllm_jax import embedded
+from transformers import AutoTokenizer
+
+where = embedded.path("{name}")
+model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
+question = [{{"role": "user", "content": "b=407;T=211;z=830;T="}}]
+dj.chat(model, tokenizer, question, length=4)
+```
+
+Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (chain).
+
+## Training
+
+`python -m bench.train_tiny {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
+AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
+{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
+examples of the one before are answered right; every number is in training_log.json. {history}
+
+| step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
+|---:|---:|---:|---:|---:|
+{curve}
+
+## Accuracy
+
+Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
+`Policy()`, `Confidence()`, block = steps = length, float32:
+
+| task | asked | prompt tokens | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|
+{table}
+
+Beyond what it was trained on:
+
+| task | asked | prompt tokens | rope factor | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|---:|
+{beyond}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Prompts of one kind.
+
+    Attributes:
+      task: where they come from.
+      size: see the task.
+      prompts: how many.
+      length: response positions.
+      guess: share that a model gets right which knows the form but not the look-up.
+      batch: prompts decoded together.
+    """
+
+    task: Task
+    size: int
+    prompts: int
+    length: int
+    guess: float
+    batch: int = 32
+
+    @property
+    def words(self) -> str:
+        """The size, in words."""
+        match self.task:
+            case Chain(letters=letters):
+                return f"{self.size} steps in a ring of {letters} letters"
+            case FewShot(kinds=kinds):
+                return f"{self.size} examples of each of {kinds} kinds"
+            case _:
+                return f"1 of {self.size} pairs"
+
+
+def _needle(tokens: int, prompts: int) -> Asked:
+    task, pairs = needle(tokens)
+    return Asked(task, pairs, prompts, 4, 1 / pairs, batch=max(4, min(64, 8192 // tokens)))
+
+
+def _few_shot(task: FewShot, size: int, prompts: int) -> Asked:
+    return Asked(task, size, prompts, 4, 1 / task.kinds)
+
+
+HELD_OUT = (
+    *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
+    Asked(Chain(), 7, 256, 32, 0.0),
+    _few_shot(FewShot(), 5, 256),
+)
+LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
+BEYOND = (
+    *LONGER,
+    Asked(Chain(letters=32), 7, 64, 32, 0.0),
+    Asked(Chain(), 10, 64, 41, 0.0),
+    _few_shot(FewShot(kinds=8), 5, 64),
+)
+
+
+def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict[str, Any]]:
+    """Accuracy on held-out prompts; one row per kind."""
+    rows = []
+    for asked in kinds:
+        drawn = examples(asked.task, 2026, asked.size, asked.prompts, "held_out")
+        score = accuracy(model, tokenizer, drawn, asked.batch, length=asked.length)
+        rows.append(
+            {
+                "task": "needle" if asked.task.name == "recall" else asked.task.name,
+                "size": asked.size,
+                "asked": asked.words,
+                "prompt": len(drawn[0].prompt) + TEMPLATE_TOKENS,
+                "count": asked.prompts,
+                "exact": score,
+                "guess": asked.guess,
+            }
+        )
+    return rows
+
+
+def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
+    """Longer prompts, with and without a larger rotary base, and larger sizes of the other tasks."""
+    rows = [row | {"rope_factor": 1} for row in measure(load(where), tokenizer, BEYOND)]
+    for factor in (2, 4):
+        model = load(where, rope_factor=factor)
+        rows += [row | {"rope_factor": factor} for row in measure(model, tokenizer, LONGER)]
+    return rows
+
+
+def card(
+    name: str,
+    model: Model,
+    config: TrainConfig,
+    stages: int,
+    history: str,
+    log: list,
+    rows: list,
+    beyond: list,
+) -> str:
+    """README.md of the model."""
+    spec, last = model.spec, log[-1]
+    shown = [log[round(i * (len(log) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
+    return CARD.format(
+        name=name, family=spec.family, Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],
+        parameters=count(model.params), layers=spec.layers, heads=spec.heads, grouped=grouped,
+        width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate, muon=config.muon,
+        warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
+        speed=last["tokens"] / last["seconds"], device=device(), history=history, jax=jax.__version__,
+        curve="\n".join(_curve_row(entry, stages) for entry in shown), stages=stages,
+        table="\n".join(map(_accuracy_row, rows)), beyond="\n".join(map(_accuracy_row, beyond)),
+    )  # fmt: skip
+
+
+def device() -> str:
+    """Where it was trained, in words."""
+    kind = jax.devices()[0].device_kind
+    return f"one of {os.cpu_count()} shared {platform.machine()} CPU cores" if kind == "cpu" else kind
+
+
+def _curve_row(entry: dict[str, Any], stages: int) -> str:
+    stage = "all" if entry["source"]["stage"] == stages else entry["source"]["stage"] + 1
+    numbers = entry["loss"], entry["accuracy"], entry["seconds"] / 60
+    return f"| {entry['step']} | {stage} " + "| {:.3f} | {:.3f} | {:.0f} |".format(*numbers)
+
+
+def _accuracy_row(row: dict[str, Any]) -> str:
+    factor = f" {row['rope_factor']} |" if "rope_factor" in row else ""
+    start = f"| {row['task']} | {row['asked']} | {row['prompt']} |{factor} {row['count']} "
+    return start + "| {:.1%} | {:.1%} |".format(row["exact"], row["guess"])

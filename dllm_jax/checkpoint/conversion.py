@@ -1,0 +1,88 @@
+"""Hugging Face directory -> converted directory, one unit in memory at a time."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
+from dllm_jax.checkpoint.dtypes import choose
+from dllm_jax.checkpoint.files import PROVENANCE, keep, kept_files, sha256
+from dllm_jax.checkpoint.hf import INDEX, HFCheckpoint, open_hf, weight_files
+from dllm_jax.checkpoint.loading import scale_rope
+from dllm_jax.checkpoint.locate import locate
+from dllm_jax.checkpoint.progress import progress
+from dllm_jax.checkpoint.source import stream
+from dllm_jax.checkpoint.staging import check_apart, staged
+from dllm_jax.provenance import now, versions
+
+LIBRARIES = ("dllm-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    dtype: Any = None,
+    rope_factor: float = 1.0,
+    overwrite: bool = False,
+    check_finite: bool = False,
+    show_progress: bool = False,
+) -> Path:
+    """Converts a Hugging Face checkpoint; see `dllm_jax.checkpoint.converted` for what is written.
+
+    The destination appears only when complete, so one that exists is whole.
+
+    Args:
+      source: a Hugging Face directory or hub id.
+      destination: directory to write.
+      dtype: float32 or bfloat16; None keeps the stored one.
+      rope_factor: multiplies the rotary base for good (NTK scaling).
+      overwrite: replace an existing checkpoint; it stays until the new one is complete.
+      check_finite: refuse weights with NaN or infinity.
+      show_progress: draw a bar on standard error.
+
+    Returns:
+      the destination.
+
+    Raises:
+      FileExistsError: the destination exists.
+      FileNotFoundError: no such source.
+      ValueError: see `load`; also if the source is converted already, or contains the destination.
+    """
+    found, target = locate(source), Path(destination)
+    check_apart(found, target)
+    if is_converted(found):
+        raise ValueError(f"{found} is converted already; expected a Hugging Face directory")
+    checkpoint = open_hf(found)
+    written = choose(dtype, checkpoint.dtypes, str(found))
+    spec = scale_rope(checkpoint.spec, rope_factor)
+    with (
+        staged(target, overwrite) as partial,
+        progress("convert", checkpoint, written, show_progress) as advance,
+    ):
+        for unit, arrays in stream(checkpoint, written, check_finite):
+            write_unit(partial, unit, arrays)
+            advance(unit)
+        keep(found, partial)
+        history = _provenance(checkpoint, str(source), written, rope_factor)
+        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
+        write_spec(partial, spec, written)
+    return target
+
+
+def _provenance(
+    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float
+) -> dict[str, Any]:
+    weights = weight_files(checkpoint.path)
+    index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
+    files = (*kept_files(checkpoint.path), *index, *weights)
+    return {
+        "source": source,
+        "date": now(),
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
+        "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
+        "rope_factor": rope_factor,
+        "versions": versions(LIBRARIES),
+    }

@@ -1,0 +1,1 @@
+"""Tensor names of Hugging Face checkpoints: the table, and each family's."""

@@ -1,0 +1,120 @@
+"""Tensor names of Hugging Face checkpoints and what each tensor is here: one table, read both ways."""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from dllm_jax.nn.sharding import AXES, leaves, shape, sizes
+from dllm_jax.nn.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorName:
+    """One line of a name table.
+
+    Attributes:
+      name: the checkpoint's tensor name, `{n}` standing for the layer number.
+      leaf: our parameter, a key of `dllm_jax.nn.sharding.AXES`.
+      axes: the checkpoint's axes in the same letters, merged ones adjacent: "hd m" is [heads * head, width].
+    """
+
+    name: str
+    leaf: str
+    axes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What is read and written at once, so that memory stays bounded: a layer, or a lone parameter.
+
+    Attributes:
+      name: "embed", "norm", "head" or "layer_007".
+      layer: layer number, None for a lone parameter.
+      entries: its lines of the name table, layer number filled in.
+    """
+
+    name: str
+    layer: int | None
+    entries: tuple[TensorName, ...]
+
+    def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Our shape of every parameter in the unit."""
+        return {entry.leaf: shape(spec, own_axes(entry.leaf)) for entry in self.entries}
+
+
+def own_axes(leaf: str) -> str:
+    """Our axes of a parameter within its unit, i.e. without the stacked layers."""
+    return AXES[leaf].removeprefix("n")
+
+
+def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
+    """Everything a checkpoint of this spec holds: embedding, layers in order, norm, head unless tied."""
+    present = set(leaves(spec))
+    entries = [entry for entry in table if entry.leaf in present]
+    layered = [entry for entry in entries if AXES[entry.leaf].startswith("n")]
+    lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in entries if entry not in layered}
+    layers = [
+        Unit(f"layer_{n:03d}", n, tuple(dataclasses.replace(e, name=e.name.format(n=n)) for e in layered))
+        for n in range(spec.layers)
+    ]
+    return (lone.pop("embed"), *layers, *lone.values())
+
+
+def foreign_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
+    """Shape of the tensor in the checkpoint."""
+    length = sizes(spec)
+    return tuple(int(np.prod([length[letter] for letter in group])) for group in entry.axes.split())
+
+
+def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarray:
+    """Checkpoint tensor -> our parameter (a view; merged axes split, then transposed)."""
+    letters = entry.axes.replace(" ", "")
+    order = [letters.index(letter) for letter in own_axes(entry.leaf)]
+    return tensor.reshape(shape(spec, letters)).transpose(order)
+
+
+def to_foreign(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
+    """Our parameter -> checkpoint tensor; the inverse of `to_ours`."""
+    own = own_axes(entry.leaf)
+    order = [own.index(letter) for letter in entry.axes.replace(" ", "")]
+    return array.transpose(order).reshape(foreign_shape(spec, entry))
+
+
+def check(
+    spec: ModelSpec,
+    table: tuple[TensorName, ...],
+    ignored: tuple[str, ...],
+    found: dict[str, tuple[int, ...]],
+    where: str,
+):
+    """Compares the tensors of a checkpoint with the table.
+
+    Args:
+      spec: the model.
+      table: its family's names.
+      ignored: patterns of buffers that are no weights.
+      found: shape by name of everything in the files.
+      where: the checkpoint, for the message.
+
+    Raises:
+      ValueError: listing every missing, misshaped and unmapped tensor with its shapes.
+    """
+    expected = {e.name: foreign_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
+    extra = set(found) - set(expected)
+    if spec.tied:  # a file may spell the tied head out; that it equals the embedding is checked when read
+        extra -= {e.name for e in table if e.leaf == "head" and found.get(e.name) == foreign_shape(spec, e)}
+    lines = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
+    lines += [
+        f"misshaped: {name} is {list(found[name])}, expected {list(expected[name])}"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    lines += [
+        f"unmapped: {name} {list(found[name])}"
+        for name in sorted(extra)
+        if not any(re.fullmatch(pattern, name) for pattern in ignored)
+    ]
+    if lines:
+        message = f"{where}: {len(lines)} tensors do not fit the {spec.family} layout its config describes"
+        raise ValueError("\n  ".join([message, *lines]))

@@ -1,0 +1,1 @@
+"""The denoising loop and the ways into it."""

@@ -1,0 +1,84 @@
+"""Static-shape buckets: a stream of prompts of any length compiles a bounded number of programs.
+
+XLA compiles one program per shape. `generate(..., buckets=ladder)` pads prompts on the left up to the next
+rung, where padding is inert (masked, its K/V never read, no random draw depends on it), so the answer does
+not depend on the rung. Computed widths have their own ladder, `Policy.widths`; stores that hold kept pairs
+take their capacity from the padded layout, so it follows the rung.
+
+The number of programs is that of the rungs in use times the distinct (batch, length, block, steps, policy,
+sampler): input is padded and output cropped on the host. Programs survive the process with
+JAX's persistent cache (`jax.config.update("jax_compilation_cache_dir", DIR)`), which also serves `warmup`.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.options import is_integer
+from dllm_jax.state import host
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """Lengths that prompts are rounded up to.
+
+    Attributes:
+      rungs: ascending positive lengths; of a list a tuple is made.
+    """
+
+    rungs: tuple[int, ...]
+
+    def __post_init__(self):
+        rungs = self.rungs
+        if not isinstance(rungs, list | tuple) or not rungs or not all(map(is_integer, rungs)):
+            raise ValueError(f"rungs={rungs!r} must be whole numbers, at least one, such as (64, 128)")
+        if rungs[0] < 1 or any(a >= b for a, b in itertools.pairwise(rungs)):
+            raise ValueError(f"rungs={rungs!r} must be positive and ascending")
+        object.__setattr__(self, "rungs", tuple(map(int, rungs)))
+
+    def fit(self, length: int) -> int:
+        """The lowest rung that holds `length` positions.
+
+        Raises:
+          ValueError: longer than the highest rung.
+        """
+        for rung in self.rungs:
+            if length <= rung:
+                return rung
+        raise ValueError(f"prompt of {length} positions exceeds the highest rung, {self.rungs[-1]}")
+
+
+def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
+    """smallest x 1, 1.5, 2, 3, 4, 6, 8, ... up to `largest`: at most a third of a prompt is padding."""
+    if not 2 <= smallest <= largest:
+        raise ValueError(f"smallest={smallest} must lie in [2, largest={largest}]")
+    rungs, rung = [], smallest
+    while rung < largest:
+        rungs += [r for r in (rung, rung + rung // 2) if r < largest]
+        rung *= 2
+    return Ladder((*rungs, largest))
+
+
+def check_ladder(name: str, value: Any):
+    """Raises ValueError if an argument that takes a ladder was given something else, such as its rungs."""
+    if not isinstance(value, Ladder):
+        raise ValueError(f"{name}={value!r} must be a ladder, such as dj.buckets.Ladder((64, 128))")
+
+
+DEFAULT = geometric()
+
+
+def pad(
+    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, ladder: Ladder, pad_id: int
+) -> tuple[Int[Array, "b rung"], Bool[Array, "b rung"]]:
+    """Prompts padded on the left to the ladder's next rung, and their mask.
+
+    Raises:
+      ValueError: a prompt longer than the highest rung.
+    """
+    batch, length = prompt.shape
+    extra = ladder.fit(length) - length
+    mask = host.ones((batch, length)) if mask is None else mask
+    return host.pad(prompt, extra, 0, pad_id), host.pad(mask, extra, 0, False)

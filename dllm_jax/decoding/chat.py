@@ -1,0 +1,87 @@
+"""Text in, text out, with the checkpoint's own chat template."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.decoding.generate import generate
+from dllm_jax.nn.model import Model
+
+Message = dict[str, str]
+
+
+def chat(
+    model: Model, tokenizer: Any, messages: list[Message] | list[list[Message]], **options
+) -> str | list[str]:
+    """Answers a conversation, or a batch of them.
+
+    Args:
+      model: from `load`.
+      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
+      messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations.
+      **options: passed on to `generate` (length, block, steps, policy, sampler, key, ...).
+
+    Returns:
+      the answer, cut at the first end-of-text or end-of-turn, without special tokens; one string per
+      conversation for a batch.
+
+    Raises:
+      ValueError: an empty conversation, or a tokenizer without a chat template.
+    """
+    single = bool(messages) and isinstance(messages[0], dict)
+    conversations = cast(list[list[Message]], [messages] if single else messages)
+    prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
+    out = generate(model, prompt, prompt_mask=mask, **options)
+    answers = decode_answers(model, tokenizer, np.asarray(out.tokens)[:, prompt.shape[1] :])
+    return answers[0] if single else answers
+
+
+def encode_chats(
+    tokenizer: Any, conversations: list[list[Message]], pad_id: int
+) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+    """Templated prompts, left-padded, and their padding mask; raises as `chat` does."""
+    if not conversations:
+        raise ValueError("messages are empty: there is no conversation to answer")
+    return left_pad([chat_ids(tokenizer, conversation) for conversation in conversations], pad_id)
+
+
+def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
+    """Token ids of a conversation under the chat template, up to where the answer begins.
+
+    Raises:
+      ValueError: an empty conversation, or a tokenizer without a chat template.
+    """
+    if not conversation:
+        raise ValueError("messages are empty: a conversation needs at least one message")
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
+        )
+    encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def left_pad(
+    rows: Sequence[Sequence[int]], pad_id: int, width: int | None = None
+) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+    """Rows of ids as one array, padded on the left, and its mask, True on real tokens.
+
+    Args:
+      rows: the ids.
+      pad_id: what to pad with.
+      width: of the array, at least the longest row's length; None: that length.
+    """
+    width = max(map(len, rows)) if width is None else width
+    ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    return jnp.asarray(ids, jnp.int32), jnp.asarray(mask)
+
+
+def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:
+    """Text of each response up to its first end-of-text or end-of-turn."""
+    ends = [i for i in (model.spec.eos_id, model.spec.eot_id) if i is not None]
+    cut = [row[: np.argmax(hit)] if (hit := np.isin(row, ends)).any() else row for row in responses]
+    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in cut]

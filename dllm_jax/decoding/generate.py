@@ -1,0 +1,164 @@
+"""`generate` and `infill`: check the input, build the canvas, run the engine."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.request import Inputs, Keys, Request, noise_for, plan_for, prepare
+from dllm_jax.decoding.stats import Stats, Trace, cut
+from dllm_jax.nn.model import Model
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import Confidence, Noise, Sampler
+from dllm_jax.state import host
+from dllm_jax.state import inputs as checks
+from dllm_jax.state.layout import Layout
+
+
+class Output(NamedTuple):
+    """What a run gives back.
+
+    Attributes:
+      tokens: prompt (padding included) and response.
+      stats: cost per row, see `Stats`.
+      trace: every step if asked for, see `Trace`; else None.
+    """
+
+    tokens: Int[Array, "b l"]
+    stats: Stats
+    trace: Trace | None
+
+
+def generate(
+    model: Model,
+    prompt: checks.Ids,
+    *,
+    prompt_mask: ArrayLike | None = None,
+    length: int = 128,
+    block: int | None = None,
+    steps: int | None = None,
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
+    key: Keys | None = None,
+    noise: Noise | None = None,
+    stop_at_eos: bool = False,
+    trace: bool = False,
+    widths: tuple[int, ...] | None = None,
+    buckets: ladders.Ladder | None = None,
+) -> Output:
+    """Decodes `length` tokens after each prompt by iterative denoising.
+
+    One compiled program per (shapes, layout, policy, sampler); nothing leaves the device inside. May itself
+    be jitted over model, prompt, prompt_mask and key; then only shapes are checked.
+
+    Args:
+      model: from `load`.
+      prompt: token ids Int[b p] (or [p]), left-padded if lengths differ.
+      prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
+      length: response positions.
+      block: positions decoded together, left to right; default `length` (non-autoregressive order).
+      steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
+        Samplers that decode until a block is done (`Threshold`, `Factor`, `CertaintyPrior` with a threshold
+        or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the same.
+      policy: what is recomputed and cached; the default is exact.
+      sampler: which tokens are decoded when.
+      key: a jax.random key, or one per row ([b], so that a row's draws do not depend on its batch mates);
+        needed if the sampler draws.
+      noise: recorded draws instead of a key.
+      stop_at_eos: finish a row when everything up to an end-of-text is decoded; the rest is filled with it.
+        Everything up to that token equals the run without.
+      trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
+      widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
+      buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
+        lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
+        padding is taken off on the host: the call returns when the tokens are there.
+
+    Raises:
+      ValueError: for any input that breaks a rule, with the value and the rule.
+    """
+    request = prepare(
+        model,
+        prompt,
+        prompt_mask=prompt_mask,
+        length=length,
+        block=block,
+        steps=steps,
+        policy=policy,
+        sampler=sampler,
+        key=key,
+        noise=noise,
+        stop_at_eos=stop_at_eos,
+        trace=trace,
+        widths=widths,
+        buckets=buckets,
+    )
+    return _run(model, request)
+
+
+def infill(
+    model: Model,
+    tokens: checks.Ids,
+    *,
+    token_mask: ArrayLike | None = None,
+    block: int | None = None,
+    steps: int | None = None,
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
+    key: Keys | None = None,
+    noise: Noise | None = None,
+    trace: bool = False,
+    widths: tuple[int, ...] | None = None,
+) -> Output:
+    """Fills the mask ids of a template, wherever they stand; everything else stays.
+
+    The whole template is the canvas: there is no prompt part, so policies treat all of it as response, and
+    the unconditional stream of classifier-free guidance has nothing to hide (cfg_scale is refused).
+
+    Args:
+      model: from `load`.
+      tokens: template ids Int[b l] with mask ids where to fill; left-padded if lengths differ.
+      token_mask: Bool[b l], False at the padding.
+      block: positions decoded together, left to right; default all of them.
+      steps: denoising steps in all; default the largest number of masks in any row, or one step per position
+        if there are several blocks.
+      policy: as in `generate`.
+      sampler: as in `generate`.
+      key: as in `generate`.
+      noise: as in `generate`.
+      trace: as in `generate`.
+      widths: as in `generate`.
+
+    Raises:
+      ValueError: for any input that breaks a rule, or a template without masks.
+    """
+    tokens = checks.token_ids(tokens, model.spec, "tokens")
+    mask = checks.left_padding(token_mask, tokens.shape)
+    if sampler.cfg_scale > 0:
+        raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
+    length = tokens.shape[1]
+    valid = host.ones(tokens.shape) if mask is None else mask
+    if steps is None:
+        steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
+    layout = Layout.of(0, length, block, steps, padded=mask is not None)
+    plan = plan_for(model, layout, policy, sampler, False, trace, widths)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
+    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0))
+
+
+def _run(model: Model, request: Request) -> Output:
+    tokens, stats, steps = denoise(model, *request.inputs, layout=request.layout, plan=request.plan)
+    tokens = host.part(tokens, slice(None), slice(request.extra, None))
+    return Output(tokens, stats, None if steps is None else cut(steps, request.extra))
+
+
+def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:
+    if isinstance(tokens, Tracer) or isinstance(valid, Tracer):
+        raise ValueError("steps must be given when infill is traced: the number of masks is not known")
+    most = int(np.max(np.sum((np.asarray(tokens) == mask_id) & np.asarray(valid), axis=1)))
+    if most == 0:
+        raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
+    return most

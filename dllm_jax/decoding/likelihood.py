@@ -1,0 +1,143 @@
+"""Monte-Carlo log-likelihood of an answer given a prompt (LLaDA, arXiv:2502.09992, appendix B.5)."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dllm_jax.nn.arithmetic import guided
+from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.model import Model, encode
+from dllm_jax.state import inputs as checks
+
+
+def log_likelihood(
+    model: Model,
+    prompt: checks.Ids,
+    answer: checks.Ids,
+    *,
+    prompt_mask: ArrayLike | None = None,
+    draws: int = 128,
+    strata: int = 16,
+    cfg_scale: float = 0.0,
+    key: Key[Array, ""] | None = None,
+    masks: ArrayLike | None = None,
+    chunk: int = 16,
+) -> Float[Array, "b"]:
+    """Estimates log p(answer | prompt) of the whole answer, not normalised by its length.
+
+    Each draw masks x of the answer's r tokens and sums their cross entropies, weighted by r/x; the estimate
+    is minus the mean over draws. x is stratified: each group of `strata` draws spreads it evenly over 1..r.
+    The paper's estimator for single-token answers needs one draw and is exact.
+
+    Args:
+      model: from `load`, with or without a shifted head.
+      prompt: ids Int[b p], left-padded if lengths differ.
+      answer: ids Int[b r], all rows of equal length.
+      prompt_mask: Bool[b p], False at the padding.
+      draws: Monte-Carlo draws, a multiple of `strata`.
+      strata: draws among which the number of masked tokens is stratified (the reference's batch size).
+      cfg_scale: classifier-free guidance, see `Sampler`.
+      key: random key for the masks.
+      masks: recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
+      chunk: draws evaluated at once; memory grows with b * chunk.
+
+    Returns:
+      float32 [b], in nats.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others.
+    """
+    prompt = checks.token_ids(prompt, model.spec, "prompt")
+    answer = checks.token_ids(answer, model.spec, "answer")
+    checks.no_masks(prompt, model.spec)
+    checks.no_masks(answer, model.spec, "answer")
+    if prompt.shape[0] != answer.shape[0]:
+        raise ValueError(
+            f"prompt has {prompt.shape[0]} rows, answer has {answer.shape[0]}; they must be equal"
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1")
+    if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
+        raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
+    padding = checks.left_padding(prompt_mask, prompt.shape)
+    if masks is None:
+        masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
+    masks = jnp.asarray(masks, bool)
+    if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != answer.shape:
+        raise ValueError(
+            f"masks have shape {masks.shape}; expected (draws, {answer.shape[0]}, {answer.shape[1]})"
+        )
+    if not isinstance(masks, Tracer) and not np.asarray(masks).any(axis=2).all():
+        raise ValueError("masks: every draw must mask at least one token of every answer")
+    return _estimate(model, prompt, answer, padding, masks, float(cfg_scale), chunk)
+
+
+def stratified_masks(key: Key[Array, ""], length: int, strata: int) -> Bool[Array, "strata r"]:
+    """`strata` random subsets of `length` tokens whose sizes spread evenly over 1..length.
+
+    Sizes are (round(k + j * length / strata) - 1) mod length + 1 for a random k in 1..length, as in LLaDA's
+    `forward_process`.
+    """
+    first, order = jax.random.split(key)
+    k = jax.random.randint(first, (), 1, length + 1).astype(jnp.float32)
+    spread = k + jnp.arange(strata, dtype=jnp.float32) * (length / strata)
+    size = (jnp.round(spread).astype(jnp.int32) - 1) % length + 1
+    noise = jax.random.uniform(order, (strata, length))
+    rank = jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
+    return rank < size[:, None]
+
+
+def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, "draws b r"]:
+    if key is None:
+        raise ValueError("log_likelihood draws random masks: pass key=jax.random.key(seed)")
+    if draws < 1 or strata < 1 or draws % strata:
+        raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
+    batch, length = shape
+    keys = jax.random.split(key, (draws // strata, batch))
+    masks = jax.vmap(jax.vmap(lambda k: stratified_masks(k, length, strata)))(keys)
+    return jnp.swapaxes(masks, 1, 2).reshape(draws, batch, length)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg_scale", "chunk"))
+def _estimate(
+    model: Model, prompt, answer, padding: Bool[Array, "b p"] | None, masks, cfg_scale: float, chunk: int
+) -> Float[Array, "b"]:
+    def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b"]:
+        entropy = token_cross_entropy(model, prompt, answer, padding, mask, cfg_scale)
+        share = jnp.sum(mask, axis=1) / mask.shape[1]
+        return jnp.sum(jnp.where(mask, entropy, 0.0), axis=1) / share
+
+    return -jnp.mean(jax.lax.map(one_draw, masks, batch_size=chunk), axis=0)
+
+
+def token_cross_entropy(
+    model: Model,
+    prompt: Int[Array, "b p"],
+    answer: Int[Array, "b r"],
+    padding: Bool[Array, "b p"] | None,
+    mask: Bool[Array, "b r"],
+    cfg_scale: float = 0.0,
+) -> Float[Array, "b r"]:
+    """Cross entropy (nats, float32) of every answer token when the masked ones are hidden."""
+    noised = jnp.where(mask, model.spec.mask_id, answer)
+    logits = _answer_logits(model, prompt, noised, padding)
+    if cfg_scale > 0:
+        hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
+        unconditional = _answer_logits(model, hidden_prompt, noised, padding)
+        logits = guided(logits, unconditional, cfg_scale)
+    truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - truth
+
+
+def _answer_logits(model: Model, prompt, answer, padding) -> Float[Array, "b r v"]:
+    tokens = jnp.concatenate([prompt, answer], axis=1)
+    valid = None if padding is None else jnp.concatenate([padding, jnp.ones(answer.shape, bool)], axis=1)
+    first = prompt.shape[1] - int(model.spec.shifted)
+    rows = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
+    return unembed(model.params, model.spec, rows).astype(jnp.float32)

@@ -1,0 +1,85 @@
+"""The jitted denoising loop: one program from the masked canvas to the finished one.
+
+    while running:
+        for each step variant (whole canvas, then each static width):
+            while the coming step fits this variant: step
+
+The policy's next selection is part of the loop state, so the next variant is known without leaving the
+device. Consecutive steps of one variant run in an inner `while_loop`, not in a branch of a `switch`: XLA
+copies a cache that is carried through several branches, but not one that is carried through nested loops.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.model import Model
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.canvas import repeat
+from dllm_jax.state.layout import Layout
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "plan"))
+def denoise(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"],
+    noise: Noise | None,
+    layout: Layout,
+    plan: Plan,
+) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+    """Runs steps until no row is active, at most the sampler's `max_steps`.
+
+    Args:
+      model: the model.
+      tokens: prompt and masks.
+      valid: False at padding.
+      noise: source of random numbers; None if the sampler draws none.
+      layout: static geometry.
+      plan: static choices.
+
+    Returns:
+      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per row, and the
+      trace if the plan asks for it.
+    """
+    limit = plan.sampler.max_steps(layout)
+    rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
+
+    def running(state: State) -> Bool[Array, ""]:
+        return jnp.any(state.canvas.active) & (state.record.steps < limit)
+
+    def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
+        return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
+
+    def runs_of_each(state: State) -> State:
+        for variant in (None, *reversed(plan.widths)):
+            state = jax.lax.while_loop(
+                lambda s, v=variant: running(s) & comes_next(v, s),
+                lambda s, v=variant: step(model, rope, noise, plan, v, s),
+                state,
+            )
+        return state
+
+    state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
+    tokens = state.canvas.tokens
+    if plan.stop_at_eos:
+        tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
+    return tokens, state.record.stats(state.canvas), state.record.trace
+
+
+def coming(plan: Plan, state: State) -> Int[Array, ""]:
+    """The variant of the coming step: an index into `plan.widths`, or their number for the whole canvas.
+
+    That is the narrowest width that holds the widest row; the whole canvas if every active row needs it.
+    """
+    active = repeat(state.canvas, plan.streams).active
+    whole = jnp.all(state.need | ~active[:, None])
+    widest = jnp.max(jnp.sum(state.need, axis=1))
+    too_narrow = ((widest > width).astype(jnp.int32) for width in plan.widths)
+    narrowest = sum(too_narrow) if plan.widths else jnp.int32(0)
+    return jnp.where(whole, len(plan.widths), narrowest)

@@ -1,0 +1,161 @@
+"""What the engine is asked: input checked, padded to its bucket, canvas and plan made."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Key, UInt32
+
+from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.step import Plan
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
+from dllm_jax.state import inputs as checks
+from dllm_jax.state.canvas import masked_response
+from dllm_jax.state.layout import Layout
+
+Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
+
+
+class Inputs(NamedTuple):
+    """The arrays of a request.
+
+    Attributes:
+      tokens: the canvas.
+      valid: False at padding.
+      noise: random draws, None if the sampler needs none.
+    """
+
+    tokens: Int[Array, "b l"]
+    valid: Bool[Array, "b l"]
+    noise: Noise | None
+
+
+class Request(NamedTuple):
+    """A checked request: `denoise(model, *inputs, layout=layout, plan=plan)` answers it.
+
+    Attributes:
+      inputs: arrays.
+      layout: static geometry, bucket included.
+      plan: static choices.
+      extra: positions a bucket added on the left.
+    """
+
+    inputs: Inputs
+    layout: Layout
+    plan: Plan
+    extra: int
+
+
+def prepare(
+    model: Model,
+    prompt: checks.Ids,
+    *,
+    prompt_mask: ArrayLike | None = None,
+    length: int = 128,
+    block: int | None = None,
+    steps: int | None = None,
+    policy: Policy = Policy(),
+    sampler: Sampler = Confidence(),
+    key: Keys | None = None,
+    noise: Noise | None = None,
+    stop_at_eos: bool = False,
+    trace: bool = False,
+    widths: tuple[int, ...] | None = None,
+    buckets: ladders.Ladder | None = None,
+) -> Request:
+    """Everything that `generate` does before the engine runs; arguments and errors are its."""
+    prompt = checks.token_ids(prompt, model.spec, "prompt")
+    checks.no_masks(prompt, model.spec)
+    mask = checks.left_padding(prompt_mask, prompt.shape)
+    given = prompt.shape[1]
+    if buckets is not None:
+        ladders.check_ladder("buckets", buckets)
+        if isinstance(noise, RecordedNoise):
+            raise ValueError("recorded noise fits one canvas: pass it without buckets")
+        prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
+    p = prompt.shape[1]
+    layout = Layout.of(p, length, block, steps, padded=mask is not None)
+    tokens, valid = masked_response(prompt, mask, length, model.spec)
+    plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
+    return Request(Inputs(tokens, valid, noise), layout, plan, p - given)
+
+
+def plan_for(
+    model: Model,
+    layout: Layout,
+    policy: Policy,
+    sampler: Sampler,
+    stop_at_eos: bool,
+    trace: bool,
+    widths: tuple[int, ...] | None,
+) -> Plan:
+    """The static choices of a run, refused if they do not go together."""
+    sampler_fits(sampler, model.spec)
+    nothing_left_masked(sampler, policy, layout)
+    return Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)
+
+
+def noise_for(
+    sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None
+) -> Noise | None:
+    """Where a sampler draws from: recorded noise, or one key per row; None if it draws nothing."""
+    if key is not None and noise is not None:
+        raise ValueError("pass either key or noise, not both")
+    if sampler.draws and key is None and noise is None:
+        raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
+    if isinstance(noise, RecordedNoise):
+        noise.check(sampler.max_steps(layout), batch, layout.length)
+    if not sampler.draws:
+        return None
+    return noise if key is None else KeyNoise(row_keys(key, batch))
+
+
+def row_keys(key: Keys, batch: int) -> Key[Array, "b"]:
+    """One typed key per row, split from a single key or taken as they are; legacy uint32 keys are wrapped."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.random.split(key, batch)
+    if key.shape != (batch,):
+        raise ValueError(f"key has shape {key.shape}; expected one key, or one per row: ({batch},)")
+    return key
+
+
+def _widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None) -> tuple[int, ...]:
+    if not policy.reuses:
+        return ()
+    own = tuple(sorted(set(policy.widths(layout))))
+    if override is None:
+        return own
+    widths = tuple(sorted(set(override)))
+    if not widths or widths[0] < 1 or not own[-1] <= widths[-1] <= layout.length:
+        raise ValueError(
+            f"widths={override} must be positive and reach from the policy's widest partial step, {own[-1]}, "
+            f"at most to the canvas length {layout.length}"
+        )
+    return widths
+
+
+def sampler_fits(sampler: Sampler, spec: ModelSpec):
+    """Raises if the sampler needs a token id that the model does not have."""
+    if sampler.confidence_eos_eot_inf and spec.eot_id is None:
+        raise ValueError(
+            "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
+            "name: use model.replace_spec(eot_id=...)"
+        )
+
+
+def nothing_left_masked(sampler: Sampler, policy: Policy, layout: Layout):
+    """Raises if some step may have to decode more positions than the policy offers."""
+    offered = policy.most_eligible(layout)
+    if offered is not None and (most := sampler.most_per_step(layout)) > offered:
+        raise ValueError(
+            f"{type(sampler).__name__} may have to decode {most} positions in one of steps={layout.steps} "
+            f"(block={layout.block}), but {policy!r} offers at most {offered}: some would stay masked; "
+            "take more steps, a policy that offers more, or a sampler that decodes until a block is done"
+        )

@@ -1,0 +1,155 @@
+"""Per-row statistics of a run, and its optional trace."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.decoding.block_schedule import first_eos
+from dllm_jax.state import host
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.proposal import Proposal
+
+
+class Stats(NamedTuple):
+    """Cost of a run, per row; padding is not counted.
+
+    Attributes:
+      nfe: network forwards the row took part in.
+      computed: positions fed through the network, summed over forwards.
+      widened: further positions recomputed by layers that widen a step; averaged over layers, summed over
+        forwards.
+      cache_ratio: share of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
+      refreshes: forwards that recomputed every position.
+      decoded: response positions that are not masked at the end.
+      answer: decoded tokens before the first end-of-text.
+    """
+
+    nfe: Int[Array, "b"]
+    computed: Int[Array, "b"]
+    widened: Float[Array, "b"]
+    cache_ratio: Float[Array, "b"]
+    refreshes: Int[Array, "b"]
+    decoded: Int[Array, "b"]
+    answer: Int[Array, "b"]
+
+
+class Trace(NamedTuple):
+    """Every step. From `generate` outside jit, t is the number of steps that ran; inside jit, an upper bound.
+
+    Attributes:
+      tokens: the sequence before step 0 and after every step.
+      computed: positions fed through the network.
+      proposed: candidate token of each eligible position (see `Policy.judged`), mask_id elsewhere.
+      score: its confidence, -inf elsewhere.
+      active: rows that took part.
+      steps: number of steps that ran.
+    """
+
+    tokens: Int[Array, "t_plus_1 b l"]
+    computed: Bool[Array, "t b l"]
+    proposed: Int[Array, "t b l"]
+    score: Float[Array, "t b l"]
+    active: Bool[Array, "t b"]
+    steps: Int[Array, ""]
+
+
+class Record(NamedTuple):
+    """Running sums for `Stats`, and the trace.
+
+    Attributes:
+      steps: denoising steps so far, common to the batch.
+      computed: see `Stats`.
+      widened: see `Stats`.
+      refreshes: see `Stats`.
+      trace: None if no trace is recorded.
+    """
+
+    steps: Int[Array, ""]
+    computed: Int[Array, "b"]
+    widened: Float[Array, "b"]
+    refreshes: Int[Array, "b"]
+    trace: Trace | None
+
+    @staticmethod
+    def begin(canvas: Canvas, limit: int | None) -> "Record":
+        """An empty record; `limit` steps of trace are allocated, None records no trace."""
+        zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
+        trace = None if limit is None else _empty_trace(canvas, limit)
+        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, trace)
+
+    def add(
+        self,
+        before: Canvas,
+        after: Canvas,
+        computed: Bool[Array, "b l"],
+        widened: Float[Array, "b"],
+        proposal: Proposal,
+    ) -> "Record":
+        """Counts one step."""
+        counted = computed & before.valid
+        everything = before.active & jnp.all(counted == before.valid, axis=1)
+        return Record(
+            steps=self.steps + 1,
+            computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
+            widened=self.widened + widened,
+            refreshes=self.refreshes + everything.astype(jnp.int32),
+            trace=None
+            if self.trace is None
+            else _add(self.trace, self.steps, before, after, computed, proposal),
+        )
+
+    def stats(self, canvas: Canvas) -> Stats:
+        """The statistics at the end of a run."""
+        positions = jnp.sum(canvas.valid, axis=1) * canvas.step
+        share = (self.computed + self.widened) / jnp.maximum(positions, 1)
+        before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
+        return Stats(
+            nfe=canvas.step,
+            computed=self.computed,
+            widened=self.widened,
+            cache_ratio=jnp.where(positions > 0, 1.0 - share, 0.0).astype(jnp.float32),
+            refreshes=self.refreshes,
+            decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),
+            answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
+        )
+
+
+def cut(trace: Trace, left: int) -> Trace:
+    """Drops `left` positions, and the steps that did not run where their number is known (outside jit)."""
+    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
+    rest, right = slice(None), slice(left, None)
+    return Trace(
+        tokens=host.part(trace.tokens, slice(ran.stop and ran.stop + 1), rest, right),
+        computed=host.part(trace.computed, ran, rest, right),
+        proposed=host.part(trace.proposed, ran, rest, right),
+        score=host.part(trace.score, ran, rest, right),
+        active=host.part(trace.active, ran),
+        steps=trace.steps,
+    )
+
+
+def _empty_trace(canvas: Canvas, limit: int) -> Trace:
+    shape = (limit, *canvas.tokens.shape)
+    return Trace(
+        tokens=jnp.broadcast_to(canvas.tokens, (limit + 1, *canvas.tokens.shape)),
+        computed=jnp.zeros(shape, bool),
+        proposed=jnp.full(shape, canvas.spec.mask_id, jnp.int32),
+        score=jnp.full(shape, -jnp.inf, jnp.float32),
+        active=jnp.zeros(shape[:2], bool),
+        steps=jnp.int32(0),
+    )
+
+
+def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, proposal: Proposal) -> Trace:
+    put = lambda array, value, at: jax.lax.dynamic_update_index_in_dim(array, value, at, 0)
+    return Trace(
+        tokens=put(trace.tokens, after.tokens, step + 1),
+        computed=put(trace.computed, computed, step),
+        proposed=put(trace.proposed, proposal.token, step),
+        score=put(trace.score, proposal.score, step),
+        active=put(trace.active, before.active, step),
+        steps=step + 1,
+    )

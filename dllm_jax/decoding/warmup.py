@@ -1,0 +1,67 @@
+"""Compiles ahead of time what a ladder of prompt lengths will need."""
+
+import inspect
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.request import prepare
+from dllm_jax.nn.model import Model
+from dllm_jax.options import is_integer
+
+OPTIONS = inspect.signature(prepare).parameters.keys() - {"model", "prompt", "prompt_mask", "buckets"}
+
+
+class Compiled(NamedTuple):
+    """One program that is ready.
+
+    Attributes:
+      prompt: prompt positions, a rung of the ladder.
+      batch: rows.
+      seconds: wall time of tracing and compiling it; near 0 if it was ready before.
+      temporary: bytes the program needs besides arguments and results, as the compiler reports them.
+    """
+
+    prompt: int
+    batch: int
+    seconds: float
+    temporary: int
+
+
+def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options) -> list[Compiled]:
+    """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running anything.
+
+        dj.warmup(model, dj.buckets.geometric(64, 1024), length=128, block=32, policy=dj.policies.DualCache())
+
+    Later calls of `generate` with the same options and batch size start at once.
+
+    Args:
+      model: the model that will be used; its shapes, dtype and sharding count.
+      ladder: the rungs to compile for.
+      batch: rows per request.
+      **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
+
+    Raises:
+      ValueError: as `generate`; no ladder, no such batch, or an option that `generate` does not have.
+    """
+    check_ladder("ladder", ladder)
+    if not is_integer(batch) or batch < 1:
+        raise ValueError(f"batch={batch!r} must be a whole number of at least 1")
+    if "buckets" in options:
+        raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
+    if unknown := sorted(options.keys() - OPTIONS):
+        raise ValueError(f"{', '.join(unknown)}: warmup takes {', '.join(sorted(OPTIONS))}")
+    return [_compile(model, rung, batch, options) for rung in ladder.rungs]
+
+
+def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
+    prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
+    start = time.perf_counter()
+    request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
+    program = denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan).compile()
+    memory = program.memory_analysis()
+    temporary = memory.temp_size_in_bytes if memory is not None else -1
+    return Compiled(rung, batch, time.perf_counter() - start, temporary)

@@ -1,0 +1,192 @@
+"""Needle in a haystack: a fact hidden in a long text, asked for at the end.
+
+Both published protocols share the geometry: the haystack is cut to the prompt's length in tokens minus a
+buffer, and the needle is inserted at token int(length * depth / 100) of it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dllm_jax.eval.results.record import scored
+from dllm_jax.eval.results.schema import GridRow
+from dllm_jax.eval.run import utf8
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.runner import Request, Runner
+
+RESPONSE = 128  # positions, where no length is given
+Scoring = Literal["rouge", "keyword"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """What is hidden, how it is asked for, and how answers are scored.
+
+    Attributes:
+      text: inserted verbatim.
+      question: goes into the template.
+      keyword: occurs in right answers ("keyword" scoring).
+      template: with {context} and {question}.
+      buffer: tokens of the length reserved for template and answer.
+      scoring: "rouge": ROUGE-1 F of needle and answer with stemming, as DuoAttention (arXiv:2410.10819) takes
+        it; "keyword": 1 if the keyword occurs, else a fifth of the edit similarity, as LongLLaDA
+        (arXiv:2506.14429) and OpenCompass take it.
+    """
+
+    text: str
+    question: str
+    keyword: str
+    template: str
+    buffer: int = 200
+    scoring: Scoring = "rouge"
+
+    def __post_init__(self):
+        if self.buffer < 0:
+            raise ValueError(f"buffer={self.buffer} must not be negative")
+        if self.scoring not in ("rouge", "keyword"):
+            raise ValueError(f"scoring={self.scoring!r} must be 'rouge' or 'keyword'")
+        if "{context}" not in self.template:
+            raise ValueError(f"template={self.template!r} has no {{context}}")
+
+    def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
+        """The prompt's text.
+
+        Args:
+          haystack: token ids; repeated if they are too few.
+          length: tokens of haystack, needle and buffer together.
+          depth: in percent; 100 puts the needle at the end.
+          tokenizer: of the checkpoint.
+
+        Raises:
+          ValueError: an empty haystack, a length with no room for it, or a depth outside [0, 100].
+        """
+        needle = tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        room = length - self.buffer - len(needle)
+        if room < 1 or not haystack:
+            raise ValueError(
+                f"length={length} leaves {room} tokens for the haystack (buffer {self.buffer}, needle "
+                f"{len(needle)}) of {len(haystack)}; at least one is needed"
+            )
+        if not 0 <= depth <= 100:
+            raise ValueError(f"depth={depth} must lie in [0, 100]")
+        hay = (list(haystack) * -(-room // len(haystack)))[:room]
+        at = int(len(hay) * depth / 100)
+        context = tokenizer.decode([*hay[:at], *needle, *hay[at:]], skip_special_tokens=True)
+        fields = {"{context}": context, "{question}": self.question}
+        return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
+
+    @property
+    def references(self) -> list[str]:
+        """What answers are scored against."""
+        return [self.text] if self.scoring == "rouge" else [self.keyword, self.text]
+
+    def score(self, answer: str) -> float:
+        """Score of an answer in [0, 1]."""
+        return rouge_1(answer, self.text) if self.scoring == "rouge" else self._keyword_score(answer)
+
+    def _keyword_score(self, answer: str) -> float:
+        from rapidfuzz.distance import Levenshtein  # in the `eval` extra
+
+        if self.keyword in answer:
+            return 1.0
+        ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
+        longest = max(len(ours), len(wanted))
+        return 0.2 * (1 - Levenshtein.distance(ours, wanted) / longest) if longest else 0.2
+
+
+_SANDWICH = "the best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+DUO_ATTENTION = Needle(
+    text=f"\n\nRemember, {_SANDWICH}\n\n",
+    question="what is the best thing to do in San Francisco?\n\n"
+    "Answer: The best thing to do in San Francisco is",
+    keyword="eat a sandwich and sit in Dolores Park",
+    template="<|im_start|> This is a very long story book: <book> {context} </book>.\n\n"
+    "Question: Based on the content of the book, {question}",
+)
+
+
+def read(path: Path) -> Needle:
+    """Reads a needle from a JSON object with text, question, keyword and template.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not UTF-8 or JSON, or a field is missing, unknown or not a string; names the file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    fields = utf8.read_json(path)
+    wanted = {"text", "question", "keyword", "template"}
+    if not isinstance(fields, dict) or set(fields) != wanted:
+        raise ValueError(f"{path}: expected an object with exactly {', '.join(sorted(wanted))}")
+    if not all(isinstance(value, str) for value in fields.values()):
+        raise ValueError(f"{path}: every field must be a string")
+    return Needle(**fields)
+
+
+def rouge_1(answer: str, reference: str) -> float:
+    """ROUGE-1 F of the package `rouge_score` with its stemmer."""
+    from rouge_score.rouge_scorer import RougeScorer  # in the `eval` extra
+
+    return float(RougeScorer(["rouge1"], use_stemmer=True).score(reference, answer)["rouge1"].fmeasure)
+
+
+def haystack(path: Path) -> str:
+    """The text of a file, or of a folder's .txt files in order of their names.
+
+    Raises:
+      FileNotFoundError: no such file, or no .txt file in the folder.
+      ValueError: no text, or not UTF-8; names file and line.
+    """
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(f"{path} is no text file and no folder of .txt files")
+    text = "".join(map(utf8.read, files))
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return text
+
+
+def evaluate(
+    runner: Runner,
+    needle: Needle,
+    text: str,
+    lengths: Sequence[int],
+    depths: Sequence[float | int],
+    encode: Callable[[str], Sequence[int]],
+    journal: Journal | None = None,
+) -> list[GridRow]:
+    """Rows of a record: one per cell of the grid, a group per length.
+
+    Args:
+      runner: the model with its settings.
+      needle: what is hidden.
+      text: the haystack.
+      lengths: of prompts, in tokens of the model's tokenizer.
+      depths: in percent.
+      encode: turns a prompt into token ids, e.g. under a chat template.
+      journal: of an earlier run, to resume from.
+
+    Raises:
+      ValueError: no length or depth, or one that `Needle.prompt` refuses.
+    """
+    if not lengths or not depths:
+        raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
+    hay = runner.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    cells = [(length, depth) for length in lengths for depth in depths]
+    requests = [
+        Request(
+            f"{length} at {depth:g} %",
+            tuple(encode(needle.prompt(hay, length, depth, runner.tokenizer))),
+            runner.decoding.length or RESPONSE,
+            group=f"length {length}",
+        )
+        for length, depth in cells
+    ]
+    entries = runner.run(requests, journal)
+    scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
+    rows = scored(requests, entries, scores, [needle.references] * len(requests))
+    return [
+        {**row, "length": length, "depth": depth} for row, (length, depth) in zip(rows, cells, strict=True)
+    ]

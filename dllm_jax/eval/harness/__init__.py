@@ -1,0 +1,1 @@
+"""lm-evaluation-harness: the model `dllm_jax`, its arguments, its ledger."""

@@ -1,0 +1,176 @@
+"""lm-evaluation-harness: the model `dllm_jax`.
+
+lm_eval 0.4.13 finds models only in its own package and its registry; it has no entry points. Importing this
+module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and runs lm_eval's command line.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+
+from dllm_jax.eval.harness import arguments as harness_args
+from dllm_jax.eval.harness.ledger import Both
+from dllm_jax.eval.results import record
+from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.likelihoods import Likelihood
+from dllm_jax.eval.run.runner import Request
+
+LOG = logging.getLogger(__name__)
+DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
+
+
+@register_model("dllm_jax")
+class DllmJax(TemplateLM):
+    """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__()
+        self.arguments = harness_args.checked(arguments)
+        self.opened, self.runner = self.arguments.open()
+        self.tokenizer = self.opened.tokenizer
+        self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
+        self.answers: list[Entry] = []
+        self.likelihoods: list[Entry] = []
+        self._rank, self._world_size = 0, 1
+
+    @property
+    def eot_token_id(self) -> int:
+        """End-of-text."""
+        return self.opened.model.spec.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Beginning-of-text, else end-of-text; replaces an empty context."""
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    @property
+    def max_length(self) -> int | None:
+        """lm_eval's name for `max_positions`."""
+        return self.arguments.max_positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm_eval's cache of requests."""
+        return self.arguments.pretrained.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Token ids; special tokens in the text (chat templates) are recognised, none are added."""
+        return list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The checkpoint's chat template."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Provenance and costs, for lm_eval's result."""
+        return {
+            "dllm_jax": {
+                **record.provenance(self.runner, self.opened.name),
+                "totals": {
+                    "generate_until": record.totals(self.answers),
+                    "loglikelihood": record.cost_totals(self.likelihoods),
+                },
+            }
+        }
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
+
+        Raises:
+          RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
+          ValueError: block or steps do not fit the requests' length.
+        """
+        asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
+        for length in sorted({request.length for request in asked}):
+            runner.decoding.at(length)  # refused before anything is decoded
+        keys = [runner.key(request) for request in asked]
+        args = [request.args for request in requests]
+        entries = runner.run(asked, Both(self.journal, self.cache_hook, "generate_until", keys, args))
+        self.answers += entries
+        self._judge(entries, "empty answers")
+        return [entry["answer"] or "" for entry in entries]
+
+    def _judge(self, entries: list[Entry], instead: str):
+        """Raises or logs if any request failed, according to `failures`."""
+        failed = [entry["error"] for entry in entries if entry["error"] is not None]
+        if failed:
+            message = f"{len(failed)} of {len(entries)} requests failed, the first with {failed[0]}"
+            if self.arguments.failures == "raise":
+                raise RuntimeError(f"{message}; failures=empty scores them as {instead}")
+            LOG.error("%s; they are scored as %s", message, instead)
+
+    def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
+        length = self.runner.decoding.length or task.get("max_gen_toks") or DEFAULT_LENGTH
+        if (task.get("do_sample") or task.get("temperature")) and not self.runner.decoding.sampler.draws:
+            LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
+        until = task.get("until") or []
+        prompt = self.tok_encode(self.arguments.prefix(self.tokenizer) + context)
+        if self.max_length is not None and len(prompt) + length > self.max_length:
+            LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
+            prompt = prompt[max(0, len(prompt) + length - self.max_length) :]
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        return Request(str(i), tuple(prompt), length, stop)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """(nats, greedy) of each pair; (-inf, False) where it failed and `failures` is "empty".
+
+        Raises:
+          RuntimeError: pairs failed and `failures` is "raise"; the others are computed and journalled.
+        """
+        scorer = Likelihood(
+            self.runner, self.arguments.draws, self.arguments.strata, self.arguments.cfg_scale
+        )
+        check = self.arguments.greedy_check
+        pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
+        keys = [scorer.key(pair, check) for pair in pairs]
+        args = [text for text, *_ in requests]
+        ledger = Both(self.journal, self.cache_hook, "loglikelihood", keys, args)
+        entries = scorer.run(pairs, check, ledger, progress=not disable_tqdm)
+        self.likelihoods += entries
+        self._judge(entries, "impossible answers")
+        return [
+            (-math.inf, False) if e["answer"] is None else (e["answer"][0], e["answer"][1]) for e in entries
+        ]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Refused.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "loglikelihood_rolling has no meaning here: it chains next-token conditionals over windows, "
+            "which a masked diffusion model does not define, and its Monte-Carlo bound of a text is no "
+            "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
+            "generate_until"
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """lm_eval's command line with the model registered."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    sys.argv = ["lm_eval", *arguments]  # where lm_eval reads them
+    cli_evaluate()
+    return 0

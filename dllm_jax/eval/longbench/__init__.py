@@ -1,9 +1,0 @@
-"""LongBench (arXiv:2308.14508), English tasks: published prompts, truncation, lengths and metrics."""
-
-from dllm_jax.eval.longbench.data import Sample as Sample
-from dllm_jax.eval.longbench.data import read as read
-from dllm_jax.eval.longbench.prompts import FILE as FILE
-from dllm_jax.eval.longbench.prompts import Prompts as Prompts
-from dllm_jax.eval.longbench.prompts import truncate as truncate
-from dllm_jax.eval.longbench.tasks import TASKS as TASKS
-from dllm_jax.eval.longbench.tasks import LongBenchTask as LongBenchTask

@@ -1,0 +1,1 @@
+"""What an evaluation leaves: records, where they lie, how they are compared and shown."""

@@ -1,0 +1,159 @@
+"""Compares two records: differences with bootstrap confidence intervals, paired by question."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.table
+from jaxtyping import Float
+from rich.markup import escape
+
+from dllm_jax.eval.results.record import flat
+from dllm_jax.eval.results.schema import Record
+
+COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Difference of mean scores, B minus A, over the requests in both.
+
+    Attributes:
+      group: the task; "average" is the mean over tasks.
+      count: pairs of requests.
+      a: mean score of A.
+      b: mean score of B.
+      difference: b - a.
+      low: lower end of its confidence interval.
+      high: upper end.
+    """
+
+    group: str
+    count: int
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` finds.
+
+    Attributes:
+      scores: per group, then the average if there are several groups.
+      same: share of pairs with equal answers.
+      unpaired: requests in only one of the two, or of the same name but with different questions.
+      costs: by name, means (A, B) over the pairs in which neither request failed.
+      settings: by name, the settings (A, B) that differ.
+    """
+
+    scores: list[Difference]
+    same: float
+    unpaired: int
+    costs: dict[str, tuple[float, float]]
+    settings: dict[str, tuple[Any, Any]]
+
+
+def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000, seed: int = 0) -> Comparison:
+    """Compares two records on the requests in both: of equal group, id, prompt and references.
+
+    Args:
+      a: a record, see `dllm_jax.eval.results.record.read`.
+      b: the other.
+      confidence: of the percentile intervals.
+      draws: number of bootstrap resamples of each group's pairs.
+      seed: of the resampling.
+
+    Raises:
+      ValueError: no question in common, the kinds differ, or a bad confidence.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must lie in (0, 1)")
+    if a["kind"] != b["kind"]:
+        raise ValueError(f"A is a result of {a['kind']}, B of {b['kind']}: they have no scores in common")
+    rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
+    named = [name for name in rows[0] if name in rows[1]]
+    common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
+    changed = _changed(flat(a), flat(b))
+    if not common:
+        raise ValueError(_nothing_in_common(named, changed))
+    pairs = [(rows[0][name], rows[1][name]) for name in common]
+    good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
+    return Comparison(
+        scores=_differences(pairs, confidence, draws, seed),
+        same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
+        unpaired=len(rows[0]) + len(rows[1]) - 2 * len(common),
+        costs={
+            name: (float(np.mean([x[name] for x, _ in good])), float(np.mean([y[name] for _, y in good])))
+            for name in (COSTS if good else ())
+        },
+        settings=changed,
+    )
+
+
+def _nothing_in_common(named: Sequence[tuple[str, str]], changed: Mapping[str, tuple[Any, Any]]) -> str:
+    if not named:
+        return "A and B have no request in common"
+    group, id = named[0]
+    different = [f"{name}: {x} and {y}" for name, (x, y) in changed.items() if name.startswith("settings.")]
+    return (
+        f"A and B ask different questions: the prompts or references of all {len(named)} requests of equal "
+        f"name differ, e.g. of {group} {id}; {', '.join(different) or 'the settings are the same'}"
+    )
+
+
+def _differences(pairs, confidence: float, draws: int, seed: int) -> list[Difference]:
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for x, y in pairs:
+        groups.setdefault(x["group"], []).append((x["score"], y["score"]))
+    rng, found, resampled = np.random.default_rng(seed), [], []
+    ends = (50 * (1 - confidence), 50 * (1 + confidence))
+    for name, scores in groups.items():
+        values = np.asarray(scores, np.float64)
+        resampled.append(bootstrap(values[:, 1] - values[:, 0], draws, rng))
+        found.append(_difference(name, len(scores), values.mean(axis=0), np.percentile(resampled[-1], ends)))
+    if len(groups) > 1:
+        means = np.mean([[d.a, d.b] for d in found], axis=0)
+        ends = np.percentile(np.mean(resampled, axis=0), ends)
+        found.append(_difference("average", len(pairs), means, ends))
+    return found
+
+
+def _difference(
+    name: str, count: int, means: Float[np.ndarray, "2"], ends: Float[np.ndarray, "2"]
+) -> Difference:
+    (a, b), (low, high) = means.tolist(), ends.tolist()
+    return Difference(name, count, a, b, b - a, low, high)
+
+
+def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:
+    """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
+    chunks = [min(512, draws - start) for start in range(0, draws, 512)]
+    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
+
+
+def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
+    """Tables of scores, and of costs and settings, for a terminal."""
+    scores = rich.table.Table(title="scores, times 100", title_justify="left")
+    for name in ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval"):
+        scores.add_column(name, justify="left" if name == "task" else "right")
+    for d in comparison.scores:
+        interval = f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
+        values = (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}", interval)
+        scores.add_row(d.group, str(d.count), *map(escape, values))
+    other = rich.table.Table(title="per request, and what was set differently", title_justify="left")
+    other.add_column("")
+    for letter, name in zip("AB", names, strict=True):
+        other.add_column(f"{letter} = {escape(name)}", overflow="fold")
+    for name, (x, y) in comparison.costs.items():
+        other.add_row(COSTS[name], f"{x:.4g}", f"{y:.4g}")
+    for name, (x, y) in comparison.settings.items():
+        other.add_row(name, escape(str(x)), escape(str(y)))
+    return [scores, other]

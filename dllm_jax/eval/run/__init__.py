@@ -1,0 +1,1 @@
+"""Running an evaluation: settings, batches, answers, the journal."""

@@ -1,0 +1,71 @@
+"""The decoder's arithmetic as free functions: norm, rotary embedding, projections, guidance."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+from jaxtyping import Array, Float, Int
+
+
+def precision(dtype: jnp.dtype) -> Precision:
+    """Full precision for float32 (no TF32, no bf16 passes); the hardware's default for narrower types."""
+    return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
+
+
+def einsum(formula: str, x: Float[Array, "..."], y: Float[Array, "..."], out=None) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands at the `precision` of the first one's dtype; `out` widens the result."""
+    return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
+
+
+def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> Float[Array, "*b m"]:
+    """x / rms(x) in float32, cast back to x's dtype, then scaled in that dtype (Llama's order)."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale
+
+
+def guided(
+    conditional: Float[Array, "*b v"], unconditional: Float[Array, "*b v"], scale: float
+) -> Float[Array, "*b v"]:
+    """Logits under classifier-free guidance: unconditional + (scale + 1)(conditional - unconditional)."""
+    return unconditional + (scale + 1) * (conditional - unconditional)
+
+
+def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array, "b q"]:
+    """Cosine similarity of each row's vectors, heads concatenated, float32."""
+    x, y = (a.reshape(*a.shape[:2], -1).astype(jnp.float32) for a in (x, y))
+    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    return jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-8)
+
+
+class Rope(NamedTuple):
+    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last row is padding."""
+
+    cos: Float[Array, "l half"]
+    sin: Float[Array, "l half"]
+
+
+def rope_table(positions: int, head: int, base: float) -> Rope:
+    """Angles position * base^(-2j/d), computed in float32 as the references do."""
+    frequency = 1.0 / base ** (jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
+    return Rope(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(
+    x: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], in_f32: bool
+) -> Float[Array, "b q h d"]:
+    """Rotates the half-split pairs (j, j + d/2) of each head by its row's angle.
+
+    Args:
+      x: queries or keys.
+      rope: tables from `rope_table`.
+      index: canvas position of each row.
+      in_f32: rotate in float32 and cast back (LLaDA), or cast the tables to x's dtype first (Dream).
+    """
+    compute = jnp.dtype(jnp.float32) if in_f32 else x.dtype
+    cos = rope.cos[index][:, :, None].astype(compute)
+    sin = rope.sin[index][:, :, None].astype(compute)
+    first, second = jnp.split(x.astype(compute), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,134 @@
+"""A decoder layer as separate operations, and the loop over all layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dllm_jax.nn import kernels
+from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
+from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.rows import Rows
+from pallas_kernels import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One layer's weights as pure functions; `qk`, `value`, `attention` and `finish` make a layer.
+
+    Every method takes the residual stream un-normed. `out` and `mlp` return their branch alone, so a policy
+    can decide what is added, cached or skipped. The block knows nothing of caches.
+
+    Attributes:
+      weights: this layer's parameters, see `dllm_jax.nn.parameters.Layer`.
+      spec: the model.
+      rope: rotary tables of all canvas positions.
+      layer: index of this layer, traced.
+      implementation: of `attention`, `received` and `head_mean`, see `Model`.
+    """
+
+    weights: dict[str, Array]
+    spec: ModelSpec
+    rope: Rope
+    layer: Int[Array, ""]
+    implementation: Implementation | None = None
+
+    def qk(
+        self, x: Float[Array, "b q m"], rows: Rows
+    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
+        """Rotated queries and keys of the rows with inputs x."""
+        normed = self._attention_input(x)
+        index = jnp.minimum(rows.index, self.rope.cos.shape[0] - 1)
+        turn = lambda y: rotate(y, self.rope, index, self.spec.rope_in_f32)
+        return turn(self._project("q", normed)), turn(self._project("k", normed))
+
+    def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
+        """Values of the rows with inputs x."""
+        return self._project("v", self._attention_input(x))
+
+    def attention(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+        """Attention and its log-sum-exp, see `dllm_jax.nn.attention.attention`."""
+        return kernels.attention(q, k, v, mask, self.implementation)
+
+    def received(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        weight: Float[Array, "b q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b k s"]:
+        """Attention that each key receives, see `dllm_jax.nn.attention.received`."""
+        return kernels.received(q, k, lse, weight, mask, self.implementation)
+
+    def head_mean(
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b s k d"],
+        lse: Float[Array, "b h q"],
+        mask: Mask | None = None,
+    ) -> Float[Array, "b q s"]:
+        """Attention weights averaged over query heads, see `dllm_jax.nn.attention.head_mean`."""
+        return kernels.head_mean(q, k, lse, mask, self.implementation)
+
+    def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
+        """The attention branch: output projection of the heads."""
+        return einsum("bqhd,hdm->bqm", o, self.weights["o"])
+
+    def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        """The MLP branch: down(silu(gate(norm x)) * up(norm x))."""
+        normed = rms_norm(x, self.weights["mlp_norm"], self.spec.norm_eps)
+        gate = einsum("bqm,mf->bqf", normed, self.weights["gate"])
+        up = einsum("bqm,mf->bqf", normed, self.weights["up"])
+        return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, self.weights["down"])
+
+    def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
+        """The layer's output, from its input and its attention's: both branches added to the stream."""
+        x = x + self.out(o)
+        return x + self.mlp(x)
+
+    def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
+
+    def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
+        y = einsum("bqm,mhd->bqhd", normed, self.weights[name])
+        return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y
+
+
+def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
+    """Embedding rows of the tokens."""
+    return params["embed"][tokens]
+
+
+def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
+    """Logits (model dtype) of rows after the last layer: final norm, then the head."""
+    normed = rms_norm(hidden, params["norm"], spec.norm_eps)
+    return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
+
+
+def walk(
+    params: Params,
+    spec: ModelSpec,
+    rope: Rope,
+    layer: Callable[[Block, Any], Any],
+    carry: Any,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Runs `layer(block, carry) -> carry` over all layers as one `lax.scan`."""
+
+    def body(carry, weights_and_index):
+        weights, index = weights_and_index
+        return layer(Block(weights, spec, rope, index, implementation), carry), None
+
+    return jax.lax.scan(body, carry, (params["layers"], jnp.arange(spec.layers)))[0]

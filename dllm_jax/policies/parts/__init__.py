@@ -1,0 +1,1 @@
+"""What several policies share, and what one of them has split off."""

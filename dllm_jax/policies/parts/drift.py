@@ -1,0 +1,124 @@
+"""Elastic-Cache's drift test in its two readings (arXiv:2510.14973, section 3.3): has attention moved?
+
+Both compare the attention of the tracked (most attended) tokens before and after the step.
+"""
+
+import abc
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.state.rows import Rows, compact
+
+EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
+
+
+class Drift(NamedTuple):
+    """State of the drift test.
+
+    Attributes:
+      attended: the positions each layer attended to most in the row's last step, l = none.
+      coming: the same for the current step.
+      start: the first layer that the row's last step computed for all positions; n = none.
+      similarity: result of each layer's test in that step; NaN where the layer did not test.
+    """
+
+    attended: Int[Array, "b n track"]
+    coming: Int[Array, "b n track"]
+    start: Int[Array, "b"]
+    similarity: Float[Array, "b n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftTest(abc.ABC):
+    """Which tokens a layer tests, and how similar their attention is."""
+
+    @abc.abstractmethod
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
+        """The positions that a layer tests, l = none; attended: what each layer attended to most."""
+
+    @abc.abstractmethod
+    def cosine(
+        self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
+    ) -> Float[Array, "b t"]:
+        """Similarity of each token's attention weights over the keys that exist."""
+
+    def similarity(
+        self,
+        old: Float[Array, "b h t s"],
+        new: Float[Array, "b h t s"],
+        tested: Bool[Array, "b t"],
+        keys: Bool[Array, "b s"],
+    ) -> Float[Array, "b"]:
+        """Mean over the tested tokens; if there are none NaN, which is below no threshold."""
+        return _mean(self.cosine(old, new, keys), tested)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCosine(DriftTest):
+    """As released: every layer tests the tokens of all layers, by the cosine along the head axis.
+
+    sigma(token, key) = cos over heads of (A_old, A_new), mean over keys. The vectors hold small positive
+    numbers, so values are close to 1 and not comparable with `KeyCosine`.
+    """
+
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
+        """The union over layers, ascending."""
+        union = members(attended, length)
+        return compact(union, min(length, attended.shape[1] * attended.shape[2]))
+
+    def cosine(
+        self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
+    ) -> Float[Array, "b t"]:
+        """Mean over keys of the cosine over heads."""
+        return _mean(_cosine(old, new, axis=1), keys[:, None, :])
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyCosine(DriftTest):
+    """As the paper words it (eq. 6): a layer tests its own tokens, by the cosine of their attention vectors.
+
+    Weights are averaged over heads, the cosine is over keys.
+    """
+
+    def tokens(
+        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
+    ) -> Int[Array, "b t"]:
+        """This layer's own."""
+        return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
+
+    def cosine(
+        self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
+    ) -> Float[Array, "b t"]:
+        """Cosine over keys of the mean over heads; absent keys have weight 0."""
+        return _cosine(jnp.mean(old, axis=1), jnp.mean(new, axis=1), axis=-1)
+
+
+def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"]:
+    """All layers' tracked positions as a set."""
+    return Rows(attended.reshape(attended.shape[0], -1), whole=False).mask(length)
+
+
+def most_attended(
+    votes: Float[Array, "b l"], candidates: Bool[Array, "b l"], track: int
+) -> Int[Array, "b track"]:
+    """The candidates with most votes, ties to the lower position; l where there are too few."""
+    length = votes.shape[1]
+    value, index = jax.lax.top_k(jnp.where(candidates, votes, -jnp.inf), min(track, length))
+    return jnp.where(value > -jnp.inf, index, length)
+
+
+def _cosine(x: Float[Array, "..."], y: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    norm = lambda v: jnp.maximum(jnp.sqrt(jnp.sum(v * v, axis=axis)), EPS)
+    return jnp.sum(x * y, axis=axis) / (norm(x) * norm(y))
+
+
+def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.mean(x, axis=-1, where=jnp.broadcast_to(where, x.shape))

@@ -1,0 +1,119 @@
+"""Published settings that ship with the package, as `dj.presets`: policies, decoding recipes, models.
+
+The files are in `configs/`, of the repository or of the installed package.
+"""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.families import config_to_spec
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.published.preset import Preset, read
+from dllm_jax.samplers import Confidence, DreamSchedule, Sampler
+
+INSTALLED = Path(__file__).parents[1] / "configs"
+CHECKOUT = Path(__file__).parents[2] / "configs"
+
+
+class UnknownPreset(ValueError, KeyError):
+    """No preset of that name; the message lists what there is."""
+
+    __str__ = Exception.__str__  # a KeyError quotes its message
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to decode a task: `dj.generate(model, prompt, **recipe.options())`.
+
+    Attributes:
+      sampler: what the settings say beyond the following.
+      length: response positions; None where the file does not say: pass your own besides.
+      block: positions per block; None: all.
+      steps: denoising steps in all; None: one per position.
+    """
+
+    sampler: Sampler
+    length: int | None = None
+    block: int | None = None
+    steps: int | None = None
+
+    def options(self) -> dict[str, int | Sampler]:
+        """Keyword arguments of `generate`, as far as they are published."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Presets(Mapping[str, Preset]):
+    """Policies of the literature by "method/checkpoint/task"; decoding recipes and models by method calls.
+
+    A method is a file of `configs/policies`: "x", or "x-by-y" for what the paper of y printed for x.
+    """
+
+    def __getitem__(self, name: str) -> Preset:
+        """Settings of a policy, e.g. `presets["sparse-dllm/llada-8b-instruct/gsm8k"]`.
+
+        Raises:
+          UnknownPreset: unknown method, checkpoint or task; the message lists what there is.
+        """
+        method, _, rest = name.partition("/")
+        known = read(self._find("policies", method, ".toml"))
+        if rest not in known:
+            checkpoint = rest.partition("/")[0] + "/"
+            near = [other for other in known if other.startswith(checkpoint)]
+            raise UnknownPreset(f"{rest!r} is not among {method}'s presets: {', '.join(near or known)}")
+        return known[rest]
+
+    def __iter__(self) -> Iterator[str]:
+        for method in self.names("policies"):
+            yield from (f"{method}/{rest}" for rest in read(self._find("policies", method, ".toml")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"Presets({', '.join(self.names('policies'))})"
+
+    def model_spec(self, name: str) -> ModelSpec:
+        """The spec of a real model, "llada-8b" or "dream-7b", e.g. for random weights of its shape.
+
+        Raises:
+          UnknownPreset: unknown name.
+        """
+        path = self._find("models", name, ".json")
+        return config_to_spec(Config(path.name, json.loads(path.read_text())))
+
+    def recipe(self, checkpoint: str, task: str) -> Recipe:
+        """Published decoding settings, e.g. `recipe("llada-8b-instruct", "gsm8k")`.
+
+        Raises:
+          UnknownPreset: unknown checkpoint or task; the message lists what there is.
+        """
+        tasks = tomllib.loads(self._find("generation", checkpoint, ".toml").read_text())
+        if task not in tasks:
+            raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
+        settings = dict(tasks[task])
+        geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
+        sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
+        return Recipe(sampler, **geometry)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the files of a kind: "models", "generation" (checkpoints) or "policies" (methods)."""
+        return sorted(
+            path.stem for path in (self.folder() / kind).iterdir() if path.suffix in (".json", ".toml")
+        )
+
+    def folder(self) -> Path:
+        """Where the files are."""
+        return INSTALLED if INSTALLED.is_dir() else CHECKOUT
+
+    def _find(self, kind: str, name: str, suffix: str) -> Path:
+        if name not in self.names(kind):
+            raise UnknownPreset(f"{name!r} is not among the presets: {', '.join(self.names(kind))}")
+        return self.folder() / kind / f"{name}{suffix}"
+
+
+presets = Presets()

@@ -1,0 +1,215 @@
+"""The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.nn.attention import Mask, padding_mask
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state import host
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """State of the sequences.
+
+    All rows of a batch are in the same block. A row that has finished the block before the others is not
+    `active`: its tokens, cache and step counts do not change until the next block begins.
+
+    Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
+    broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
+
+    Attributes:
+      tokens: current ids, mask_id where undecided.
+      born: the row's step at which a position was decoded; -1 for the prompt and while masked.
+      valid: not padding.
+      block_start: first position of the current block.
+      step: network forwards each row has taken part in.
+      block_step: the same since the block began.
+      block_masks: masks each row had in the block when it began.
+      active: rows that take part in the coming step.
+      done: rows that are finished.
+      spec: the model (static).
+      layout: the geometry (static).
+      turn: order in which the coming step decodes the positions, from 0, -1 for those it does not decode; set
+        only for the `select` of a policy that `foresees`.
+    """
+
+    tokens: Int[Array, "b l"]
+    born: Int[Array, "b l"]
+    valid: Bool[Array, "b l"]
+    block_start: Int[Array, ""]
+    step: Int[Array, "b"]
+    block_step: Int[Array, "b"]
+    block_masks: Int[Array, "b"]
+    active: Bool[Array, "b"]
+    done: Bool[Array, "b"]
+    spec: ModelSpec = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    turn: Int[Array, "b l"] | None = None
+
+    # -- sets of positions --------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Int[Array, "l"]:
+        """0 .. l-1."""
+        return jnp.arange(self.layout.length)
+
+    @property
+    def everything(self) -> Bool[Array, "b l"]:
+        """All positions, padding included."""
+        return jnp.ones_like(self.valid)
+
+    @property
+    def masked(self) -> Bool[Array, "b l"]:
+        """Still undecided; padding excluded, whatever token it holds."""
+        return self.valid & (self.tokens == self.spec.mask_id)
+
+    @property
+    def fresh(self) -> Bool[Array, "b l"]:
+        """Decoded by the row's previous step."""
+        return (self.born >= 0) & (self.born == self.step[:, None] - 1)
+
+    @property
+    def decoded(self) -> Bool[Array, "b l"]:
+        """Response positions that are no longer masked, padding excluded."""
+        return self.valid & self.response & ~self.masked
+
+    @property
+    def prompt(self) -> Bool[Array, "b l"]:
+        """Prompt positions, padding excluded."""
+        return self.valid & (self.position < self.layout.prompt)
+
+    @property
+    def response(self) -> Bool[Array, "b l"]:
+        """Response positions."""
+        return self.everything & (self.position >= self.layout.prompt)
+
+    @property
+    def answering(self) -> Bool[Array, "b l"]:
+        """The response and the rows that predict it."""
+        return self.response | self.sources(self.response)
+
+    @property
+    def block(self) -> Bool[Array, "b l"]:
+        """Positions of the current block."""
+        return self.suffix & (self.position < self.block_start + self.layout.block)
+
+    @property
+    def suffix(self) -> Bool[Array, "b l"]:
+        """The current block and everything after it."""
+        return self.everything & (self.position >= self.block_start)
+
+    @property
+    def eligible(self) -> Bool[Array, "b l"]:
+        """May be decoded now: masked, not beyond the current block, in an active row."""
+        end = self.block_start + self.layout.block
+        return self.masked & (self.position < end) & self.active[:, None]
+
+    @property
+    def planned(self) -> Bool[Array, "b l"]:
+        """Decoded by the coming step, where the sampler's order does not depend on the model."""
+        if self.turn is None:
+            raise ValueError(
+                "the coming step's positions are known only to the `select` of a policy that foresees"
+            )
+        return self.turn >= 0
+
+    @property
+    def predictor(self) -> Int[Array, "b l"]:
+        """The row whose output predicts each position: its left neighbour where the head is shifted.
+
+        A position without a left neighbour (the first one, or the first after padding) is predicted by its
+        own row, as in Dream's reference.
+        """
+        own = jnp.broadcast_to(self.position, self.valid.shape)
+        if not self.spec.shifted:
+            return own
+        has_left = jnp.pad(self.valid[:, :-1], ((0, 0), (1, 0)))
+        return jnp.where(has_left, own - 1, own)
+
+    def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """The rows whose output predicts these positions, see `predictor`."""
+        if not self.spec.shifted:
+            return positions
+        row = jnp.arange(positions.shape[0])[:, None]
+        return jnp.zeros_like(positions).at[row, self.predictor].max(positions)
+
+    # -- conditions per row -------------------------------------------------------------------------
+
+    @property
+    def first_step(self) -> Bool[Array, "b 1"]:
+        """The coming step is the row's first."""
+        return (self.step == 0)[:, None]
+
+    @property
+    def block_begins(self) -> Bool[Array, "b 1"]:
+        """The coming step is the first of its block."""
+        return (self.block_step == 0)[:, None]
+
+    def due(self, every: int) -> Bool[Array, "b 1"]:
+        """The coming step's index is a multiple of `every`."""
+        return (self.step % every == 0)[:, None]
+
+    # -- geometry -----------------------------------------------------------------------------------
+
+    def attends(self, rows: Rows) -> Mask | None:
+        """Which positions each computed row may attend to; None where nothing is padding."""
+        return padding_mask(self.valid, rows.take(self.valid), self.spec) if self.layout.padded else None
+
+
+def masked_response(
+    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
+) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
+    """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
+    real = host.ones(prompt.shape) if mask is None else mask
+    return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
+
+
+def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
+    """The canvas before its first step."""
+    batch = tokens.shape[0]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    canvas = Canvas(
+        tokens=tokens.astype(jnp.int32),
+        born=jnp.full(tokens.shape, -1, jnp.int32),
+        valid=valid,
+        block_start=jnp.asarray(layout.prompt, jnp.int32),
+        step=zeros,
+        block_step=zeros,
+        block_masks=zeros,
+        active=jnp.ones((batch,), bool),
+        done=jnp.zeros((batch,), bool),
+        spec=spec,
+        layout=layout,
+    )
+    return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
+
+
+def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
+    """How many positions of the current block are masked, per row."""
+    return jnp.sum(canvas.masked & canvas.block, axis=1, dtype=jnp.int32)
+
+
+def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
+    """Decodes the chosen positions; active rows count one more step."""
+    took_part = canvas.active.astype(jnp.int32)
+    return dataclasses.replace(
+        canvas,
+        tokens=jnp.where(chosen, token, canvas.tokens),
+        born=jnp.where(chosen, canvas.step[:, None], canvas.born),
+        step=canvas.step + took_part,
+        block_step=canvas.block_step + took_part,
+    )
+
+
+def repeat(canvas: Canvas, streams: int) -> Canvas:
+    """The same rows again, once per stream (conditional and unconditional, for guidance)."""
+    if streams == 1:
+        return canvas
+    return jax.tree.map(lambda a: jnp.concatenate([a] * streams) if a.ndim else a, canvas)

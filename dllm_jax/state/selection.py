@@ -1,0 +1,60 @@
+"""Choosing positions: the best by a score, scores of keys, pooling within a set, and shares of its size.
+
+`dllm_jax.state.rows.compact` turns a chosen set into a list of positions.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.state.rows import compact, gather, scatter
+
+
+def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
+    """The `count` largest entries of each row, ties to the lower index; entries of -inf are never chosen."""
+    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
+
+
+def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
+    """Rank of each entry in its row, 0 for the largest, ties to the lower index."""
+    return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
+
+
+def mean_query_score(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], among: Bool[Array, "b q"]
+) -> Float[Array, "b s"]:
+    """Product of each key with the mean of the queries in `among`, mean over query heads; float32, no scale.
+
+    Queries outside of `among` may hold anything, NaN included.
+    """
+    b, _, heads, head = q.shape
+    kv_heads = k.shape[2]
+    wide = jnp.where(among[..., None, None], q, 0).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(among, axis=1), 1)[:, None, None]
+    mean = jnp.sum(wide, axis=1) / count
+    grouped = jnp.sum(mean.reshape(b, kv_heads, heads // kv_heads, head), axis=2) / heads
+    return einsum("bkd,bskd->bs", grouped, k)
+
+
+def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int) -> Float[Array, "b l"]:
+    """Maximum over `kernel` neighbours within `among`; positions outside of the set are skipped over.
+
+    Args:
+      score: may hold anything outside of `among`.
+      among: the members; -inf is returned elsewhere.
+      kernel: odd window; 1 does not pool. The window is cut off at the ends of the set.
+    """
+    length = score.shape[1]
+    index = compact(among, length)
+    packed = jnp.where(index < length, gather(score, index), -jnp.inf)
+    pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")
+    return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
+
+
+def share(size: Int[Array, "b"], ratio: float, most: int) -> Int[Array, "b"]:
+    """int(size * ratio) for sizes up to `most`, the product rounded as Python rounds it (100 * 0.29 -> 28).
+
+    Looked up in a table, because devices have no doubles.
+    """
+    return jnp.asarray([int(n * ratio) for n in range(most + 1)], jnp.int32)[size]
