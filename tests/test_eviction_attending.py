@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dllm_jax.eviction.kept import Kept
 
 from dllm_jax.eviction.attending import attend_to_kept, joined
-from dllm_jax.eviction.kept import Kept
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Block

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from dllm_jax.eviction.kept import empty
+
 from pallas_kernels.sparse_gather import OPERATION, reference, sparse_gather
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 

@@ -1,22 +1,23 @@
-"""When a row or a block is finished, and what comes next: the only place that moves the block window."""
+"""When a sequence or a block is finished, and what comes next: the only place that moves the block."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
+from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, masks_in_block
+from dllm_jax.state.canvas import Canvas, first_eos, masks_in_block
 
 
-def advance(canvas: Canvas, sampler: Sampler, stop_at_eos: bool) -> Canvas:
-    """Settles who is active, and moves on by as many blocks as have nothing to do."""
+def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
+    """Settles which sequences are active, and moves on by as many blocks as have nothing to do."""
 
     def settle(canvas: Canvas) -> Canvas:
         in_range = canvas.block_start < canvas.layout.length
-        idle = dataclasses.replace(canvas, active=~canvas.done & in_range)
-        return dataclasses.replace(idle, active=idle.active & ~sampler.finished(idle))
+        canvas = dataclasses.replace(canvas, active=~canvas.done & in_range)
+        return dataclasses.replace(canvas, active=canvas.active & ~block_finished(canvas, policy, sampler))
 
     def next_block(canvas: Canvas) -> Canvas:
         moved = dataclasses.replace(
@@ -33,19 +34,15 @@ def advance(canvas: Canvas, sampler: Sampler, stop_at_eos: bool) -> Canvas:
     )
 
 
-def first_eos(canvas: Canvas) -> Int[Array, "b"]:
-    """Position of the first end-of-text in the response, l if there is none."""
-    hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
-    return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
+def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Array, "b"]:
+    """The sampler has finished the block, or its schedule is over and the policy never offers what is left.
 
-
-def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions behind the leftmost end-of-text of the first step that decoded one."""
-    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.born >= 0)
-    first = jnp.min(jnp.where(eos, canvas.born, canvas.layout.steps + canvas.layout.response), axis=1)
-    earliest = eos & (canvas.born == first[:, None])
-    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
-    return canvas.position > end[:, None]
+    A block with masks goes on after its schedule if the policy offered fewer positions than the schedule
+    wanted; Elastic-Cache may leave masks behind an end-of-text for good.
+    """
+    schedule_over = canvas.block_step >= canvas.layout.steps_per_block
+    nothing_offered = ~jnp.any(policy.eligible(canvas), axis=1)
+    return sampler.finished(canvas) | (schedule_over & nothing_offered)
 
 
 def ended(canvas: Canvas) -> Bool[Array, "b"]:

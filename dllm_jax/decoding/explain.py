@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.decoding.request import step_widths
 from dllm_jax.decoding.step import computed_rows, network
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import SEAMS, choices
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin
@@ -66,8 +67,8 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recording(Block):
-    """A block that records which operations are called.
+class Recording(Layer):
+    """A layer that records which operations are called.
 
     Attributes:
       calls: those made so far.
@@ -82,7 +83,7 @@ class Recording(Block):
         v: Float[Array, "b s k d"],
         mask: Mask | None = None,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-        """As `Block.attention`."""
+        """As `Layer.attention`."""
         self._note(row_attention.OPERATION, mask, q, k, v)
         return super().attention(q, k, v, mask)
 
@@ -94,7 +95,7 @@ class Recording(Block):
         weight: Float[Array, "b q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b k s"]:
-        """As `Block.received`."""
+        """As `Layer.received`."""
         self._note(received_attention.RECEIVED, mask, q, k, lse, weight)
         return super().received(q, k, lse, weight, mask)
 
@@ -105,7 +106,7 @@ class Recording(Block):
         lse: Float[Array, "b h q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b q s"]:
-        """As `Block.head_mean`."""
+        """As `Layer.head_mean`."""
         self._note(received_attention.HEAD_MEAN, mask, q, k, lse)
         return super().head_mean(q, k, lse, mask)
 
@@ -129,7 +130,7 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
       a table.
     """
     policy = Policy() if policy is None else policy
-    widths = (*policy.widths(layout), None) if policy.reuses else (None,)
+    widths = (*step_widths(policy, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
     rows = dict.fromkeys(
         Taken(call.operation.name, call.arrays[0].shape[1], platform, implementation)
@@ -149,13 +150,15 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = begin(tokens, valid, model.spec, layout)
-        rows = computed_rows(canvas.valid, canvas.active, width)
+        rows = computed_rows(canvas.everything, width)
         cache = policy.init(model.spec, layout, batch, model.dtype)
-        cache = policy.prepare(policy.survey(cache, canvas, model, tokens), canvas, rows)
+        cache = policy.before_layers(policy.before_first_step(cache, canvas, model, tokens), canvas, rows)
 
-        def layer(block, *rest):
-            block = Recording(block.weights, block.spec, block.rope, block.layer, block.implementation, calls)
-            return policy.layer(block, *rest)
+        def layer(layer: Layer, *rest):
+            recording = Recording(
+                layer.weights, layer.spec, layer.rope, layer.index, layer.implementation, calls
+            )
+            return policy.layer(recording, *rest)
 
         rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
         return network(model, rope, layer, tokens, canvas, rows, cache)

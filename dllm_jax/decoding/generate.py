@@ -14,8 +14,7 @@ from dllm_jax.decoding.stats import Stats, Trace, cut
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
-from dllm_jax.state import host
-from dllm_jax.state import inputs as checks
+from dllm_jax.state import host, inputs
 from dllm_jax.state.layout import Layout
 
 
@@ -24,7 +23,7 @@ class Output(NamedTuple):
 
     Attributes:
       tokens: prompt (padding included) and response.
-      stats: cost per row, see `Stats`.
+      stats: cost per sequence, see `Stats`.
       trace: every step if asked for, see `Trace`; else None.
     """
 
@@ -35,7 +34,7 @@ class Output(NamedTuple):
 
 def generate(
     model: Model,
-    prompt: checks.Ids,
+    prompt: inputs.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
     length: int = 128,
@@ -66,11 +65,11 @@ def generate(
         or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the same.
       policy: what is recomputed and cached; the default is exact.
       sampler: which tokens are decoded when.
-      key: a jax.random key, or one per row ([b], so that a row's draws do not depend on its batch mates);
+      key: a jax.random key, or one per sequence ([b], so that its draws do not depend on its batch mates);
         needed if the sampler draws.
       noise: recorded draws instead of a key.
-      stop_at_eos: finish a row when everything up to an end-of-text is decoded; the rest is filled with it.
-        Everything up to that token equals the run without.
+      stop_at_eos: finish a sequence when everything up to an end-of-text is decoded; the rest is filled with
+        it. Everything up to that token equals the run without.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
@@ -101,7 +100,7 @@ def generate(
 
 def infill(
     model: Model,
-    tokens: checks.Ids,
+    tokens: inputs.Ids,
     *,
     token_mask: ArrayLike | None = None,
     block: int | None = None,
@@ -123,8 +122,8 @@ def infill(
       tokens: template ids Int[b l] with mask ids where to fill; left-padded if lengths differ.
       token_mask: Bool[b l], False at the padding.
       block: positions decoded together, left to right; default all of them.
-      steps: denoising steps in all; default the largest number of masks in any row, or one step per position
-        if there are several blocks.
+      steps: denoising steps in all; default the largest number of masks in any sequence, or one step per
+        position if there are several blocks.
       policy: as in `generate`.
       sampler: as in `generate`.
       key: as in `generate`.
@@ -135,8 +134,8 @@ def infill(
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
     """
-    tokens = checks.token_ids(tokens, model.spec, "tokens")
-    mask = checks.left_padding(token_mask, tokens.shape)
+    tokens = inputs.token_ids(tokens, model.spec, "tokens")
+    mask = inputs.left_padding(token_mask, tokens.shape)
     if sampler.cfg_scale > 0:
         raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length = tokens.shape[1]

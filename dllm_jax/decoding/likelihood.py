@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import Model, encode
-from dllm_jax.state import inputs as checks
+from dllm_jax.state import inputs
 
 
 def log_likelihood(
     model: Model,
-    prompt: checks.Ids,
-    answer: checks.Ids,
+    prompt: inputs.Ids,
+    answer: inputs.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
     draws: int = 128,
@@ -53,10 +53,10 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
-    prompt = checks.token_ids(prompt, model.spec, "prompt")
-    answer = checks.token_ids(answer, model.spec, "answer")
-    checks.no_masks(prompt, model.spec)
-    checks.no_masks(answer, model.spec, "answer")
+    prompt = inputs.token_ids(prompt, model.spec, "prompt")
+    answer = inputs.token_ids(answer, model.spec, "answer")
+    inputs.no_masks(prompt, model.spec)
+    inputs.no_masks(answer, model.spec, "answer")
     if prompt.shape[0] != answer.shape[0]:
         raise ValueError(
             f"prompt has {prompt.shape[0]} rows, answer has {answer.shape[0]}; they must be equal"
@@ -65,7 +65,7 @@ def log_likelihood(
         raise ValueError(f"chunk={chunk} must be at least 1")
     if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
         raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
-    padding = checks.left_padding(prompt_mask, prompt.shape)
+    padding = inputs.left_padding(prompt_mask, prompt.shape)
     if masks is None:
         masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
     masks = jnp.asarray(masks, bool)

@@ -1,7 +1,7 @@
 """The jitted denoising loop: one program from the masked canvas to the finished one.
 
     while running:
-        for each step variant (whole canvas, then each static width):
+        for each step variant (full canvas, then each static width):
             while the coming step fits this variant: step
 
 The policy's next selection is part of the loop state, so the next variant is known without leaving the
@@ -33,7 +33,7 @@ def denoise(
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    """Runs steps until no row is active, at most the sampler's `max_steps`.
+    """Runs steps until no sequence is active, at most `Plan.step_limit`.
 
     Args:
       model: the model.
@@ -44,10 +44,10 @@ def denoise(
       plan: static choices.
 
     Returns:
-      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per row, and the
-      trace if the plan asks for it.
+      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per sequence, and
+      the trace if the plan asks for it.
     """
-    limit = plan.sampler.max_steps(layout)
+    limit = plan.step_limit(layout)
     rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
 
     def running(state: State) -> Bool[Array, ""]:
@@ -73,13 +73,14 @@ def denoise(
 
 
 def coming(plan: Plan, state: State) -> Int[Array, ""]:
-    """The variant of the coming step: an index into `plan.widths`, or their number for the whole canvas.
+    """The variant of the coming step: an index into `plan.widths`, or their number for the full canvas.
 
-    That is the narrowest width that holds the widest row; the whole canvas if every active row needs it.
+    That is the narrowest width that holds what every sequence needs; the full canvas if nothing narrower does
+    or every active sequence needs all of it. Either way a sequence computes what it needs and no more.
     """
     active = repeat(state.canvas, plan.streams).active
-    whole = jnp.all(state.need | ~active[:, None])
+    everything = jnp.all(state.need | ~active[:, None])
     widest = jnp.max(jnp.sum(state.need, axis=1))
     too_narrow = ((widest > width).astype(jnp.int32) for width in plan.widths)
     narrowest = sum(too_narrow) if plan.widths else jnp.int32(0)
-    return jnp.where(whole, len(plan.widths), narrowest)
+    return jnp.where(everything, len(plan.widths), narrowest)

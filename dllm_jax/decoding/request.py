@@ -11,9 +11,10 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.step import Plan
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import is_integer
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
-from dllm_jax.state import inputs as checks
+from dllm_jax.state import inputs
 from dllm_jax.state.canvas import masked_response
 from dllm_jax.state.layout import Layout
 
@@ -52,7 +53,7 @@ class Request(NamedTuple):
 
 def prepare(
     model: Model,
-    prompt: checks.Ids,
+    prompt: inputs.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
     length: int = 128,
@@ -68,9 +69,9 @@ def prepare(
     buckets: ladders.Ladder | None = None,
 ) -> Request:
     """Everything that `generate` does before the engine runs; arguments and errors are its."""
-    prompt = checks.token_ids(prompt, model.spec, "prompt")
-    checks.no_masks(prompt, model.spec)
-    mask = checks.left_padding(prompt_mask, prompt.shape)
+    prompt = inputs.token_ids(prompt, model.spec, "prompt")
+    inputs.no_masks(prompt, model.spec)
+    mask = inputs.left_padding(prompt_mask, prompt.shape)
     given = prompt.shape[1]
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
@@ -96,14 +97,13 @@ def plan_for(
 ) -> Plan:
     """The static choices of a run, refused if they do not go together."""
     sampler_fits(sampler, model.spec)
-    nothing_left_masked(sampler, policy, layout)
-    return Plan(policy, sampler, _widths(policy, layout, widths), stop_at_eos, trace)
+    return Plan(policy, sampler, step_widths(policy, layout, widths), stop_at_eos, trace)
 
 
 def noise_for(
     sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None
 ) -> Noise | None:
-    """Where a sampler draws from: recorded noise, or one key per row; None if it draws nothing."""
+    """Where a sampler draws from: recorded noise, or one key per sequence; None if it draws nothing."""
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
     if sampler.draws and key is None and noise is None:
@@ -112,33 +112,49 @@ def noise_for(
         noise.check(sampler.max_steps(layout), batch, layout.length)
     if not sampler.draws:
         return None
-    return noise if key is None else KeyNoise(row_keys(key, batch))
+    return noise if key is None else KeyNoise(sequence_keys(key, batch))
 
 
-def row_keys(key: Keys, batch: int) -> Key[Array, "b"]:
-    """One typed key per row, split from a single key or taken as they are; legacy uint32 keys are wrapped."""
+def sequence_keys(key: Keys, batch: int) -> Key[Array, "b"]:
+    """One typed key per sequence, split from a single key or taken as they are; uint32 keys are wrapped."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
         return jax.random.split(key, batch)
     if key.shape != (batch,):
-        raise ValueError(f"key has shape {key.shape}; expected one key, or one per row: ({batch},)")
+        raise ValueError(f"key has shape {key.shape}; expected one key, or one per sequence: ({batch},)")
     return key
 
 
-def _widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None) -> tuple[int, ...]:
+def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Static widths of the partial steps, ascending; none if the policy recomputes everything.
+
+    Widths change speed, never what is computed. What fits no narrower width is computed in place on the full
+    canvas. The default layer can do that for any set of positions; a policy with a `layer` of its own may
+    treat a full step as one in which every sequence computes everything, so it also gets a partial step as
+    wide as the canvas.
+
+    Args:
+      policy: proposes widths.
+      layout: the geometry.
+      override: the user's, in place of the policy's.
+
+    Raises:
+      ValueError: a width that is no whole number in [1, canvas length].
+    """
     if not policy.reuses:
         return ()
-    own = tuple(sorted(set(policy.widths(layout))))
-    if override is None:
-        return own
-    widths = tuple(sorted(set(override)))
-    if not widths or widths[0] < 1 or not own[-1] <= widths[-1] <= layout.length:
-        raise ValueError(
-            f"widths={override} must be positive and reach from the policy's widest partial step, {own[-1]}, "
-            f"at most to the canvas length {layout.length}"
-        )
-    return widths
+    proposed = policy.widths(layout) if override is None else override
+    for width in proposed:
+        if not is_integer(width) or not 1 <= width <= layout.length:
+            raise ValueError(
+                f"widths={tuple(proposed)} must be whole numbers in 1..{layout.length}, the canvas length; "
+                f"found {width!r}"
+            )
+    partial = {int(width) for width in proposed if width < layout.length}
+    if type(policy).layer is not Policy.layer:
+        partial.add(layout.length)
+    return tuple(sorted(partial))
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec):
@@ -147,15 +163,4 @@ def sampler_fits(sampler: Sampler, spec: ModelSpec):
         raise ValueError(
             "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
             "name: use model.replace_spec(eot_id=...)"
-        )
-
-
-def nothing_left_masked(sampler: Sampler, policy: Policy, layout: Layout):
-    """Raises if some step may have to decode more positions than the policy offers."""
-    offered = policy.most_eligible(layout)
-    if offered is not None and (most := sampler.most_per_step(layout)) > offered:
-        raise ValueError(
-            f"{type(sampler).__name__} may have to decode {most} positions in one of steps={layout.steps} "
-            f"(block={layout.block}), but {policy!r} offers at most {offered}: some would stay masked; "
-            "take more steps, a policy that offers more, or a sampler that decodes until a block is done"
         )

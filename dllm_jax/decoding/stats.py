@@ -1,4 +1,4 @@
-"""Per-row statistics of a run, and its optional trace."""
+"""Statistics of a run per sequence, and its optional trace."""
 
 from typing import NamedTuple
 
@@ -7,21 +7,20 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.block_schedule import first_eos
 from dllm_jax.state import host
-from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
 
 
 class Stats(NamedTuple):
-    """Cost of a run, per row; padding is not counted.
+    """Cost of a run, per sequence; padding is not counted.
 
     Attributes:
-      nfe: network forwards the row took part in.
+      nfe: network forwards the sequence took part in.
       computed: positions fed through the network, summed over forwards.
-      widened: further positions recomputed by layers that widen a step; averaged over layers, summed over
-        forwards.
-      cache_ratio: share of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
+      widened: positions recomputed beyond those selected (`Policy.extra_positions`), averaged over layers,
+        summed over forwards.
+      cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
       decoded: response positions that are not masked at the end.
       answer: decoded tokens before the first end-of-text.
@@ -42,9 +41,9 @@ class Trace(NamedTuple):
     Attributes:
       tokens: the sequence before step 0 and after every step.
       computed: positions fed through the network.
-      proposed: candidate token of each eligible position (see `Policy.judged`), mask_id elsewhere.
+      proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
-      active: rows that took part.
+      active: sequences that took part.
       steps: number of steps that ran.
     """
 
@@ -85,7 +84,7 @@ class Record(NamedTuple):
         before: Canvas,
         after: Canvas,
         computed: Bool[Array, "b l"],
-        widened: Float[Array, "b"],
+        extra: Float[Array, "b"],
         proposal: Proposal,
     ) -> "Record":
         """Counts one step."""
@@ -94,7 +93,7 @@ class Record(NamedTuple):
         return Record(
             steps=self.steps + 1,
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
-            widened=self.widened + widened,
+            widened=self.widened + extra,
             refreshes=self.refreshes + everything.astype(jnp.int32),
             trace=None
             if self.trace is None
@@ -104,13 +103,13 @@ class Record(NamedTuple):
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics at the end of a run."""
         positions = jnp.sum(canvas.valid, axis=1) * canvas.step
-        share = (self.computed + self.widened) / jnp.maximum(positions, 1)
+        recomputed = (self.computed + self.widened) / jnp.maximum(positions, 1)
         before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
         return Stats(
             nfe=canvas.step,
             computed=self.computed,
             widened=self.widened,
-            cache_ratio=jnp.where(positions > 0, 1.0 - share, 0.0).astype(jnp.float32),
+            cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
             decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),

@@ -1,4 +1,4 @@
-"""One denoising step: run the selected rows, choose among their candidates, update the canvas."""
+"""One denoising step: run the selected positions, choose among their candidates, update the canvas."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
-from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.state.cache import Cache, LayerView
+from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact, gather, scatter, whole_rows
+from dllm_jax.state.rows import Rows, compact, compact_rows, full_rows, gather, scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Plan:
     Attributes:
       policy: decides which positions are recomputed and what is cached.
       sampler: decides which tokens are decoded.
-      widths: rows of the partial steps to compile, ascending.
-      stop_at_eos: finish a row once all positions up to an end-of-text are decoded.
+      widths: static widths of the partial steps to compile, ascending.
+      stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
     """
 
@@ -40,6 +40,10 @@ class Plan:
     widths: tuple[int, ...]
     stop_at_eos: bool
     trace: bool
+
+    def step_limit(self, layout: Layout) -> int:
+        """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
+        return self.sampler.max_steps(layout) + layout.response
 
     @property
     def streams(self) -> int:
@@ -52,8 +56,8 @@ class State(NamedTuple):
 
     Attributes:
       canvas: the sequences.
-      cache: the policy's storage, for streams * b rows.
-      need: positions the coming step computes, for streams * b rows.
+      cache: the policy's storage, for streams * b sequences.
+      need: positions the coming step computes, for streams * b sequences.
       record: statistics and trace.
     """
 
@@ -71,63 +75,67 @@ def initial(
     layout: Layout,
     plan: Plan,
 ) -> State:
-    """The state before the first step; arguments as in `engine.denoise`."""
-    canvas = advance(begin(tokens, valid, model.spec, layout), plan.sampler, plan.stop_at_eos)
+    """The state before the first step; arguments as in `loop.denoise`."""
+    canvas = advance(begin(tokens, valid, model.spec, layout), plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
     cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
-    cache = plan.policy.survey(cache, streams, model, _inputs(plan, streams))
-    record = Record.begin(canvas, plan.sampler.max_steps(layout) if plan.trace else None)
+    cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
+    record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
-    """The policy's selection for the coming step, empty in inactive rows.
+    """The policy's selection for the coming step, empty in inactive sequences.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
-    if plan.policy.foresees:
-        canvas = dataclasses.replace(canvas, turn=plan.sampler.planned(canvas, noise))
+    canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, noise))
     selected = plan.policy.select(cache, repeat(canvas, plan.streams))[: canvas.tokens.shape[0]]
     return jnp.tile(selected & canvas.active[:, None], (plan.streams, 1))
 
 
 def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
-    """One denoising step over the whole canvas (width None) or over `width` rows per sequence."""
+    """One denoising step over the canvas in place (width None) or over `width` positions per sequence."""
     canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
+    batch = canvas.tokens.shape[0]
     streams = repeat(canvas, plan.streams)
-    length = canvas.layout.length
-    rows = computed_rows(state.need, streams.active, width)
-    tokens, cache = _inputs(plan, streams), policy.prepare(state.cache, streams, rows)
-    hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache)
-    index, token, score = _propose(model, plan, canvas, rows, hidden, noise)
+
+    # The network runs over the selected positions; K/V of the others come from the policy's cache.
+    rows = computed_rows(state.need, width)
+    cache = policy.before_layers(state.cache, streams, rows)
+    hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache)
+
+    # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
+    own = dataclasses.replace(rows, index=rows.index[:batch])
+    index, token, score = _propose(model, plan, canvas, own, hidden, noise)
     eligible = gather(policy.eligible(canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
     )
-    cache = policy.observe(
-        cache, streams, rows, jax.tree.map(lambda a: jnp.concatenate([a] * plan.streams), proposal)
-    )
+
+    # The policy sees what was proposed before the canvas moves on.
+    of_streams = jax.tree.map(lambda a: jnp.concatenate([a] * plan.streams), proposal)
+    cache = policy.observe(cache, streams, rows, of_streams)
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
-    after = advance(write(canvas, chosen, proposal.token), sampler, plan.stop_at_eos)
-    computed = Rows(rows.index[: canvas.tokens.shape[0]], rows.whole).mask(length)
-    widened = policy.widened(cache, canvas, computed)
-    record = state.record.add(canvas, after, computed, widened, proposal)
+    after = advance(write(canvas, chosen, proposal.token), policy, sampler, plan.stop_at_eos)
+
+    computed = own.mask()
+    extra = policy.extra_positions(cache, canvas, computed)
+    record = state.record.add(canvas, after, computed, extra, proposal)
     return State(after, cache, needed(plan, cache, after, noise), record)
 
 
-def computed_rows(need: Bool[Array, "b l"], active: Bool[Array, "b"], width: int | None) -> Rows:
-    """Row indices of one step: the whole canvas (None), or `width` rows that include every needed one."""
-    if width is None:
-        return whole_rows(active, need.shape[1])
-    return Rows(compact(need, width), whole=False)
+def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
+    """The rows of one step: in place on the canvas (None), or gathered into `width` that hold them all."""
+    return full_rows(need) if width is None else compact_rows(need, width)
 
 
 def network(
     model: Model,
     rope: Rope,
-    layer: Callable[..., tuple[Array, LayerView, PyTree]],
+    layer: Callable[..., tuple[Array, LayerCache]],
     tokens: Int[Array, "b l"],
     canvas: Canvas,
     rows: Rows,
@@ -142,17 +150,19 @@ def network(
       tokens: input ids.
       canvas: state before the step.
       rows: which positions are computed.
-      cache: the policy's, after `Policy.prepare`.
+      cache: the policy's, after `Policy.before_layers`.
+
+    Returns:
+      the residual stream at the rows after the last layer, and the changed cache.
     """
 
-    def through(block, carry):
-        x, layers, shared = carry
-        x, view, shared = layer(block, x, LayerView(layers, block.layer), shared, rows, canvas)
-        return x, view.stack, shared
+    def run(weights: Layer, carry):
+        x, cache = carry
+        x, view = layer(weights, x, LayerCache(cache.layers, weights.index, cache.shared), rows, canvas)
+        return x, Cache(view.layers, view.shared)
 
-    carry = embed(model.params, rows.take(tokens)), cache.layers, cache.shared
-    x, layers, shared = walk(model.params, model.spec, rope, through, carry, model.implementation)
-    return x, Cache(layers, shared)
+    carry = embed(model.params, rows.take(tokens)), cache
+    return walk(model.params, model.spec, rope, run, carry, model.implementation)
 
 
 def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
@@ -172,19 +182,37 @@ def _propose(
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
 ) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
-    """Candidates of the judged positions whose source row was computed; only these get logits."""
-    spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
-    batch, length = canvas.tokens.shape
-    own = Rows(rows.index[:batch], rows.whole)
-    source = canvas.predictor
-    reachable = jnp.take_along_axis(own.mask(length), source, axis=1)
-    most = layout.response if sampler.allow_mask_token else plan.policy.most_judged(layout)
-    index = compact(plan.policy.judged(canvas) & reachable, min(most, rows.index.shape[1]))
-    padded = jnp.pad(source, ((0, 0), (0, 1)), constant_values=length)
-    slot = own.slot(jnp.take_along_axis(padded, index, axis=1), length)
+    """Position, token and score of the candidates: scored positions whose predictor was computed.
+
+    Args:
+      model: the model.
+      plan: static choices.
+      canvas: state before the step.
+      rows: what the conditional stream computed.
+      hidden: the residual stream after the last layer, of all streams.
+      noise: source of random numbers.
+    """
+    spec, layout, sampler, policy = canvas.spec, canvas.layout, plan.sampler, plan.policy
+
+    # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
+    # computed.
+    predictor = canvas.predictor
+    predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
+    scored = policy.eligible(canvas) if policy.scored == "block" else canvas.masked
+
+    # Only candidates meet the vocabulary; they are compacted to a static number first.
+    everywhere = sampler.allow_mask_token or policy.scored == "response"
+    most = layout.response if everywhere else layout.block
+    index = compact(scored & predicted, min(most, rows.index.shape[1]))
+
+    # Logits of each candidate are computed from its predictor's entry in `hidden`.
+    padded = jnp.pad(predictor, ((0, 0), (0, 1)), constant_values=layout.length)
+    slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
     logits = unembed(model.params, spec, gather(hidden, jnp.tile(slot, (plan.streams, 1))))
+
+    # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:
         conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
         logits = guided(conditional, unconditional, sampler.cfg_scale)
     token, score = sampler.propose(logits, index, canvas, noise)
-    return index, token, jnp.where(index < length, score, -jnp.inf)
+    return index, token, jnp.where(index < layout.length, score, -jnp.inf)

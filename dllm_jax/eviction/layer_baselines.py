@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.eviction.layers import LayerBudgets, check_depth
-from dllm_jax.eviction.rounding import conserve
+from dllm_jax.eviction.layer_budgets import LayerBudgets, check_depth
+from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
 from dllm_jax.options import check_flags, check_integers, check_numbers, check_profile
 
 
@@ -33,7 +33,7 @@ class PyramidKV(LayerBudgets):
         check_integers(self, "beta", "window", least=1)
         check_flags(self, "outside")
 
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
         if budget >= prompt or layers == 1 or budget <= self.window:
             return np.full(layers, min(budget, prompt), np.int32)
@@ -62,7 +62,7 @@ class SqueezeAttention(LayerBudgets):
     Attributes:
       cosine: similarity of the residual stream before and after each layer's attention, averaged over
         prompt tokens (1 - `eviction.importance`).
-      share: part of the uniform budget left to the group of the most similar layers.
+      share: fraction of the uniform budget left to the group of the most similar layers.
     """
 
     cosine: tuple[float, ...]
@@ -72,15 +72,18 @@ class SqueezeAttention(LayerBudgets):
         check_profile(self, "cosine")
         check_numbers(self, "share", least=0, most=1)
 
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""
         check_depth("cosine", self.cosine, layers)
+        return round_to_total(self.allocate(budget), layers * budget, prompt)
+
+    def allocate(self, budget: int) -> Vector:
+        """The budget of each layer before rounding, as Fractions: shares of 0.4 and such tie as written."""
         idle = self.groups() == 2
-        given = idle.sum() * self.share * budget
-        target = np.where(idle, self.share * budget, (layers * budget - given) / max((~idle).sum(), 1))
-        if exact:
-            return conserve(target, layers * budget, prompt)
-        return np.minimum(np.floor(target), prompt).astype(np.int32)
+        left = exactly(str(self.share)) * budget
+        taken = int(idle.sum()) * left
+        others = (len(idle) * budget - taken) / max(int((~idle).sum()), 1)
+        return np.where(idle, left, others)
 
     def groups(self) -> Int[np.ndarray, "n"]:
         """The exact 3-means of the cosines (best contiguous split in order), 2 = most similar."""

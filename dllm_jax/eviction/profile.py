@@ -10,11 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.nn.attention import attention, key_mask
-from dllm_jax.nn.layer import embed, walk
+from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.model import Model
-from dllm_jax.state import inputs as checks
+from dllm_jax.state import inputs
 from dllm_jax.state.canvas import masked_response
-from dllm_jax.state.rows import whole_rows
 
 
 @jax.jit
@@ -29,22 +28,21 @@ def importance(
       among: positions to average over.
       valid: False at padding.
     """
-    batch, length = tokens.shape
-    spec = model.spec
-    rows = whole_rows(jnp.ones(batch, bool), length)
+    (batch, length), spec = tokens.shape, model.spec
+    position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
 
-    def layer(block, carry):
+    def run(layer: Layer, carry):
         x, profile = carry
-        q, k = block.qk(x, rows)
-        after = x + block.out(attention(q, k, block.value(x), key_mask(valid))[0])
+        q, k = layer.qk(x, position)
+        after = x + layer.out(attention(q, k, layer.value(x), key_mask(valid))[0])
         kept = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
-        return after + block.mlp(after), profile.at[block.layer].set(1 - kept)
+        return after + layer.mlp(after), profile.at[layer.index].set(1 - kept)
 
     start = embed(model.params, tokens), jnp.zeros((spec.layers, batch))
-    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), layer, start)[1]
+    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1]
 
 
-def calibrate(model: Model, prompts: checks.Ids, length: int, prompt_mask=None) -> tuple[float, ...]:
+def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) -> tuple[float, ...]:
     """The importance of each layer, averaged over calibration prompts with a masked response.
 
     Args:
@@ -56,11 +54,11 @@ def calibrate(model: Model, prompts: checks.Ids, length: int, prompt_mask=None) 
     Returns:
       a profile for `BoundaryMiddle(importance=...)`; its complement serves `SqueezeAttention`.
     """
-    prompts = checks.token_ids(prompts, model.spec, "prompts")
-    mask = checks.left_padding(prompt_mask, prompts.shape)
+    prompts = inputs.token_ids(prompts, model.spec, "prompts")
+    mask = inputs.left_padding(prompt_mask, prompts.shape)
     tokens, valid = masked_response(prompts, mask, length, model.spec)
     profile = np.asarray(importance(model, tokens, valid, valid), np.float64).mean(axis=1)
-    return tuple(float(share) for share in profile)
+    return tuple(float(value) for value in profile)
 
 
 def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: str | int):
@@ -70,4 +68,4 @@ def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: 
 
 def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
     """Reads a profile that `save_profile` wrote."""
-    return tuple(float(share) for share in json.loads(pathlib.Path(path).read_text())["importance"])
+    return tuple(float(value) for value in json.loads(pathlib.Path(path).read_text())["importance"])

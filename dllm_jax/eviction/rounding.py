@@ -1,35 +1,51 @@
-"""Rounds shares to whole numbers of a given sum: water-filling under a cap, then largest remainders."""
+"""Rounds budgets to whole numbers of a given sum: water-filling under a cap, then largest remainders."""
 
+import fractions
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Vector = Any  # np.ndarray or jax.Array; the result has the type of the argument
+Vector = Any  # np.ndarray (of Fractions, or floats taken at their exact value) or jax.Array
 
 
-def conserve(target: Vector, total, cap) -> Vector:
+def exactly(values: Any) -> np.ndarray:
+    """An array of Fractions with the exact values of numbers, so that equal budgets compare as equal."""
+    array = np.asarray(values, object)
+    return np.vectorize(fractions.Fraction, otypes=[object])(array)
+
+
+def round_to_total(target: Vector, total, cap) -> Vector:
     """Whole numbers close to the targets, none above `cap`, that add up to min(total, n * cap) exactly.
 
     Targets above the cap are cut and the others scaled up to what remains (water-filling); then everything
-    is rounded down and the missing units go to the largest fractional parts, lowest index first.
+    is rounded down and the missing units go to the largest fractional parts, lowest index first. On the host
+    this is rational arithmetic, so ties are ties; on the device it is float32.
 
     Args:
-      target: shares [... n], not negative.
+      target: budgets [... n], not negative.
       total: their sum wanted, [... 1] or a number.
       cap: upper bound of each, [... 1] or a number.
     """
-    xp = jnp if isinstance(target, jax.Array) else np
+    on_device = isinstance(target, jax.Array)
+    xp = jnp if on_device else np
+    target = target if on_device else exactly(target)
+    smallest: Any
+    smallest, slack = (1e-12, 1e-5) if on_device else (fractions.Fraction(1, 10**12), 0)
     n = target.shape[-1]
-    target = xp.maximum(target, 1e-12)  # a share of nothing takes what is above the others' caps
+
+    # A budget of nothing takes what is above the others' caps.
+    target = xp.maximum(target, smallest)
     total = xp.minimum(total, n * cap)
     filled = xp.minimum(_water_fill(xp, target, total, cap), cap)
-    whole = xp.floor(filled + (1e-9 if xp is np else 1e-5))
-    missing = total - xp.sum(whole, axis=-1, keepdims=True)
-    rest = xp.where(whole < cap, filled - whole, -xp.inf)
-    rank = xp.argsort(xp.argsort(-rest, axis=-1, stable=True), axis=-1)
-    return (whole + (rank < missing)).astype(xp.int32)
+
+    # Largest remainders: what rounding down leaves goes to the largest fractional parts below the cap.
+    floor = xp.floor(filled + slack)
+    missing = total - xp.sum(floor, axis=-1, keepdims=True)
+    remainder = xp.where(floor < cap, filled - floor, -1)
+    rank = xp.argsort(xp.argsort(-remainder, axis=-1, stable=True), axis=-1)
+    return (floor + (rank < missing)).astype(xp.int32)
 
 
 def _water_fill(xp, target, total, cap):
@@ -37,10 +53,13 @@ def _water_fill(xp, target, total, cap):
     n = target.shape[-1]
     order = xp.argsort(-target, axis=-1, stable=True)
     descending = xp.take_along_axis(target, order, axis=-1)
-    rest = xp.flip(xp.cumsum(xp.flip(descending, -1), axis=-1), -1)  # sum of all but the m largest
-    scale = (total - xp.arange(n) * cap) / xp.maximum(rest, 1e-30)
-    fits = descending * scale <= cap * (1 + 1e-6)
-    full = xp.where(xp.any(fits, axis=-1), xp.argmax(fits, axis=-1), n)[..., None]
-    factor = xp.take_along_axis(scale, xp.minimum(full, n - 1), axis=-1)
+
+    # With the m largest at the cap, the others are scaled by scale[m]; it fits if the largest stays below.
+    rest = xp.flip(xp.cumsum(xp.flip(descending, -1), axis=-1), -1)  # the sum of all but the m largest
+    scale = (total - xp.arange(n) * cap) / rest
+    fits = descending * scale <= (cap * (1 + 1e-6) if xp is jnp else cap)
+    at_cap = xp.where(xp.any(fits, axis=-1), xp.argmax(fits, axis=-1), n)[..., None]
+
+    factor = xp.take_along_axis(scale, xp.minimum(at_cap, n - 1), axis=-1)
     rank = xp.argsort(order, axis=-1)
-    return xp.where(rank < full, cap, target * factor)
+    return xp.where(rank < at_cap, cap, target * factor)

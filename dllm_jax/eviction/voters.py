@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.attention import Mask
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.options import check_integers
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
@@ -15,11 +15,11 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class Voters(abc.ABC):
-    """The rows whose attention decides which prompt positions are kept."""
+    """The positions whose attention decides which prompt positions are kept."""
 
     @abc.abstractmethod
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """The votes as they are ranked."""
@@ -28,37 +28,37 @@ class Voters(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class MaskVotes(Voters):
-    """MaskKV, equation 7: the rows of masked positions."""
+    """MaskKV, equation 7: the masked positions."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
         return canvas.masked
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptVotes(Voters):
-    """The prompt's own rows."""
+    """The prompt itself."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
         return canvas.prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class AllVotes(Voters):
-    """All rows."""
+    """All positions."""
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
         return canvas.valid
 
 
 @dataclasses.dataclass(frozen=True)
 class PositionVotes(Voters):
-    """One quarter of the masked rows, in order of position (MaskKV, Table 8).
+    """One quarter of the masked positions, in order of position (MaskKV, Table 8).
 
     Attributes:
-      quarter: 0 to 3; if the rows do not divide by four, the first quarters have one more.
+      quarter: 0 to 3; if they do not divide by four, the first quarters have one more.
     """
 
     quarter: int = 3
@@ -67,7 +67,7 @@ class PositionVotes(Voters):
         check_integers(self, "quarter", least=0, most=3)
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
         rank = jnp.cumsum(canvas.masked, axis=1) - 1
         size, longer = jnp.divmod(jnp.sum(canvas.masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
@@ -76,12 +76,12 @@ class PositionVotes(Voters):
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Voters):
-    """SnapKV (arXiv:2404.14469): the last prompt rows, votes averaged over neighbouring positions.
+    """SnapKV (arXiv:2404.14469): the last prompt positions, votes averaged over neighbouring positions.
 
     The window itself comes first; if it does not fit the budget, its beginning is kept.
 
     Attributes:
-      window: how many rows vote.
+      window: how many positions vote.
       kernel: positions to average over, odd.
     """
 
@@ -93,15 +93,15 @@ class SnapKV(Voters):
         check_integers(self, "kernel", least=1, odd=True)
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose rows vote."""
+        """Positions that vote."""
         return canvas.prompt & (canvas.position >= canvas.layout.prompt - self.window)
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
-        """Mean over the rows, pooled; the window's positions come first."""
+        """Mean over the voters, pooled; the window's positions come first."""
         width = votes.shape[-1]
         window = jnp.arange(width) >= width - self.window
-        rows = jnp.sum(self.voters(canvas), axis=1)[:, None, None]
-        votes = jnp.where(window, 0.0, votes / jnp.maximum(rows, 1))
+        voters = jnp.sum(self.voters(canvas), axis=1)[:, None, None]
+        votes = jnp.where(window, 0.0, votes / jnp.maximum(voters, 1))
         side = self.kernel // 2
         padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         pooled = sum(padded[..., i : i + width] for i in range(self.kernel)) / self.kernel
@@ -111,7 +111,7 @@ class SnapKV(Voters):
 
 def evidence(
     voter: Voters,
-    block: Block,
+    layer: Layer,
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
     lse: Float[Array, "b h q"],
@@ -123,7 +123,7 @@ def evidence(
 
     Args:
       voter: decides whose attention counts.
-      block: the layer.
+      layer: the layer.
       q: queries of the rows.
       k: keys of all positions, in canvas order.
       lse: log-sum-exp of the rows' attention to them.
@@ -136,12 +136,11 @@ def evidence(
       equation 14, the masked rows' attention to the prompt over that to prompt and masked positions.
     """
     p = canvas.layout.prompt
-    here = rows.index < canvas.layout.length
-    weigh = lambda who: (rows.take(who) & here).astype(jnp.float32)
-    given = lambda who: block.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
-    seen = given(canvas.masked)
-    to_prompt = jnp.sum(seen[..., :p], axis=-1)
-    to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], seen[..., p:], 0.0), axis=-1)
-    votes = voter.score(given(voter.voters(canvas))[..., :p], canvas)
+    weigh = lambda who: (rows.take(who) & rows.real).astype(jnp.float32)
+    received = lambda who: layer.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
+    from_masks = received(canvas.masked)
+    to_prompt = jnp.sum(from_masks[..., :p], axis=-1)
+    to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)
+    votes = voter.score(received(voter.voters(canvas))[..., :p], canvas)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
     return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference

@@ -13,42 +13,41 @@ from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.rows import Rows
 from pallas_kernels import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """One layer's weights as pure functions; `qk`, `value`, `attention` and `finish` make a layer.
+class Layer:
+    """One decoder layer opened at its seams: `qk`, `value`, `attention` and `finish` make the usual layer.
 
-    Every method takes the residual stream un-normed. `out` and `mlp` return their branch alone, so a policy
-    can decide what is added, cached or skipped. The block knows nothing of caches.
+    Every method takes the residual stream before the norm. `out` and `mlp` return their branch alone, so that
+    a policy can decide what is added, cached or skipped. The layer knows nothing of caches.
 
     Attributes:
-      weights: this layer's parameters, see `dllm_jax.nn.parameters.Layer`.
+      weights: this layer's parameters, see `dllm_jax.nn.parameters.LayerParameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
-      layer: index of this layer, traced.
+      index: which layer this is, traced.
       implementation: of `attention`, `received` and `head_mean`, see `Model`.
     """
 
     weights: dict[str, Array]
     spec: ModelSpec
     rope: Rope
-    layer: Int[Array, ""]
+    index: Int[Array, ""]
     implementation: Implementation | None = None
 
     def qk(
-        self, x: Float[Array, "b q m"], rows: Rows
+        self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
-        """Rotated queries and keys of the rows with inputs x."""
+        """Rotated queries and keys of the inputs x at their positions; padding has the position l."""
         normed = self._attention_input(x)
-        index = jnp.minimum(rows.index, self.rope.cos.shape[0] - 1)
+        index = jnp.minimum(position, self.rope.cos.shape[0] - 1)
         turn = lambda y: rotate(y, self.rope, index, self.spec.rope_in_f32)
         return turn(self._project("q", normed)), turn(self._project("k", normed))
 
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
-        """Values of the rows with inputs x."""
+        """Values of the inputs x."""
         return self._project("v", self._attention_input(x))
 
     def attention(
@@ -107,12 +106,12 @@ class Block:
 
 
 def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
-    """Embedding rows of the tokens."""
+    """Embeddings of the tokens."""
     return params["embed"][tokens]
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
-    """Logits (model dtype) of rows after the last layer: final norm, then the head."""
+    """Logits (model dtype) of the residual stream after the last layer: final norm, then the head."""
     normed = rms_norm(hidden, params["norm"], spec.norm_eps)
     return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
 
@@ -121,14 +120,14 @@ def walk(
     params: Params,
     spec: ModelSpec,
     rope: Rope,
-    layer: Callable[[Block, Any], Any],
+    run: Callable[[Layer, Any], Any],
     carry: Any,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Runs `layer(block, carry) -> carry` over all layers as one `lax.scan`."""
+    """Runs `run(layer, carry) -> carry` over all layers as one `lax.scan`."""
 
     def body(carry, weights_and_index):
         weights, index = weights_and_index
-        return layer(Block(weights, spec, rope, index, implementation), carry), None
+        return run(Layer(weights, spec, rope, index, implementation), carry), None
 
     return jax.lax.scan(body, carry, (params["layers"], jnp.arange(spec.layers)))[0]

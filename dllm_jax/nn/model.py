@@ -8,10 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
-from dllm_jax.nn.layer import Block, embed, unembed, walk
+from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.rows import Rows, whole_rows
 from pallas_kernels.choice import Implementation, check_implementation
 
 
@@ -45,12 +44,12 @@ class Model:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
 
-def _whole_pass(spec: ModelSpec, tokens, valid) -> tuple[Rows, Mask | None, Rope]:
-    """Rows, attention mask and rotary tables of a pass over all positions."""
-    batch, length = tokens.shape
-    rows = whole_rows(jnp.ones((batch,), bool), length)
+def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
+    """Positions, attention mask and rotary tables of a pass over the whole canvas."""
+    length = tokens.shape[1]
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
-    return rows, mask, rope_table(length, spec.head, spec.rope_base)
+    return position, mask, rope_table(length, spec.head, spec.rope_base)
 
 
 @jax.jit
@@ -62,7 +61,7 @@ def forward(
     Args:
       model: the model.
       tokens: ids, mask_id where undecided.
-      valid: False at (left) padding; None means no padding. Padded rows' logits are meaningless.
+      valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
 
     Returns:
       logits in the model's dtype.
@@ -77,32 +76,32 @@ def hidden_states(
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
-    rows, mask, rope = _whole_pass(spec, tokens, valid)
+    position, mask, rope = _full_pass(spec, tokens, valid)
 
-    def layer(block: Block, stream):
-        x = exact_layer(block, stream[block.layer], rows, mask)
-        return jax.lax.dynamic_update_index_in_dim(stream, x, block.layer + 1, 0)
+    def run(layer: Layer, stream):
+        x = exact_layer(layer, stream[layer.index], position, mask)
+        return jax.lax.dynamic_update_index_in_dim(stream, x, layer.index + 1, 0)
 
-    return walk(model.params, spec, rope, layer, stream)
+    return walk(model.params, spec, rope, run, stream)
 
 
 def encode(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
-    rows, mask, rope = _whole_pass(model.spec, tokens, valid)
+    position, mask, rope = _full_pass(model.spec, tokens, valid)
 
-    def layer(block: Block, x):
-        run = lambda weights, x: exact_layer(dataclasses.replace(block, weights=weights), x, rows, mask)
-        return (jax.checkpoint(run) if remat else run)(block.weights, x)
+    def run(layer: Layer, x):
+        exact = lambda weights, x: exact_layer(dataclasses.replace(layer, weights=weights), x, position, mask)
+        return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
-    return walk(model.params, model.spec, rope, layer, embed(model.params, tokens))
+    return walk(model.params, model.spec, rope, run, embed(model.params, tokens))
 
 
 def exact_layer(
-    block: Block, x: Float[Array, "b l m"], rows: Rows, mask: Mask | None
+    layer: Layer, x: Float[Array, "b l m"], position: Int[Array, "b l"], mask: Mask | None
 ) -> Float[Array, "b l m"]:
-    """One layer over all positions, with no cache."""
-    q, k = block.qk(x, rows)
-    o, _ = attention(q, k, block.value(x), mask)
-    return block.finish(x, o)
+    """One layer over the whole canvas, with no cache."""
+    q, k = layer.qk(x, position)
+    o, _ = attention(q, k, layer.value(x), mask)
+    return layer.finish(x, o)

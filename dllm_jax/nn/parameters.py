@@ -18,7 +18,7 @@ Params = dict[str, Any]
 INIT_STD = 0.02
 
 
-class Layer(nnx.Module):
+class LayerParameters(nnx.Module):
     """One decoder layer: pre-norm attention and a gated MLP.
 
     Kernels are stored input-first, with heads apart: q [m h d], k and v [m k d], o [h d m],
@@ -53,8 +53,8 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float = 1.0):
         @nnx.split_rngs(splits=spec.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(spec, dtype, rngs, gain)
+        def stack(rngs: nnx.Rngs) -> LayerParameters:
+            return LayerParameters(spec, dtype, rngs, gain)
 
         def table() -> nnx.Param:
             shape = spec.vocab, spec.width

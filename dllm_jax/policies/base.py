@@ -1,15 +1,15 @@
 """The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
@@ -18,35 +18,39 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Exact decoding: every step recomputes every position.
+    """Exact decoding: every denoising step recomputes every position.
 
-    A cache policy is a frozen dataclass that overrides the methods in which it differs; its fields are the
-    method's hyper-parameters. The methods are pure and traced once; state between steps is in the `Cache`.
+    A cache policy is a frozen dataclass that overrides the members in which it differs; its fields are the
+    method's hyper-parameters. Methods are pure and traced once; state between steps is in the `Cache`. The
+    ten members below are all there are, in the order in which a generation uses them.
     """
 
-    foresees: ClassVar[bool] = False
-    """`select` reads `canvas.planned`: needs a sampler whose order does not depend on the model."""
+    # -- what is stored -----------------------------------------------------------------------------
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
         return Cache(layers=KV.zeros(spec, batch, layout.length, dtype) if self.reuses else (), shared=())
 
-    def survey(self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]) -> Cache:
+    def before_first_step(
+        self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+    ) -> Cache:
         """Called once, before the first step: may ask the model about the request.
 
         Args:
           cache: from `init`.
-          canvas: the request, for the rows of all streams.
+          canvas: the request, for the sequences of all streams.
           model: the model.
           tokens: the inputs of the first step.
         """
         return cache
 
+    # -- one denoising step -------------------------------------------------------------------------
+
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that go through the network in the coming step; called before every step."""
         return canvas.everything
 
-    def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """Called before the layers; may add arrays of the step's width to `shared`.
 
         The structure of a cache is the same between steps, so `observe` must remove them again.
@@ -54,83 +58,70 @@ class Policy:
         return cache
 
     def layer(
-        self,
-        block: Block,
-        x: Float[Array, "b q m"],
-        kv: LayerView,
-        shared: PyTree,
-        rows: Rows,
-        canvas: Canvas,
-    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
-        """One layer over the selected rows: fresh K/V overwrite the stored ones, then rows attend to all.
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        """One layer over the computed positions: new K/V overwrite stored ones, then all are attended to.
 
         Args:
-          block: this layer's weights, see `Block`.
+          layer: this layer's weights as functions, see `Layer`.
           x: the residual stream at the rows.
-          kv: this layer's storage.
-          shared: `Cache.shared`, threaded through the layers.
+          cache: this layer's view of the storage, and `shared`.
           rows: which positions x holds.
           canvas: state before the step.
 
         Returns:
-          x after the layer, and the changed storage.
+          x after the layer, and the changed cache.
         """
-        q, k = block.qk(x, rows)
-        kv, now = kv.update(rows, KV(k, block.value(x)))
-        o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
-        return block.finish(x, o), kv, shared
-
-    def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions whose candidate and score `observe` sees if computed; the eligible ones at least.
-
-        Only eligible positions are decoded. Logits are computed for all judged ones, so a policy that judges
-        more than a block also overrides `most_judged`.
-        """
-        return self.eligible(canvas)
-
-    def most_judged(self, layout: Layout) -> int:
-        """How many positions of a row `judged` may return; the rightmost ones beyond it are left out."""
-        return layout.block
+        q, k = layer.qk(x, rows.index)
+        cache, now = cache.update(rows, KV(k, layer.value(x)))
+        o, _ = layer.attention(q, now.k, now.v, canvas.attends(rows))
+        return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Statistics for later steps; called after the network and before tokens are committed."""
+        """Statistics for later steps; called after the network and before tokens are decoded."""
         return cache
+
+    # -- what may be decoded ------------------------------------------------------------------------
+
+    scored: ClassVar[Literal["block", "response"]] = "block"
+    """Masks that get a candidate token and a score if they can be predicted: the eligible ones of the block,
+    or all of the response, for a policy whose `observe` ranks masks of later blocks too. Only eligible ones
+    are decoded in either case; logits are computed for all scored ones."""
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that may be decoded in the coming step: a subset of `canvas.eligible`.
 
-        Called with the same canvas as `select`, which has to cover the rows that predict them.
+        Called with the same canvas as `select`, which has to cover the positions that predict them.
         """
         return canvas.eligible
 
-    def most_eligible(self, layout: Layout) -> int | None:
-        """How many masks of a row one step may decode, if `eligible` or `select` limits them; else None.
+    # -- cost ---------------------------------------------------------------------------------------
 
-        A sampler that may have to decode more in a step is refused, since masks would remain.
-        """
-        return None
-
-    def widened(self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]) -> Float[Array, "b"]:
-        """Positions recomputed in addition to the selected ones, averaged over layers; only for statistics.
+    def extra_positions(
+        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
+    ) -> Float[Array, "b"]:
+        """Positions computed beyond the selection, averaged over layers; only for statistics.
 
         Args:
-          cache: after the step, for the rows of all streams.
+          cache: after the step, for the sequences of all streams.
           canvas: before the step.
           computed: the positions fed through the network.
         """
         return jnp.zeros(computed.shape[:1])
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Static widths to compile a partial step for; a step takes the narrowest that fits its rows.
+        """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.
 
-        Affects only speed, provided that the widest holds every selection but the whole canvas; a step that
-        fits no width computes the whole canvas. The default is a ladder of halvings of the canvas.
+        Affects speed only, whatever is returned. The default is a ladder of halvings of the canvas.
         """
         return halvings(layout.length) if self.reuses else ()
 
+    # -- derived ------------------------------------------------------------------------------------
+
+    @final
     @property
     def reuses(self) -> bool:
-        """Whether a step may leave positions out. By default, whether `select` is overridden.
+        """Whether a step may leave positions out: whether `select` is overridden.
 
         False for the exact decoder, which therefore stores nothing.
         """

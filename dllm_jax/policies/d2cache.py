@@ -1,19 +1,19 @@
 """d2Cache: dual adaptive caching (arXiv:2509.23094)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_numbers
+from dllm_jax.options import check_integers, check_numbers
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
-from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior, topped_up
-from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
+from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
@@ -50,8 +50,6 @@ class D2Cache(Policy):
       inflate: positions between two computed ones at most this far apart are computed as well (released
         code, which advises 4 for parallel decoding in blocks).
       rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
-      top_up: fills all rows of a batch up to the same number of positions, as the reference has to; a row
-        then depends on the other rows. For replays only: it makes nothing faster here.
 
     Exact limit: p=1.
     Departures: the released code's four slips are repaired as its comments intend (docs/departures.md).
@@ -66,7 +64,8 @@ class D2Cache(Policy):
     p: float = 0.1
     inflate: int = 0
     rollout_layers: int | None = None
-    top_up: bool = False
+
+    scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*
 
     def __post_init__(self):
         check_integers(self, "k", least=1)
@@ -74,7 +73,6 @@ class D2Cache(Policy):
         check_numbers(self, "p", least=0, most=1)
         check_integers(self, "inflate", least=0)
         check_integers(self, "rollout_layers", least=1, none="all")
-        check_flags(self, "top_up")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and two numbers per position."""
@@ -87,53 +85,37 @@ class D2Cache(Policy):
         """Everything at first, then M* | X | U."""
         known: Salience = cache.shared
         score = prior(known.confidence, canvas, self.sigma)
-        upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.fresh
+        upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.just_decoded
         # the last prompt position is a candidate for U even where it predicts a position of M*
         others = canvas.valid & ~(upcoming & canvas.response)
         chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
-        if self.top_up:
-            chosen = topped_up(chosen, known.influence, score, canvas)
         return chosen | canvas.first_step
 
-    def judged(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Masks of later blocks too: their confidence decides when they enter M*."""
-        return canvas.masked
-
-    def most_judged(self, layout: Layout) -> int:
-        """The response."""
-        return layout.response
-
-    def prepare(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout starts from the identity."""
-        identity = rollout.identity_rows(rows, canvas.layout.length)
-        return cache._replace(shared=cache.shared._replace(rolled=identity))
+        return cache._replace(shared=cache.shared._replace(rolled=rollout.identity_rows(rows)))
 
     def layer(
-        self,
-        block: Block,
-        x: Float[Array, "b q m"],
-        kv: LayerView,
-        shared: PyTree,
-        rows: Rows,
-        canvas: Canvas,
-    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The default layer; its attention multiplies the rollout matrix."""
-        q, k = block.qk(x, rows)
-        kv, now = kv.update(rows, KV(k, block.value(x)))
+        q, k = layer.qk(x, rows.index)
+        cache, now = cache.update(rows, KV(k, layer.value(x)))
         mask = canvas.attends(rows)
-        o, lse = block.attention(q, now.k, now.v, mask)
+        o, lse = layer.attention(q, now.k, now.v, mask)
 
         def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
-            return rollout.roll(rolled, block.head_mean(q, now.k, lse, mask), rows, canvas.valid)
+            return rollout.roll(rolled, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
 
+        rolled = cache.shared.rolled
         if self.rollout_layers is None:
-            rolled = roll(shared.rolled)
+            rolled = roll(rolled)
         else:
-            rolled = jax.lax.cond(block.layer < self.rollout_layers, roll, lambda c: c, shared.rolled)
-        return block.finish(x, o), kv, shared._replace(rolled=rolled)
+            rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
+        return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Updates confidences where the step computed any, and the influence in active rows."""
+        """Updates confidences where the step computed any, and the influence in active sequences."""
         known: Salience = cache.shared
         influence = rollout.column_sums(known.rolled, rows, canvas.valid)
         return cache._replace(

@@ -27,8 +27,8 @@ class Delayed(Policy, abc.ABC):
       refresh_every: refresh at in-block steps 0, n, 2n, ...; None: at 0 only. The paper takes 8 for LLaDA and
         4 for Dream.
       delay: steps for which a decoded token is still recomputed; 0 is the paper's ablation (figure 3).
-      shift: for a shifted head. "un" reuses row p once token p + 1 is decoded (the paper's main results),
-        "un_right" once tokens p and p + 1 are (its most accurate).
+      shift: for a shifted head. "un" reuses position p once token p + 1 is decoded (the paper's main
+        results), "un_right" once tokens p and p + 1 are (its most accurate).
     """
 
     refresh_every: int | None = 8
@@ -51,8 +51,8 @@ class Delayed(Policy, abc.ABC):
         """The positions that go through the network."""
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to 16 rows (fewer are no faster), and one more for a shifted head."""
-        return (*halvings(layout.response, smallest=16), layout.answering)
+        """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
+        return (*halvings(layout.response, smallest=16), layout.response_inputs)
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """At the interval; without a shifted head, also in the `delay` steps after a block's first.
@@ -63,20 +63,19 @@ class Delayed(Policy, abc.ABC):
         return interval(canvas, self.refresh_every) | settling
 
     def unsettled(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Rows that may not be reused yet: their tokens are masked or were decoded in the last `delay` steps.
+        """Positions not to be reused yet: their tokens are masked or were decoded in the last `delay` steps.
 
-        The last row of a shifted head predicts nothing. It is reused after the first `delay` steps of a block
-        ("un"), whether or not its own token is decoded, or together with its neighbour ("un_right").
+        The last position of a shifted head predicts nothing. It is reused after the first `delay` steps of a
+        block ("un"), whether or not its own token is decoded, or together with its neighbour ("un_right").
         """
-        recent = (canvas.born >= 0) & (canvas.born >= canvas.step[:, None] - self.delay)
-        tokens = canvas.masked | recent
+        tokens = canvas.masked | canvas.decoded_within(self.delay)
         if not canvas.spec.shifted:
             return tokens
-        rows, last = canvas.sources(tokens), canvas.position == canvas.layout.length - 1
+        predictors, last = canvas.sources(tokens), canvas.position == canvas.layout.length - 1
         if self.shift == "un":
-            return rows | (last & (canvas.block_step <= self.delay)[:, None])
-        rows |= tokens
-        return rows | (last & jnp.roll(rows, 1, axis=1))
+            return predictors | (last & (canvas.block_step <= self.delay)[:, None])
+        both = predictors | tokens
+        return both | (last & jnp.roll(both, 1, axis=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,8 @@ class DKVDecode(Delayed):
     Attributes: see `Delayed`.
 
     Exact limit: refresh_every=1.
-    Departures: the shift "right" is left out (the reference drops rows it still needs). Batches and padding
+    Departures: the shift "right" is left out (the reference drops positions it still needs). Batches and
+      padding
     work throughout, blocks also with a shifted head.
     """
 
@@ -109,7 +109,7 @@ class DKVPD(Delayed):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""
-        return canvas.first_step | (self.refreshes(canvas) & canvas.answering) | self.unsettled(canvas)
+        return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.unsettled(canvas)
 
 
 def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:

@@ -1,7 +1,7 @@
-"""dKV-Cache-Greedy (arXiv:2505.15781, section 3.4): rows per step do not grow with the canvas."""
+"""dKV-Cache-Greedy (arXiv:2505.15781, section 3.4): the positions per step do not grow with the canvas."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,12 @@ class DKVGreedy(Policy):
     Exact limit: refresh_every=1.
     Departures: the order is drawn step by step rather than once per block, which is the same distribution.
     Batches of unequal prompts work with a window too. The reference has LLaDA only; where the head is shifted
-    the rows that predict D_t are computed as well.
+    the positions that predict D_t are computed as well.
     """
 
     refresh_every: int | None = 2
     window: int = 4
     around: Literal["next", "last"] = "next"
-
-    foresees: ClassVar[bool] = True
 
     def __post_init__(self):
         check_integers(self, "refresh_every", least=1, none="never")
@@ -48,43 +46,43 @@ class DKVGreedy(Policy):
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""
-        touched = canvas.fresh | canvas.planned
-        assert canvas.turn is not None, "canvas.planned is known"
-        turn = canvas.turn if self.around == "next" else left_to_right(canvas.fresh)
-        near = neighbours(turn, canvas.masked, touched, self.window)
+        touched = canvas.just_decoded | canvas.planned
+        assert canvas.planned_order is not None, "canvas.planned is known"
+        order = canvas.planned_order if self.around == "next" else left_to_right(canvas.just_decoded)
+        near = neighbours(order, canvas.masked, touched, self.window)
         return interval(canvas, self.refresh_every) | touched | near | canvas.sources(canvas.planned)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """D_t, D_{t-1}, the window, and the rows that predict D_t."""
+        """D_t, D_{t-1}, the window, and the positions that predict D_t."""
         decoded = -(-layout.block // layout.steps_per_block)  # the even schedule's most per step
         return (min(decoded * (3 + self.window), layout.length),)
 
 
 def left_to_right(centres: Bool[Array, "b l"]) -> Int[Array, "b l"]:
-    """Turns of the centres from left to right, -1 elsewhere."""
+    """Order of the centres from left to right, -1 elsewhere."""
     return jnp.where(centres, jnp.cumsum(centres, axis=1, dtype=jnp.int32) - 1, -1)
 
 
 def neighbours(
-    turn: Int[Array, "b l"], masked: Bool[Array, "b l"], taken: Bool[Array, "b l"], size: int
+    order: Int[Array, "b l"], masked: Bool[Array, "b l"], taken: Bool[Array, "b l"], size: int
 ) -> Bool[Array, "b l"]:
     """The `size` nearest masked positions of each centre that are not taken yet, the left of two first.
 
     Args:
-      turn: order in which the centres choose, from 0; -1 elsewhere.
+      order: in which the centres choose, from 0; -1 elsewhere.
       masked: positions that may be taken.
       taken: positions that are taken already, the centres among them.
       size: positions per centre.
     """
-    position = jnp.arange(turn.shape[1])
-    count = jnp.full(turn.shape[:1], size, jnp.int32)
+    position = jnp.arange(order.shape[1])
+    count = jnp.full(order.shape[:1], size, jnp.int32)
 
     def take(i: Int[Array, ""], near: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        centre = turn == i
+        centre = order == i
         offset = position - jnp.argmax(centre, axis=1, keepdims=True)
         distance = 2 * jnp.abs(offset) + (offset > 0)
         free = masked & ~taken & ~near & jnp.any(centre, axis=1, keepdims=True)
         return near | best(jnp.where(free, -distance.astype(jnp.float32), -jnp.inf), count)
 
     nothing = jnp.zeros_like(taken)
-    return jax.lax.fori_loop(0, jnp.max(turn) + 1, take, nothing) if size else nothing
+    return jax.lax.fori_loop(0, jnp.max(order) + 1, take, nothing) if size else nothing

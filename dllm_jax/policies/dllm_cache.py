@@ -4,16 +4,16 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import cosine
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_integers, check_numbers
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.branches import Store, branches, write_keys
-from dllm_jax.policies.parts.partial import lowest, put_tail, run_narrowest, take_tail
-from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.policies.parts.branches import BranchStore
+from dllm_jax.policies.parts.partial import least_similar, run_narrowest
+from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, gather, scatter
@@ -21,22 +21,23 @@ from dllm_jax.state.rows import Rows, gather, scatter
 
 @dataclasses.dataclass(frozen=True)
 class DLLMCache(Policy):
-    """Refreshes the prompt every Kp steps, the response every Kr, and its most changed rows in between.
+    """Refreshes the prompt every Kp steps, the response every Kr, and what changed most of it in between.
 
-    All response rows pass through every layer at every step, but between refreshes a layer projects only
-    their values and compares them with those of the previous step: the int(length * ratio) least similar
-    rows get new keys, attention and MLP outputs, the others add their cached outputs to the residual
-    stream. Values are renewed for all rows. Layer 0 refreshes the response at every step.
+    The whole response passes through every layer at every step, but between refreshes a layer projects only
+    its values and compares them with those of the previous step: the int(length * ratio) least similar
+    positions get new keys, attention and MLP outputs, the others add their cached outputs to the residual
+    stream. Values are renewed everywhere. Layer 0 refreshes the response at every step.
 
     Exact limit: prompt_every=1, response_every=1.
-    Departures: prompt rows are not carried between refreshes, except the one that predicts the first
+    Departures: the prompt is not carried between refreshes, except the position that predicts the first
     response token (shifted heads), whose first layer is always recomputed, as in the reference; no other
-    prompt output is ever read. Steps are counted per row, so rows of a batch may refresh at different times.
+    prompt output is ever read. Steps are counted per sequence, so those of a batch may refresh at different
+    times.
 
     Attributes:
       prompt_every: prompt refresh interval Kp, in steps of the whole generation.
       response_every: response refresh interval Kr.
-      ratio: share of the response updated between refreshes; 0 updates nothing, values included.
+      ratio: fraction of the response updated between refreshes; 0 updates nothing, values included.
     """
 
     prompt_every: int = 100
@@ -49,97 +50,86 @@ class DLLMCache(Policy):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
-        pairs = KV.zeros(spec, batch, layout.length, dtype)
-        return Cache(Store(*pairs, *branches(spec, layout, batch, dtype)), shared=())
+        return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The response and the rows that predict it; everything when the prompt is due."""
-        return canvas.answering | canvas.due(self.prompt_every)
+        """The response and the positions that predict it; everything when the prompt is due."""
+        return canvas.response_inputs | canvas.due(self.prompt_every)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response and the row before it; the canvas, for batches where only some prompts are due."""
-        return (layout.answering, layout.length)
+        """The response and the position before it."""
+        return (layout.response_inputs,)
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """Whether a layer refreshes the prompt and the response; `first` is true in the first layer."""
         return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
 
     def stale(
-        self, block: Block, value: Float[Array, "b q k d"], kv: LayerView, rows: Rows, canvas: Canvas
+        self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> Bool[Array, "b q"]:
         """Rows whose keys and branch outputs this layer recomputes."""
-        length = canvas.layout.length
-        similarity = cosine(value, take_tail(kv.stack.v, kv.layer, rows.index, length))
-        response = rows.take(canvas.response & canvas.valid) & (rows.index < length)
-        prompt_due, response_due = self.due(canvas, block.layer == 0)
-        changed = lowest(similarity, response, self.ratio)
+        # V-verify: new values against those of the previous step, over the response.
+        stored = cache.read().v
+        similarity = cosine(value, rows.last(stored.shape[1]).take(stored))
+        response = rows.take(canvas.response & canvas.valid) & rows.real
+        changed = least_similar(similarity, response, self.ratio)
+        prompt_due, response_due = self.due(canvas, layer.index == 0)
         in_prompt = rows.index < canvas.layout.prompt
-        return jnp.where(in_prompt, prompt_due, (response_due & (rows.index < length)) | changed)
+        return jnp.where(in_prompt, prompt_due, (response_due & rows.real) | changed)
 
     def layer(
-        self,
-        block: Block,
-        x: Float[Array, "b q m"],
-        kv: LayerView,
-        shared: PyTree,
-        rows: Rows,
-        canvas: Canvas,
-    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """New values, new keys and branch outputs of the stale rows, cached outputs of the others."""
-        length, response, store = canvas.layout.length, canvas.layout.response, kv.stack
-        value = block.value(x)
-        stale = self.stale(block, value, kv, rows, canvas)
+        response, slots = canvas.layout.response, cache.layers.v.shape[2]
+        tail = rows.last(cache.layers.mlp.shape[2])
+
+        # Values of the response are renewed in every step, those of the prompt at its refreshes.
+        value = layer.value(x)
+        stale = self.stale(layer, value, cache, rows, canvas)
         renewed = stale | (rows.index >= canvas.layout.prompt) if self.ratio else stale
-        v = put_tail(store.v, kv.layer, jnp.where(renewed, rows.index, length), length, value)
-        attended, mlp = (take_tail(a, kv.layer, rows.index, length) for a in (store.attention, store.mlp))
+        cache = cache.write(rows.last(slots).where(renewed), v=value)
 
+        # Stale rows go through attention and MLP, in the narrowest width that holds them.
         def refresh(index, some, carry):
-            kv, shared, attended, mlp = carry
-            o, kv, shared = self.attend(block, gather(x, index), value, kv, shared, rows, some, canvas)
-            branch = block.out(o)
-            after = block.mlp(gather(x, index) + branch)
-            return kv, shared, scatter(attended, index, branch), scatter(mlp, index, after)
+            cache, attended, mlp = carry
+            o, cache = self.attend(layer, gather(x, index), value, cache, rows, some, canvas)
+            branch = layer.out(o)
+            after = layer.mlp(gather(x, index) + branch)
+            return cache, scatter(attended, index, branch), scatter(mlp, index, after)
 
+        stored = cache.read()
         few = x.shape[1] - response + int(response * self.ratio)
-        kv, shared, attended, mlp = run_narrowest(
-            stale,
-            tuple(w for w in sorted({few, x.shape[1]}) if w > 0),
-            rows,
-            length,
-            refresh,
-            (kv._replace(stack=store._replace(v=v)), shared, attended, mlp),
-        )
-        at = jnp.where(stale, rows.index, length)
-        store = kv.stack._replace(
-            attention=put_tail(store.attention, kv.layer, at, length, attended),
-            mlp=put_tail(store.mlp, kv.layer, at, length, mlp),
-        )
-        return x + attended + mlp, kv._replace(stack=store), shared
+        widths = tuple(w for w in sorted({few, x.shape[1]}) if w > 0)
+        carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
+        cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)
+
+        # The others add what they added when they were last refreshed.
+        cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
+        return x + attended + mlp, cache
 
     def attend(
         self,
-        block: Block,
+        layer: Layer,
         x: Float[Array, "b w m"],
         value: Float[Array, "b q k d"],
-        kv: LayerView,
-        shared: PyTree,
+        cache: LayerCache,
         rows: Rows,
         some: Rows,
         canvas: Canvas,
-    ) -> tuple[Float[Array, "b w h d"], LayerView, PyTree]:
-        """Keys of some of the rows overwrite the stored ones, then these rows attend to everything.
+    ) -> tuple[Float[Array, "b w h d"], LayerCache]:
+        """New keys of some of the rows overwrite the stored ones, then these rows attend to everything.
 
         Args:
-          block: this layer's weights.
+          layer: this layer's weights.
           x: the residual stream at `some`.
-          value: fresh values of `rows`; those of the response are stored already.
-          kv: this layer's storage.
-          shared: `Cache.shared`.
+          value: new values of `rows`; those of the response are stored already.
+          cache: this layer's view of the storage.
           rows: all rows that pass through the layer.
           some: those to refresh.
           canvas: state before the step.
         """
-        q, k = block.qk(x, some)
-        kv = write_keys(kv, some, k, canvas)
-        now = kv.read()
-        return block.attention(q, now.k, now.v, canvas.attends(some))[0], kv, shared
+        q, k = layer.qk(x, some.index)
+        cache = cache.write(some.last(cache.layers.k.shape[2]), k=k)
+        now = cache.read()
+        return layer.attention(q, now.k, now.v, canvas.attends(some))[0], cache

@@ -18,31 +18,32 @@ class PrefixCache(Policy):
 
     Exact limit: one step per block.
     Departures: batches and padding work (the reference has neither in this mode), and with Dream's shifted
-    head the rows that predict the suffix are recomputed instead of committing each block's first token
+    head the positions that predict the suffix are recomputed instead of committing each block's first token
     unconditionally (the rule of d2Cache's baseline).
     """
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the rows that predict the suffix."""
+        """Everything when a block begins, then the positions that predict the suffix."""
         return canvas.block_begins | canvas.sources(canvas.suffix)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response: later blocks have a shorter suffix."""
-        return tuple(w for w in halvings(layout.response) if w >= layout.block) or (layout.response,)
+        return tuple(w for w in halvings(layout.response) if w >= layout.block)
 
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Policy):
     """Keeps K/V of everything outside the current block, the masked suffix included.
 
-    The first step of a block recomputes the whole canvas, later steps only the block's rows.
+    The first step of a block recomputes the whole canvas, later steps only the positions that predict the
+    block.
 
     Exact limit: one step per block.
     Departures: as for `PrefixCache`; the reference's dual cache crashes for batches.
     """
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the rows that predict the block."""
+        """Everything when a block begins, then the positions that predict the block."""
         return canvas.block_begins | canvas.sources(canvas.block)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:

@@ -5,42 +5,42 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.attention import Mask, key_mask
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_choice, check_integers, check_numbers
 from dllm_jax.policies.base import Policy
-from dllm_jax.state.cache import KV, Cache, LayerView
+from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact
-from dllm_jax.state.selection import best, max_pool, mean_query_score, share
+from dllm_jax.state.rows import Rows, compact_rows, full_rows
+from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseDLLM(Policy):
     """Recomputes the block against the most important K/V outside of it, chosen once per block and layer.
 
-    The first 1 + delay steps of a block are whole. The last of them fills the cache (Algorithms 1 and 4):
+    The first 1 + delay steps of a block are full. The last of them fills the cache (Algorithms 1 and 4):
     keys outside the block are scored by the block's mean query, mean over heads (`mean_query_score`), pooled
     over neighbours (across the block too), and the `keep` best are stored, the same for all heads of a layer.
     The cache holds nothing else: [n b s k d] with s = int((l - block) * keep).
 
-    With a shifted head the rows that predict the block are recomputed: the position before the block is
-    always fresh, so it is no candidate; the block's last position is not, so its pair is always stored (as
+    With a shifted head the positions that predict the block are recomputed: the one before the block is
+    always new, so it is no candidate; the block's last position is not, so its pair is always stored (as
     in `DualCache`, which this is with keep=1, delay=0), one slot more.
 
     Exact limit: one step per block, or up to 1 + delay of them.
-    Departures: batches and padding work, the share kept being that of a row's own candidates; a shifted
+    Departures: batches and padding work, the retention ratio being of a sequence's own candidates; a shifted
     head does not commit each block's first token unconditionally; scores are float32 at any dtype, equal
     ones going to the lower position; even kernels, which give one score too many, are refused.
 
     Attributes:
       keep: retention ratio r in [0, 1].
       kernel: window of the max pooling, odd; 1 is none.
-      delay: whole steps of a block before the one that fills the cache.
+      delay: full steps of a block before the one that fills the cache.
       side: evict on both sides of the block, or before it only, keeping all after it (Algorithm 5).
     """
 
@@ -63,48 +63,42 @@ class SparseDLLM(Policy):
         return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything until the cache is filled, then the block's rows."""
-        return (canvas.block_step <= self.delay)[:, None] | self.fresh(canvas)
+        """Everything until the cache is filled, then the positions that predict the block."""
+        return (canvas.block_step <= self.delay)[:, None] | self.recomputed(canvas)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The block."""
         return (layout.block,)
 
     def layer(
-        self,
-        block: Block,
-        x: Float[Array, "b q m"],
-        kv: LayerView,
-        shared: PyTree,
-        rows: Rows,
-        canvas: Canvas,
-    ) -> tuple[Float[Array, "b q m"], LayerView, PyTree]:
-        """Whole rows attend to all and may fill the cache; block rows attend to it and to each other."""
-        q, k = block.qk(x, rows)
-        now = KV(k, block.value(x))
-        if rows.whole:
-            o, _ = block.attention(q, now.k, now.v, canvas.attends(rows))
-            kv = self._store(kv, q, now, canvas)
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        """Full steps attend to everything and may fill the cache; the block attends to it and to itself."""
+        q, k = layer.qk(x, rows.index)
+        new = KV(k, layer.value(x))
+        if rows.full:
+            o, _ = layer.attention(q, new.k, new.v, canvas.attends(rows))
+            cache = self._store(cache, q, new, canvas)
         else:
-            stored = kv.read()
-            keys = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, now)
-            o, _ = block.attention(q, keys.k, keys.v, self._attends(rows, canvas, stored.k.shape[1]))
-        return block.finish(x, o), kv, shared
+            stored = cache.read()
+            both = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, new)
+            o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, stored.k.shape[1]))
+        return layer.finish(x, o), cache
 
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
 
-    def fresh(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Recomputed in every step."""
+    def recomputed(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Recomputed in every step, so never stored."""
         return canvas.sources(canvas.block)
 
-    def always(self, canvas: Canvas) -> Bool[Array, "b l"]:
+    def always_stored(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Stored whatever their importance."""
         stored = canvas.block if self.side == "both" else canvas.suffix
-        return stored & canvas.valid & ~self.fresh(canvas)
+        return stored & canvas.valid & ~self.recomputed(canvas)
 
     def candidates(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Stored if important."""
-        return canvas.valid & ~self.fresh(canvas) & ~self.always(canvas)
+        return canvas.valid & ~self.recomputed(canvas) & ~self.always_stored(canvas)
 
     def importance(
         self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
@@ -113,28 +107,28 @@ class SparseDLLM(Policy):
         score = mean_query_score(q, k, canvas.block & canvas.valid)
         return max_pool(score, self.candidates(canvas), self.kernel)
 
-    def kept(
+    def retained(
         self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
     ) -> Bool[Array, "b l"]:
         """The positions this layer stores, given the queries and keys of the step that fills the cache."""
-        return self.always(canvas) | best(self.importance(q, k, canvas), self._share(canvas))
+        return self.always_stored(canvas) | best(self.importance(q, k, canvas), self._budget(canvas))
 
     # -- storage ------------------------------------------------------------------------------------
 
-    def _share(self, canvas: Canvas) -> Int[Array, "b"]:
-        return share(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
+    def _budget(self, canvas: Canvas) -> Int[Array, "b"]:
+        """How many candidates are stored."""
+        return fraction_of(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
 
-    def _store(self, kv: LayerView, q: Float[Array, "b l h d"], now: KV, canvas: Canvas) -> LayerView:
-        """Writes the kept pairs in ascending order from slot 0 on, in rows whose step fills the cache."""
-        slots = kv.stack.k.shape[2]
-        kept = Rows(compact(self.kept(q, now.k, canvas), slots), whole=False)
-        turn = canvas.active & (canvas.block_step == self.delay)
-        slot = Rows(jnp.where(turn[:, None], jnp.arange(slots), slots), whole=False)
-        return kv.update(slot, jax.tree.map(kept.take, now))[0]
+    def _store(self, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas) -> LayerCache:
+        """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
+        slots = cache.layers.k.shape[2]
+        retained = compact_rows(self.retained(q, new.k, canvas), slots)
+        fills = canvas.active & (canvas.block_step == self.delay)
+        slot = full_rows(jnp.broadcast_to(fills[:, None], (len(fills), slots)))
+        return cache.update(slot, jax.tree.map(retained.take, new))[0]
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
-        """Filled slots, then the computed rows except padding (of the canvas or of the width)."""
-        filled = self._share(canvas) + jnp.sum(self.always(canvas), axis=1)
+        """Filled slots, then the computed positions except padding (of the canvas or of the width)."""
+        filled = self._budget(canvas) + jnp.sum(self.always_stored(canvas), axis=1)
         stored = jnp.arange(slots) < filled[:, None]
-        fresh = rows.take(canvas.valid) & (rows.index < canvas.layout.length)
-        return key_mask(jnp.concatenate([stored, fresh], axis=1))
+        return key_mask(jnp.concatenate([stored, rows.take(canvas.valid) & rows.real], axis=1))

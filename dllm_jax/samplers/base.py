@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.options import check_flags, check_integers, check_numbers
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import kept
-from dllm_jax.samplers.noise import Noise, given
+from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 
@@ -77,30 +77,25 @@ class Sampler(abc.ABC):
         return score_by(self.criterion, logits, token, self, canvas)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """Which rows have finished the current block: by default, after its share of the steps."""
-        return canvas.block_step >= canvas.layout.steps_per_block
+        """Which sequences have finished the current block.
 
-    def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
-        """The positions that the coming step decodes, before the model runs: 0, 1, .. in order, -1 elsewhere.
-
-        Raises:
-          ValueError: the order depends on the model.
+        By default those whose schedule for the block is over and that have no mask left in it. If a policy
+        offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token` masks
+        are a result like any other token.
         """
-        raise ValueError(
-            f"{self!r} decides by the model's output, but the policy must know beforehand which positions "
-            "are decoded: use RandomOrder"
-        )
+        schedule_over = canvas.block_step >= canvas.layout.steps_per_block
+        return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.eligible, axis=1)
+
+    def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
+        """The order in which the coming step decodes positions: 0, 1, .., and -1 for those it does not.
+
+        None, the default, where the order depends on the model's output.
+        """
+        return None
 
     def max_steps(self, layout: Layout) -> int:
-        """Upper bound on denoising steps."""
+        """Upper bound on denoising steps while the policy offers every mask that may be decoded."""
         return layout.steps
-
-    def most_per_step(self, layout: Layout) -> int:
-        """Positions that a step has to decode at most so that none stays masked: the even schedule's count.
-
-        A policy that offers fewer (`Policy.most_eligible`) is refused with this sampler.
-        """
-        return -(-layout.block // layout.steps_per_block)
 
     @property
     def draws(self) -> bool:
@@ -135,7 +130,9 @@ class Sampler(abc.ABC):
 
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         if self.temperature > 0:
-            logits = logits + self.temperature * given(noise).token_gumbel(canvas, index, logits.shape[-1])
+            logits = logits + self.temperature * require_noise(noise).token_gumbel(
+                canvas, index, logits.shape[-1]
+            )
         if not self.allow_mask_token:
             logits = _without(logits, canvas.spec.mask_id)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -11,7 +11,7 @@ from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.selection import best
+from dllm_jax.state.selection import best, certainty_density
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,28 +69,6 @@ class CertaintyPrior(Sampler):
         """The schedule's steps, or one per position."""
         return layout.steps if self._scheduled else layout.response
 
-    def most_per_step(self, layout: Layout) -> int:
-        """The schedule's count, or one: a position that is not offered now is decoded later."""
-        return super().most_per_step(layout) if self._scheduled else 1
-
     @property
     def _scheduled(self) -> bool:
         return self.threshold is None and self.tokens_per_step is None
-
-
-def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:
-    """Gaussian-weighted share of known tokens around each position, in [0, 1], float32.
-
-    D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
-    virtual known positions to its left and G to its right, known iff the response's last position is. The
-    paper's eq. 3 has neither Z nor the virtual positions; the released code does.
-    """
-    g, prompt = canvas.layout.response, canvas.layout.prompt
-    known = ~canvas.masked[:, prompt:]
-    ends = jnp.broadcast_to(known[:, -1:], known.shape)
-    extended = jnp.concatenate([jnp.ones_like(known), known, ends], axis=1).astype(jnp.float32)
-    phi = lambda distance: jnp.exp(-(distance.astype(jnp.float32) ** 2) / (2 * sigma**2))
-    distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
-    return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(
-        phi(jnp.arange(-3 * g, 3 * g))
-    )

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.options import check_choice
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.noise import Noise, given
+from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, ranks
@@ -70,11 +70,11 @@ class RandomOrder(FixedSchedule):
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
         """Uniform [0, 1), drawn anew at every step."""
-        return given(noise).order_uniform(canvas, index)
+        return require_noise(noise).order_uniform(canvas, index)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
         """The schedule's count of eligible positions, in the order of their draws."""
         index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
-        draw = given(noise).order_uniform(canvas, index)
+        draw = require_noise(noise).order_uniform(canvas, index)
         turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))
         return jnp.where(canvas.eligible & (turn < even_schedule(canvas)[:, None]), turn, -1)

@@ -8,10 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.options import check_choice, check_numbers
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.noise import Noise, given
-from dllm_jax.samplers.transfer import dream_counts, dream_fractions
+from dllm_jax.samplers.noise import Noise, require_noise
+from dllm_jax.samplers.transfer import dream_fractions
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
@@ -78,17 +77,11 @@ class DreamSchedule(Sampler):
         fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
         candidate = score > -jnp.inf
         if self.alg == "origin":
-            return candidate & (given(noise).order_uniform(canvas, index) < fraction[:, None])
+            return candidate & (require_noise(noise).order_uniform(canvas, index) < fraction[:, None])
         masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.float32)
         count = (masks * fraction).astype(jnp.int32)
         if self.alg_temp > 0:
             score = jnp.where(
-                candidate, score / self.alg_temp + given(noise).order_gumbel(canvas, index), -jnp.inf
+                candidate, score / self.alg_temp + require_noise(noise).order_gumbel(canvas, index), -jnp.inf
             )
         return best(score, count)
-
-    def most_per_step(self, layout: Layout) -> int:
-        """The largest count for a full block; "origin" may leave the whole block to the last step."""
-        if self.alg == "origin":
-            return layout.block
-        return max(dream_counts(layout.block, layout.steps_per_block, self.eps))

@@ -1,7 +1,7 @@
 """Sources of random numbers: a key, or a recording to replay.
 
-Draws are indexed by (row, the row's step, distance from the canvas's end), so they do not depend on left
-padding, on the other rows of the batch or on how many positions are drawn together.
+Draws are indexed by (sequence, its own step, distance from the canvas's end), so they do not depend on left
+padding, on the other sequences of the batch or on how many positions are drawn together.
 """
 
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -30,7 +30,7 @@ class Noise(Protocol):
         ...
 
 
-def given(noise: Noise | None) -> Noise:
+def require_noise(noise: Noise | None) -> Noise:
     """The noise; raises ValueError if there is none."""
     if noise is None:
         raise ValueError("the sampler draws random numbers, and was given neither a key nor a recording")
@@ -38,10 +38,10 @@ def given(noise: Noise | None) -> Noise:
 
 
 class KeyNoise(NamedTuple):
-    """Draws from one key per row.
+    """Draws from one key per sequence.
 
     Attributes:
-      keys: typed keys, one per row of the batch.
+      keys: typed keys, one per sequence of the batch.
     """
 
     keys: Key[Array, "b"]
@@ -70,7 +70,7 @@ class RecordedNoise(NamedTuple):
     """Draws stored beforehand, e.g. those of a reference implementation.
 
     Attributes:
-      token: Gumbel noise by step, row, position and token; a scalar if no token is drawn.
+      token: Gumbel noise by step, sequence, position and token; a scalar if no token is drawn.
       order: uniform or Gumbel noise, whichever the sampler asks for; a scalar if no order is drawn.
     """
 
@@ -78,7 +78,7 @@ class RecordedNoise(NamedTuple):
     order: Float[Array, "t b l"] | Float[Array, ""]
 
     def check(self, steps: int, batch: int, length: int):
-        """Raises ValueError if the recording is not of this run's rows and canvas, or too short for it."""
+        """Raises ValueError if the recording is of other sequences or another canvas, or too short."""
         for name in ("token", "order"):
             shape = getattr(self, name).shape
             if shape and (shape[0] < steps or shape[1:3] != (batch, length)):

@@ -30,10 +30,6 @@ class UntilDone(Sampler, abc.ABC):
         """One step per position."""
         return layout.response
 
-    def most_per_step(self, layout: Layout) -> int:
-        """One: a position that is not offered now is decoded later."""
-        return 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(UntilDone):

@@ -8,10 +8,16 @@ from dllm_jax.state.canvas import Canvas
 
 
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
-    """LLaDA's schedule: the block's masks spread over its steps, the remainder to the early ones."""
+    """LLaDA's transfer schedule: the block's masks spread over its steps, the remainder to the early ones.
+
+    Steps beyond the schedule, for masks that the policy did not offer in time, decode as many as its first.
+    """
     steps = canvas.layout.steps_per_block
-    extra = canvas.block_step < canvas.block_masks % steps
-    return canvas.block_masks // steps + extra.astype(jnp.int32)
+    beyond = canvas.block_step >= steps
+    remainder = jnp.where(
+        beyond, canvas.block_masks % steps > 0, canvas.block_step < canvas.block_masks % steps
+    )
+    return canvas.block_masks // steps + remainder.astype(jnp.int32)
 
 
 def passing_prefix(priority: Float[Array, "b c"], factor: float) -> Int[Array, "b"]:
@@ -28,15 +34,6 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
     fractions = np.float32(1) - times[1:] / times[:-1]
     fractions[-1] = 1
     return fractions
-
-
-def dream_counts(masks: int, steps: int, eps: float) -> list[int]:
-    """How many of a block's masks each step of Dream's schedule decodes, in float32 as the sampler counts."""
-    counts = []
-    for fraction in dream_fractions(steps, eps):
-        counts.append(int(np.float32(masks) * fraction))
-        masks -= counts[-1]
-    return counts
 
 
 def dream_times(steps: int, eps: float) -> np.ndarray:

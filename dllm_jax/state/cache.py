@@ -1,7 +1,7 @@
 """The cache pytree, and one layer's view of it inside the layer scan.
 
-The stacked arrays are in the scan's carry and are written in place at [layer, row, position]. Passed through
-`lax.scan` as per-layer inputs and outputs, the whole cache would be copied in every step.
+The stacked arrays are in the scan's carry and are written in place at [layer, sequence, position]. Passed
+through `lax.scan` as per-layer inputs and outputs, the whole cache would be copied in every step.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from dllm_jax.state.rows import Rows
 
 
 class Cache(NamedTuple):
-    """What a policy keeps between steps.
+    """What a policy keeps between denoising steps.
 
     Attributes:
-      layers: per-layer storage; every leaf is stacked [n b ...].
+      layers: per-layer storage; every leaf is stacked [n b s ...], s being slots.
       shared: anything else (statistics, tracked positions), leaves of any shape.
     """
 
@@ -39,40 +39,65 @@ class KV(NamedTuple):
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-class LayerView(NamedTuple):
-    """One layer of a stacked store.
+class LayerCache(NamedTuple):
+    """The cache as one layer sees it while the layers run: `Policy.layer` takes it and returns it changed.
 
     Attributes:
-      stack: pytree of arrays [n b l ...]; None if the policy stores nothing.
-      layer: index into n.
+      layers: the storage of all layers, see `Cache`; empty if the policy stores nothing.
+      index: which layer this is.
+      shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
     """
 
-    stack: PyTree
-    layer: Int[Array, ""]
+    layers: PyTree
+    index: Int[Array, ""]
+    shared: PyTree
 
     def read(self) -> PyTree:
-        """This layer's arrays, [b l ...]."""
-        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, self.layer, keepdims=False), self.stack)
+        """This layer's storage: the same structure, leaves [b s ...]."""
+        return jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, self.index, keepdims=False), self.layers
+        )
 
-    def update(self, rows: Rows, fresh: PyTree) -> tuple["LayerView", PyTree]:
-        """Writes fresh rows [b q ...] over the stored ones.
+    def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
+        """Writes new values [b q ...] of every array over the stored ones.
 
         Returns:
-          the new view, and this layer after the write: [b l ...], fresh where computed, stored elsewhere.
-          A policy that stores nothing computes whole rows only, and gets them back unchanged.
+          the changed cache, and this layer after the write: [b s ...], new where computed, stored elsewhere.
+          A policy that stores nothing computes everything, and gets the new values back.
         """
-        if not jax.tree.leaves(self.stack):
-            return self, fresh
-        view = self._replace(stack=jax.tree.map(lambda a, x: self._write(a, rows, x), self.stack, fresh))
-        return view, fresh if rows.whole else view.read()
+        if not jax.tree.leaves(self.layers):
+            return self, new
+        if not rows.full:
+            cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
+            return cache, cache.read()
+        merged = jax.tree.map(lambda stored, x: _merge(stored, rows, x), self.read(), new)
+        return self._replace(layers=jax.tree.map(self._replace_layer, self.layers, merged)), merged
 
-    def _write(self, array: Array, rows: Rows, fresh: Array) -> Array:
-        fresh = fresh.astype(array.dtype)
-        batch = array.shape[1]
-        if not rows.whole:
-            return array.at[self.layer, jnp.arange(batch)[:, None], rows.index].set(fresh, mode="drop")
-        if batch > 1:  # an inactive row keeps its stored values
-            moves = (rows.index[:, 0] < array.shape[2]).reshape(batch, *[1] * (fresh.ndim - 1))
-            old = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
-            fresh = jnp.where(moves, fresh, old)
-        return jax.lax.dynamic_update_index_in_dim(array, fresh, self.layer, 0)
+    def write(self, rows: Rows, **parts: PyTree) -> "LayerCache":
+        """Writes new values [b q ...] of the named fields of the storage; the other fields stay.
+
+        Args:
+          rows: slots of these fields, e.g. `rows.last(s)` where they hold the last s positions only.
+          **parts: by field name.
+        """
+        written = {
+            name: jax.tree.map(lambda a, x: self._write(a, rows, x), getattr(self.layers, name), new)
+            for name, new in parts.items()
+        }
+        return self._replace(layers=self.layers._replace(**written))
+
+    def _write(self, array: Array, rows: Rows, new: Array) -> Array:
+        if not rows.full:
+            batch = jnp.arange(array.shape[1])[:, None]
+            return array.at[self.index, batch, rows.index].set(new.astype(array.dtype), mode="drop")
+        stored = jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False)
+        return self._replace_layer(array, _merge(stored, rows, new))
+
+    def _replace_layer(self, array: Array, layer: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(array, layer, self.index, 0)
+
+
+def _merge(stored: Array, rows: Rows, new: Array) -> Array:
+    """A layer after a full step: new values where a sequence computed the position, else the stored ones."""
+    real = rows.real.reshape(*rows.real.shape, *[1] * (new.ndim - 2))
+    return jnp.where(real, new.astype(stored.dtype), stored)

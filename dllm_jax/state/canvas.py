@@ -18,7 +18,7 @@ from dllm_jax.state.rows import Rows
 class Canvas:
     """State of the sequences.
 
-    All rows of a batch are in the same block. A row that has finished the block before the others is not
+    All sequences of a batch are in the same block. One that has finished the block before the others is not
     `active`: its tokens, cache and step counts do not change until the next block begins.
 
     Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
@@ -26,22 +26,22 @@ class Canvas:
 
     Attributes:
       tokens: current ids, mask_id where undecided.
-      born: the row's step at which a position was decoded; -1 for the prompt and while masked.
+      decoded_at: the sequence's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
       block_start: first position of the current block.
-      step: network forwards each row has taken part in.
+      step: network forwards each sequence has taken part in.
       block_step: the same since the block began.
-      block_masks: masks each row had in the block when it began.
-      active: rows that take part in the coming step.
-      done: rows that are finished.
+      block_masks: masks each sequence had in the block when it began.
+      active: sequences that take part in the coming step.
+      done: sequences that are finished.
       spec: the model (static).
       layout: the geometry (static).
-      turn: order in which the coming step decodes the positions, from 0, -1 for those it does not decode; set
-        only for the `select` of a policy that `foresees`.
+      planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
+        decode; None where the sampler decides by the model's output.
     """
 
     tokens: Int[Array, "b l"]
-    born: Int[Array, "b l"]
+    decoded_at: Int[Array, "b l"]
     valid: Bool[Array, "b l"]
     block_start: Int[Array, ""]
     step: Int[Array, "b"]
@@ -51,7 +51,7 @@ class Canvas:
     done: Bool[Array, "b"]
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
-    turn: Int[Array, "b l"] | None = None
+    planned_order: Int[Array, "b l"] | None = None
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -71,9 +71,13 @@ class Canvas:
         return self.valid & (self.tokens == self.spec.mask_id)
 
     @property
-    def fresh(self) -> Bool[Array, "b l"]:
-        """Decoded by the row's previous step."""
-        return (self.born >= 0) & (self.born == self.step[:, None] - 1)
+    def just_decoded(self) -> Bool[Array, "b l"]:
+        """Decoded by the sequence's previous step."""
+        return self.decoded_within(1)
+
+    def decoded_within(self, steps: int) -> Bool[Array, "b l"]:
+        """Decoded by one of the sequence's last `steps` steps."""
+        return (self.decoded_at >= 0) & (self.decoded_at >= self.step[:, None] - steps)
 
     @property
     def decoded(self) -> Bool[Array, "b l"]:
@@ -91,8 +95,8 @@ class Canvas:
         return self.everything & (self.position >= self.layout.prompt)
 
     @property
-    def answering(self) -> Bool[Array, "b l"]:
-        """The response and the rows that predict it."""
+    def response_inputs(self) -> Bool[Array, "b l"]:
+        """The response and the positions whose output predicts it."""
         return self.response | self.sources(self.response)
 
     @property
@@ -107,25 +111,30 @@ class Canvas:
 
     @property
     def eligible(self) -> Bool[Array, "b l"]:
-        """May be decoded now: masked, not beyond the current block, in an active row."""
+        """May be decoded now: masked, not beyond the current block, in an active sequence."""
         end = self.block_start + self.layout.block
         return self.masked & (self.position < end) & self.active[:, None]
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
-        """Decoded by the coming step, where the sampler's order does not depend on the model."""
-        if self.turn is None:
+        """Decoded by the coming step, where the sampler's order does not depend on the model.
+
+        Raises:
+          ValueError: the sampler cannot say beforehand.
+        """
+        if self.planned_order is None:
             raise ValueError(
-                "the coming step's positions are known only to the `select` of a policy that foresees"
+                "the policy must know beforehand which positions the coming step decodes, but the sampler "
+                "decides by the model's output: use RandomOrder"
             )
-        return self.turn >= 0
+        return self.planned_order >= 0
 
     @property
     def predictor(self) -> Int[Array, "b l"]:
-        """The row whose output predicts each position: its left neighbour where the head is shifted.
+        """The position whose output predicts each position: its left neighbour where the head is shifted.
 
-        A position without a left neighbour (the first one, or the first after padding) is predicted by its
-        own row, as in Dream's reference.
+        A position without a left neighbour (the first one, or the first after padding) predicts itself, as
+        in Dream's reference.
         """
         own = jnp.broadcast_to(self.position, self.valid.shape)
         if not self.spec.shifted:
@@ -134,17 +143,17 @@ class Canvas:
         return jnp.where(has_left, own - 1, own)
 
     def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The rows whose output predicts these positions, see `predictor`."""
+        """The positions whose output predicts these positions, see `predictor`."""
         if not self.spec.shifted:
             return positions
-        row = jnp.arange(positions.shape[0])[:, None]
-        return jnp.zeros_like(positions).at[row, self.predictor].max(positions)
+        sequence = jnp.arange(positions.shape[0])[:, None]
+        return jnp.zeros_like(positions).at[sequence, self.predictor].max(positions)
 
-    # -- conditions per row -------------------------------------------------------------------------
+    # -- conditions per sequence -------------------------------------------------------------------------
 
     @property
     def first_step(self) -> Bool[Array, "b 1"]:
-        """The coming step is the row's first."""
+        """The coming step is the sequence's first."""
         return (self.step == 0)[:, None]
 
     @property
@@ -159,7 +168,7 @@ class Canvas:
     # -- geometry -----------------------------------------------------------------------------------
 
     def attends(self, rows: Rows) -> Mask | None:
-        """Which positions each computed row may attend to; None where nothing is padding."""
+        """Which positions each computed position may attend to; None where nothing is padding."""
         return padding_mask(self.valid, rows.take(self.valid), self.spec) if self.layout.padded else None
 
 
@@ -177,7 +186,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
     zeros = jnp.zeros((batch,), jnp.int32)
     canvas = Canvas(
         tokens=tokens.astype(jnp.int32),
-        born=jnp.full(tokens.shape, -1, jnp.int32),
+        decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
         valid=valid,
         block_start=jnp.asarray(layout.prompt, jnp.int32),
         step=zeros,
@@ -192,24 +201,39 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
 
 
 def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
-    """How many positions of the current block are masked, per row."""
+    """How many positions of the current block are masked, per sequence."""
     return jnp.sum(canvas.masked & canvas.block, axis=1, dtype=jnp.int32)
 
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
-    """Decodes the chosen positions; active rows count one more step."""
+    """Decodes the chosen positions; active sequences count one more step."""
     took_part = canvas.active.astype(jnp.int32)
     return dataclasses.replace(
         canvas,
         tokens=jnp.where(chosen, token, canvas.tokens),
-        born=jnp.where(chosen, canvas.step[:, None], canvas.born),
+        decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
         step=canvas.step + took_part,
         block_step=canvas.block_step + took_part,
     )
 
 
 def repeat(canvas: Canvas, streams: int) -> Canvas:
-    """The same rows again, once per stream (conditional and unconditional, for guidance)."""
+    """The same sequences again, once per stream (conditional and unconditional, for guidance)."""
     if streams == 1:
         return canvas
     return jax.tree.map(lambda a: jnp.concatenate([a] * streams) if a.ndim else a, canvas)
+
+
+def first_eos(canvas: Canvas) -> Int[Array, "b"]:
+    """Position of the first end-of-text in the response, l if there is none."""
+    hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
+    return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
+
+
+def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions behind the leftmost end-of-text of the first step that decoded one."""
+    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.decoded_at >= 0)
+    first = jnp.min(jnp.where(eos, canvas.decoded_at, canvas.layout.steps + canvas.layout.response), axis=1)
+    earliest = eos & (canvas.decoded_at == first[:, None])
+    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
+    return canvas.position > end[:, None]

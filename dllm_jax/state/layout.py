@@ -15,7 +15,7 @@ class Layout:
       block: positions decoded together; blocks go left to right. block == response is the
         non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive.
       steps: denoising steps in all, for samplers with a fixed schedule.
-      padded: some rows have left padding, so attention needs a mask.
+      padded: some sequences have left padding, so attention needs a mask.
     """
 
     prompt: int
@@ -55,8 +55,8 @@ class Layout:
         return self.prompt + self.response
 
     @property
-    def answering(self) -> int:
-        """The most rows in `Canvas.answering`: the response, and with a shifted head the row before it."""
+    def response_inputs(self) -> int:
+        """Upper bound of positions in `Canvas.response_inputs`: the response, and the one before it."""
         return min(self.response + 1, self.length)
 
     @property

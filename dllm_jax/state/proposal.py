@@ -10,8 +10,8 @@ class Proposal(NamedTuple):
 
     Attributes:
       token: the candidate; mask_id where nothing was computed.
-      score: the sampler's confidence, float32; -inf where the position is not eligible (or, for
-        policies that look further, not `Policy.judged`) or not computed.
+      score: the sampler's confidence, float32; -inf where the position is not scored
+        (`Policy.scored`) or could not be predicted in this step.
     """
 
     token: Int[Array, "b l"]

@@ -1,51 +1,86 @@
 """Rows: the positions that go through the network in one step, as indices of a static width."""
 
-from typing import NamedTuple
+import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 
-class Rows(NamedTuple):
-    """Which canvas positions are computed.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The positions that one step computes, in an array of static width; what is left over is padding.
 
     Attributes:
-      index: position of each row, ascending; l = padding, dropped on write.
-      whole: static; this is the full canvas in order (for the rows of the batch that are active).
-        Never inferred from the width.
+      index: position of each entry, ascending; `length` = padding, which reads anything and writes nothing.
+      length: positions of the canvas, or slots of the store that `index` counts (static).
+      full: the width is the whole canvas and entry i is position i or padding (static). Never inferred from
+        the width. In a full step the canvas is computed in place, without gathering or scattering.
     """
 
     index: Int[Array, "b q"]
-    whole: bool
+    length: int = dataclasses.field(metadata={"static": True})
+    full: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def real(self) -> Bool[Array, "b q"]:
+        """Which entries are positions, not padding."""
+        return self.index < self.length
+
+    def mask(self) -> Bool[Array, "b l"]:
+        """The rows as a set of positions."""
+        if self.full:
+            return self.real
+        batch = jnp.arange(self.index.shape[0])[:, None]
+        return jnp.zeros((batch.shape[0], self.length), bool).at[batch, self.index].set(True, mode="drop")
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
-        """x at the rows; padding rows read position l-1, and their value is never used."""
-        return x if self.whole else gather(x, self.index)
+        """x at the rows; what padding reads must not be used."""
+        return x if self.full else gather(x, self.index)
 
-    def mask(self, length: int) -> Bool[Array, "b l"]:
-        """The rows as a set of positions."""
-        batch = jnp.arange(self.index.shape[0])[:, None]
-        return jnp.zeros((batch.shape[0], length), bool).at[batch, self.index].set(True, mode="drop")
-
-    def slot(self, position: Int[Array, "b c"], length: int) -> Int[Array, "b c"]:
+    def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
-        if self.whole:
-            return jnp.where(position < length, position, self.index.shape[1])
         b, q = self.index.shape
-        inverse = jnp.full((b, length + 1), q, jnp.int32)
+        if self.full:
+            own = gather(self.real, position) & (position < self.length)
+            return jnp.where(own, position, q)
+        inverse = jnp.full((b, self.length + 1), q, jnp.int32)
         inverse = inverse.at[jnp.arange(b)[:, None], self.index].set(jnp.arange(q, dtype=jnp.int32)[None])
-        inverse = inverse.at[:, length].set(q)
+        inverse = inverse.at[:, self.length].set(q)
         return jnp.take_along_axis(inverse, position, axis=1)
 
+    def where(self, chosen: Bool[Array, "b q"]) -> "Rows":
+        """The same entries, those that are not chosen turned into padding."""
+        return dataclasses.replace(self, index=jnp.where(chosen, self.index, self.length))
 
-def whole_rows(active: Bool[Array, "b"], length: int) -> Rows:
-    """Every position of the active rows; inactive rows are all padding."""
-    index = jnp.where(active[:, None], jnp.arange(length, dtype=jnp.int32)[None], length)
-    return Rows(index, whole=True)
+    def last(self, slots: int) -> "Rows":
+        """The rows as slots of a store that holds the last `slots` positions; all others are padding."""
+        if slots == self.length:
+            return self
+        slot = self.index - (self.length - slots)
+        return Rows(jnp.where(self.real & (slot >= 0), slot, slots), slots)
+
+    def first(self, slots: int) -> "Rows":
+        """The rows as slots of a store that holds the first `slots` positions; all others are padding."""
+        if slots == self.length:
+            return self
+        return Rows(jnp.minimum(self.index, slots), slots)
+
+
+def full_rows(need: Bool[Array, "b l"]) -> Rows:
+    """The rows of a full step: the needed positions where they lie on the canvas, padding elsewhere."""
+    length = need.shape[1]
+    return Rows(jnp.where(need, jnp.arange(length, dtype=jnp.int32), length), length, full=True)
+
+
+def compact_rows(need: Bool[Array, "b l"], width: int) -> Rows:
+    """The first `width` needed positions of each sequence, padded."""
+    return Rows(compact(need, width), need.shape[1])
 
 
 def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
-    """The first `width` True positions of each row in ascending order, padded with l."""
+    """The first `width` True positions of each sequence in ascending order, padded with l."""
     b, length = mask.shape
     rank = jnp.cumsum(mask, axis=1) - 1
     target = jnp.where(mask & (rank < width), rank, width)
@@ -55,13 +90,13 @@ def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
 
 
 def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array, "b q *d"]:
-    """Reads rows at their positions; padding (index l) reads the last one, a value that must not be used."""
+    """Reads positions; padding (index l) reads the last one, a value that must not be used."""
     index = jnp.minimum(index, x.shape[1] - 1)
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def scatter(
-    canvas: Shaped[Array, "b l *d"], index: Int[Array, "b q"], rows: Shaped[Array, "b q *d"]
+    canvas: Shaped[Array, "b l *d"], index: Int[Array, "b q"], values: Shaped[Array, "b q *d"]
 ) -> Shaped[Array, "b l *d"]:
-    """Writes rows at their positions; padding (index l) is dropped."""
-    return canvas.at[jnp.arange(index.shape[0])[:, None], index].set(rows.astype(canvas.dtype), mode="drop")
+    """Writes values at their positions; padding (index l) is dropped."""
+    return canvas.at[jnp.arange(index.shape[0])[:, None], index].set(values.astype(canvas.dtype), mode="drop")

@@ -1,4 +1,4 @@
-"""Choosing positions: the best by a score, scores of keys, pooling within a set, and shares of its size.
+"""Choosing positions: the best by a score, scores of keys, pooling within a set, fractions of its size.
 
 `dllm_jax.state.rows.compact` turns a chosen set into a list of positions.
 """
@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, scatter
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
-    """The `count` largest entries of each row, ties to the lower index; entries of -inf are never chosen."""
+    """The `count` largest entries of each sequence, ties to the lower index; those of -inf never."""
     return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
 
 
 def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
-    """Rank of each entry in its row, 0 for the largest, ties to the lower index."""
+    """Rank of each entry along the last axis, 0 for the largest, ties to the lower index."""
     return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
 
 
@@ -52,9 +53,27 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
 
 
-def share(size: Int[Array, "b"], ratio: float, most: int) -> Int[Array, "b"]:
+def fraction_of(size: Int[Array, "b"], ratio: float, most: int) -> Int[Array, "b"]:
     """int(size * ratio) for sizes up to `most`, the product rounded as Python rounds it (100 * 0.29 -> 28).
 
     Looked up in a table, because devices have no doubles.
     """
     return jnp.asarray([int(n * ratio) for n in range(most + 1)], jnp.int32)[size]
+
+
+def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:
+    """Gaussian-weighted share of known tokens around each position, in [0, 1], float32.
+
+    D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
+    virtual known positions to its left and G to its right, known iff the response's last position is. The
+    paper's eq. 3 has neither Z nor the virtual positions; the released code does.
+    """
+    g, prompt = canvas.layout.response, canvas.layout.prompt
+    known = ~canvas.masked[:, prompt:]
+    ends = jnp.broadcast_to(known[:, -1:], known.shape)
+    extended = jnp.concatenate([jnp.ones_like(known), known, ends], axis=1).astype(jnp.float32)
+    phi = lambda distance: jnp.exp(-(distance.astype(jnp.float32) ** 2) / (2 * sigma**2))
+    distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
+    return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(
+        phi(jnp.arange(-3 * g, 3 * g))
+    )

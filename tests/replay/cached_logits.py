@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
+from dllm_jax.decoding.step import network as run_layers
 from dllm_jax.nn.arithmetic import rope_table
-from dllm_jax.nn.layer import embed, unembed, walk
-from dllm_jax.state.cache import Cache, LayerView
+from dllm_jax.nn.layer import unembed
+from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact, whole_rows
+from dllm_jax.state.rows import compact_rows, full_rows
 from tests.replay.case import Case
 from tests.replay.compare import closely
 
@@ -29,8 +30,8 @@ def compare_cached_logits(case: Case, model: dj.Model, policy: dj.policies.Polic
     canvas = begin(trace.tokens[0], jnp.asarray(valid), model.spec, layout)
     cache = policy.init(model.spec, layout, len(prompt), model.dtype)
     for step in range(last + 1):
-        whole = bool(trace.computed[step].all())
-        logits, cache = network(model, policy, whole, canvas, trace.tokens[step], trace.computed[step], cache)
+        full = bool(trace.computed[step].all())
+        logits, cache = network(model, policy, full, canvas, trace.tokens[step], trace.computed[step], cache)
         if step in stored:
             index = case.arrays[f"logits_positions_step{step}"]
             ours = np.take_along_axis(np.asarray(logits), index[..., None], axis=1)
@@ -38,22 +39,15 @@ def compare_cached_logits(case: Case, model: dj.Model, policy: dj.policies.Polic
             closely(f"logits of step {step}", ours, case.arrays[f"logits_step{step}"], where=real)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "whole"))
+@functools.partial(jax.jit, static_argnames=("policy", "full"))
 def network(
-    model: dj.Model, policy: dj.policies.Policy, whole: bool, canvas: Canvas, tokens, computed, cache: Cache
+    model: dj.Model, policy: dj.policies.Policy, full: bool, canvas: Canvas, tokens, computed, cache: Cache
 ):
     """One step's logits [b l v], right at the computed positions, and the cache after it."""
     length = canvas.layout.length
-    rows = whole_rows(canvas.active, length) if whole else Rows(compact(computed, length), whole=False)
-
-    def layer(block, carry):
-        x, layers, shared = carry
-        x, view, shared = policy.layer(block, x, LayerView(layers, block.layer), shared, rows, canvas)
-        return x, view.stack, shared
-
+    rows = full_rows(canvas.everything & canvas.active[:, None]) if full else compact_rows(computed, length)
     rope = rope_table(length, model.spec.head, model.spec.rope_base)
-    x = embed(model.params, rows.take(tokens))
-    x, layers, shared = walk(model.params, model.spec, rope, layer, (x, *cache))
-    slot = jnp.minimum(rows.slot(jnp.broadcast_to(canvas.position, tokens.shape), length), length - 1)
+    x, cache = run_layers(model, rope, policy.layer, tokens, canvas, rows, cache)
+    slot = jnp.minimum(rows.slot(jnp.broadcast_to(canvas.position, tokens.shape)), length - 1)
     hidden = jnp.take_along_axis(x, slot[..., None], axis=1)
-    return unembed(model.params, model.spec, hidden), Cache(layers, shared)
+    return unembed(model.params, model.spec, hidden), cache

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.step import State
 from dllm_jax.policies.parts import d2cache_sets as sets
 from dllm_jax.policies.parts import rollout
-from dllm_jax.samplers.certainty_prior import certainty_density
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import states
@@ -30,15 +32,36 @@ def d2cache(case: Case):
 
 
 def _policy(case: Case) -> dj.policies.D2Cache:
-    """Several rows are topped up, as in the reference."""
+    """Batches are topped up, as in the reference."""
     a = case.settings["cache"]["args"]
-    return dj.policies.D2Cache(
-        k=a["current_k"],
-        sigma=a["sigma"],
-        p=a["rollout_p"],
-        inflate=a["inflate_w"],
-        top_up=len(case.arrays["prompt"]) > 1,
-    )
+    kind = ToppedUp if len(case.arrays["prompt"]) > 1 else dj.policies.D2Cache
+    return kind(k=a["current_k"], sigma=a["sigma"], p=a["rollout_p"], inflate=a["inflate_w"])
+
+
+class ToppedUp(dj.policies.D2Cache):
+    """Fills all sequences of a batch up to the same number of positions, as the reference has to."""
+
+    def select(self, cache, canvas):
+        chosen, known = super().select(cache, canvas), cache.shared
+        score = sets.prior(known.confidence, canvas, self.sigma)
+        return canvas.first_step | topped_up(chosen, known.influence, score, canvas)
+
+
+def topped_up(
+    chosen: Bool[Array, "b l"], influence: Float[Array, "b l"], score: Float[Array, "b l"], canvas: Canvas
+) -> Bool[Array, "b l"]:
+    """The reference's batches: all active rows are filled up to the number of positions of the longest.
+
+    Response positions come first, by their (for decoded ones, last known) score, the block's raised above
+    all others; then the rest by influence. The maxima are over all rows, as in the reference.
+    """
+    size = jnp.sum(chosen, axis=1)
+    missing = jnp.max(jnp.where(canvas.active, size, 0)) - size
+    score = jnp.where(jnp.isfinite(score), score, 0.0)
+    score = score + jnp.where(canvas.block, jnp.max(score), 0.0)
+    free = jnp.where(chosen, 0.0, influence)
+    priority = free + jnp.where(canvas.response, jnp.max(free) + score, 0.0)
+    return chosen | best(jnp.where(chosen | ~canvas.valid, -jnp.inf, priority), missing)
 
 
 def _sampler(decoding: dict) -> dj.samplers.Sampler:
@@ -77,8 +100,8 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
     canvas, known = state.canvas, state.cache.shared
     prompt, batch = canvas.layout.prompt, canvas.tokens.shape[0]
     score = sets.prior(known.confidence, canvas, policy.sigma)
-    best = sets.candidates(score, canvas, policy.k)
-    upcoming = canvas.sources(best) | canvas.fresh
+    upcoming_masks = sets.candidates(score, canvas, policy.k)
+    upcoming = canvas.sources(upcoming_masks) | canvas.just_decoded
     nucleus = rollout.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
     index = jnp.broadcast_to(canvas.position[prompt:], (batch, canvas.layout.response))
     return dict(
@@ -86,7 +109,7 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
         sel_density=certainty_density(canvas, index, policy.sigma),
         sel_scores=score[:, prompt:],
         sel_candidates=(canvas.masked & sets.search_range(canvas, jnp.full(batch, policy.k)))[:, prompt:],
-        masked_selected=best[:, prompt:],
+        masked_selected=upcoming_masks[:, prompt:],
         rollout_selected=nucleus,
         next_before_inflate=upcoming | nucleus,
         next_before_topup=sets.inflated(upcoming | nucleus, policy.inflate),

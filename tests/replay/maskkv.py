@@ -12,7 +12,7 @@ from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention, key_mask
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.state.canvas import Canvas, begin
-from dllm_jax.state.rows import whole_rows
+from dllm_jax.state.rows import full_rows
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import Logging, states
@@ -28,11 +28,46 @@ class Logged(Logging, dj.policies.MaskKV):
     """`MaskKV` that tells what its layers did."""
 
 
+class FlooredBoundaryMiddle(eviction.BoundaryMiddle):
+    """Layer budgets rounded down as the paper prints them, which loses some."""
+
+    def budgets(self, layers, budget, prompt):
+        base, extra = self.allocate(np.asarray(self.importance, np.float64), budget)
+        return np.minimum(base + np.floor(extra), prompt).astype(np.int32)
+
+
+class FlooredSqueezeAttention(eviction.SqueezeAttention):
+    """Layer budgets rounded down."""
+
+    def budgets(self, layers, budget, prompt):
+        return np.minimum(np.floor(self.allocate(budget).astype(float)), prompt).astype(np.int32)
+
+
+class FlooredPromptPreference(eviction.PromptPreference):
+    """Head budgets rounded down as the paper prints them, which loses some."""
+
+    def budgets(self, preference, budget, prompt):
+        floor = jnp.floor(self.allocate(preference, budget)).astype(jnp.int32)
+        return jnp.minimum(floor, prompt[:, None])
+
+
+BOUNDARY = {
+    "paper": FlooredBoundaryMiddle,
+    "floor": FlooredBoundaryMiddle,
+    "conserve": eviction.BoundaryMiddle,
+}
+PREFERENCE = {
+    "paper": FlooredPromptPreference,
+    "floor": FlooredPromptPreference,
+    "conserve": eviction.PromptPreference,
+}
+
+
 def maskkv(case: Case):
     """Tokens, confidences, refreshed rows, kept sets, budgets, and the last step's logits."""
     s, arrays = case.settings, case.arrays
     prompt, model = arrays["prompt"], case.model(mask_id=s["mask_id"])
-    layers = eviction.BoundaryMiddle(
+    layers = BOUNDARY[s["rounding"]](
         tuple(arrays["importance"].tolist()), beta=s["beta"], first=s["first"], last=s["last"]
     )
     policy = Logged(
@@ -41,8 +76,7 @@ def maskkv(case: Case):
         ratio=s["transfer_ratio"],
         budget=s["budget"],
         layers=layers,
-        heads=eviction.PromptPreference(s["alpha"]),
-        exact=s["rounding"] == "conserve",
+        heads=PREFERENCE[s["rounding"]](s["alpha"]),
         reselect=s["reselect"],
     )
     shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
@@ -79,7 +113,7 @@ def scores(case: Case):
         votes, preference = look(model, canvas, voter)
         closely(name, votes, arrays[name])
         uniform = [
-            keep(eviction.UniformLayers(), eviction.EvenHeads(), votes, preference, b, True)[2]
+            keep(eviction.UniformLayers(), eviction.EvenHeads(), votes, preference, b)[2]
             for b in s["uniform_budgets"]
         ]
         exactly(f"uniform {name}", uniform, arrays[f"keep_uniform_{name}"])
@@ -97,12 +131,11 @@ def scores(case: Case):
         for rounding in ("paper", "conserve"):
             ours = [
                 keep(
-                    eviction.BoundaryMiddle(tuple(importance.tolist()), g["beta"], g["first"], g["last"]),
-                    eviction.PromptPreference(g["alpha"]),
+                    BOUNDARY[rounding](tuple(importance.tolist()), g["beta"], g["first"], g["last"]),
+                    PREFERENCE[rounding](g["alpha"]),
                     votes,
                     preference,
                     g["budget"],
-                    rounding == "conserve",
                 )
                 for g in s["grid"]
             ]
@@ -130,20 +163,17 @@ def baselines(case: Case):
     for name, tokens in cosine.items():
         squeeze = eviction.SqueezeAttention(tuple(tokens.tolist()), s["squeeze_share"])
         exactly("squeeze groups", squeeze.groups(), arrays[f"squeeze_groups_{name}"])
-        for rounding, exact in (("floor", False), ("conserve", True)):
-            ours = [squeeze.budgets(n, b, p, exact) for b in budgets]
+        floored = FlooredSqueezeAttention(squeeze.cosine, squeeze.share)
+        for rounding, made in (("floor", floored), ("conserve", squeeze)):
+            ours = [made.budgets(n, b, p) for b in budgets]
             exactly(f"squeeze {rounding}", ours, arrays[f"squeeze_budget_{rounding}_{name}"])
     for name, outside in (("pyramid_kvpress", False), ("pyramid_window_outside", True)):
-        ours = [
-            [pyramid(s, beta, outside).budgets(n, b, p, True) for beta in s["pyramid_betas"]] for b in budgets
-        ]
+        ours = [[pyramid(s, beta, outside).budgets(n, b, p) for beta in s["pyramid_betas"]] for b in budgets]
         exactly(name, ours, arrays[name])
     squeeze = eviction.SqueezeAttention(tuple(cosine["prompt"].tolist()), s["squeeze_share"])
     even, uniform = eviction.EvenHeads(), eviction.UniformLayers()
     for name, given in votes.items():
-        run = lambda layers, heads, b, given=given: keep(
-            layers, heads, given, np.ones(given.shape[:2]), b, True
-        )
+        run = lambda layers, heads, b, given=given: keep(layers, heads, given, np.ones(given.shape[:2]), b)
         exactly("uniform", [run(uniform, even, b)[2] for b in budgets], arrays[f"keep_{name}_uniform"])
         exactly("squeeze", [run(squeeze, even, b)[2] for b in budgets], arrays[f"keep_{name}_squeeze"])
         pyramids = [[run(pyramid(s, beta), even, b)[2] for beta in s["pyramid_betas"]] for b in budgets]
@@ -169,19 +199,18 @@ def at_the_start(model: dj.Model, tokens: np.ndarray, prompt: int) -> Canvas:
 def _look(model: dj.Model, canvas: Canvas, voter):
     spec, length, p = model.spec, canvas.layout.length, canvas.layout.prompt
     batch = canvas.tokens.shape[0]
-    rows, mask = whole_rows(jnp.ones(batch, bool), length), key_mask(canvas.valid)
+    rows, mask = full_rows(canvas.everything), key_mask(canvas.valid)
 
-    def layer(block, carry):
+    def run(layer, carry):
         x, votes, preference = carry
-        q, k = block.qk(x, rows)
-        o, lse = attention(q, k, block.value(x), mask)
-        given, prefers = eviction.evidence(voter, block, q, k, lse, mask, rows, canvas)
-        x = x + block.out(o)
-        return x + block.mlp(x), votes.at[block.layer].set(given), preference.at[block.layer].set(prefers)
+        q, k = layer.qk(x, rows.index)
+        o, lse = attention(q, k, layer.value(x), mask)
+        seen, prefers = eviction.evidence(voter, layer, q, k, lse, mask, rows, canvas)
+        return layer.finish(x, o), votes.at[layer.index].set(seen), preference.at[layer.index].set(prefers)
 
     heads = (spec.layers, batch, spec.kv_heads)
     start = embed(model.params, canvas.tokens), jnp.zeros((*heads, p)), jnp.zeros(heads)
-    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), layer, start)[1:]
+    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1:]
 
 
 def look(model: dj.Model, canvas: Canvas, voter) -> tuple[np.ndarray, np.ndarray]:
@@ -194,12 +223,12 @@ def profile(model: dj.Model, canvas: Canvas, among) -> np.ndarray:
     return np.asarray(eviction.importance(model, canvas.tokens, among, canvas.valid), np.float64)[:, 0]
 
 
-def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int, exact: bool):
+def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):
     """Layer budgets [n], head budgets [n k] and kept sets [n k p]; the layers stand for a batch."""
     n, _, p = votes.shape
-    each = layers.budgets(n, budget, p, exact)
+    each = layers.budgets(n, budget, p)
     kept = heads.keep(
-        jnp.asarray(votes), jnp.asarray(preference, jnp.float32), jnp.asarray(each), jnp.full(n, p), exact
+        jnp.asarray(votes), jnp.asarray(preference, jnp.float32), jnp.asarray(each), jnp.full(n, p)
     )
     kept = np.asarray(kept)
     return each, kept.sum(-1), kept

@@ -14,7 +14,7 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.samplers.base import score_by
 from dllm_jax.state.canvas import Canvas, begin
-from dllm_jax.state.rows import whole_rows
+from dllm_jax.state.rows import full_rows
 from dllm_jax.state.selection import mean_query_score
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
@@ -79,25 +79,24 @@ def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDL
 
 @functools.partial(jax.jit, static_argnames="policy")
 def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
-    """Raw score, pooled score and kept set of every layer [n l] in one whole step of the first row."""
-    rows = whole_rows(canvas.active, canvas.layout.length)
+    """Raw score, pooled score and kept set of every layer [n l] in one full step of the first sequence."""
+    rows = full_rows(canvas.everything)
 
-    def layer(block, carry):
+    def run(layer, carry):
         x, found = carry
-        q, k = block.qk(x, rows)
+        q, k = layer.qk(x, rows.index)
         ours = (
             mean_query_score(q, k, canvas.block),
             policy.importance(q, k, canvas),
-            policy.kept(q, k, canvas),
+            policy.retained(q, k, canvas),
         )
-        found = tuple(a.at[block.layer].set(new[0]) for a, new in zip(found, ours, strict=True))
-        x = x + block.out(attention(q, k, block.value(x))[0])
-        return x + block.mlp(x), found
+        found = tuple(a.at[layer.index].set(new[0]) for a, new in zip(found, ours, strict=True))
+        return layer.finish(x, attention(q, k, layer.value(x))[0]), found
 
     spec, shape = model.spec, (model.spec.layers, canvas.layout.length)
     nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
     rope = rope_table(canvas.layout.length, spec.head, spec.rope_base)
-    return walk(model.params, spec, rope, layer, (embed(model.params, canvas.tokens), nothing))[1]
+    return walk(model.params, spec, rope, run, (embed(model.params, canvas.tokens), nothing))[1]
 
 
 METHODS: dict[str, Callable[[Case], None]] = {"sparse-dllm": sparse_dllm}

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
+from dllm_jax.decoding.loop import coming
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.step import Plan, State, initial, step
 from dllm_jax.nn.arithmetic import cosine, rope_table
-from dllm_jax.policies.parts.partial import take_tail
 from dllm_jax.samplers import Noise
 from dllm_jax.state.rows import scatter
 
@@ -47,26 +47,26 @@ class Logging:
         )
         return cache._replace(shared=(cache.shared, log))
 
-    def survey(self, cache, canvas, model, tokens):
+    def before_first_step(self, cache, canvas, model, tokens):
         own, log = cache.shared
-        cache = super().survey(cache._replace(shared=own), canvas, model, tokens)
+        cache = super().before_first_step(cache._replace(shared=own), canvas, model, tokens)
         return cache._replace(shared=(cache.shared, log))
 
-    def layer(self, block, x, kv, shared, rows, canvas):
-        own, log = shared
-        length = canvas.layout.length
-        value = block.value(x)
-        place = lambda a: scatter(jnp.zeros((a.shape[0], length), a.dtype), rows.index, a)
-        stale = place(self.stale(block, value, kv, rows, canvas))
-        similarity = place(cosine(value, take_tail(kv.stack.v, kv.layer, rows.index, length)))
-        x, kv, own = super().layer(block, x, kv, own, rows, canvas)
+    def layer(self, layer, x, cache, rows, canvas):
+        own, log = cache.shared
+        cache = cache._replace(shared=own)
+        value, stored = layer.value(x), cache.read().v
+        place = lambda a: scatter(jnp.zeros((a.shape[0], rows.length), a.dtype), rows.index, a)
+        stale = place(self.stale(layer, value, cache, rows, canvas))
+        similarity = place(cosine(value, rows.last(stored.shape[1]).take(stored)))
+        x, cache = super().layer(layer, x, cache, rows, canvas)
         log = Log(
-            rows.mask(length),
-            log.stale.at[kv.layer].set(stale),
-            log.similarity.at[kv.layer].set(similarity),
+            rows.mask(),
+            log.stale.at[layer.index].set(stale),
+            log.similarity.at[layer.index].set(similarity),
             scatter(log.hidden, rows.index, x),
         )
-        return x, kv, (own, log)
+        return x, cache._replace(shared=(cache.shared, log))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "width"))
@@ -82,8 +82,7 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     state = initial(model, tokens, valid, noise, layout, plan)
     yield state
     while bool(state.canvas.active.any()):
-        rows = int(state.need.sum(1).max())
-        whole = bool((state.need | ~state.canvas.active[:, None]).all())
-        fits = None if whole else min(w for w in plan.widths if w >= rows)
-        state = _step(model, noise, plan, fits, state)
+        variant = int(coming(plan, state))
+        width = None if variant == len(plan.widths) else plan.widths[variant]
+        state = _step(model, noise, plan, width, state)
         yield state

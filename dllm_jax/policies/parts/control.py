@@ -17,11 +17,11 @@ def when(condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: 
     return jax.lax.while_loop(lambda state: state[0], trip, (condition, carry))[1]
 
 
-def after(first: Float[Array, "..."], then: PyTree) -> PyTree:
-    """`then`, unchanged, but available only after `first` is computed; `first` must not hold infinity.
+def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
+    """The inputs of a write, unchanged, but available only after `read`, which must not hold infinity.
 
     For reading old values of an array before it is overwritten in place: unless the write depends on the
     read, XLA (jaxlib 0.10) copies the whole array first. `lax.optimization_barrier` does not prevent that.
     """
-    never = jnp.any(first == jnp.inf)
-    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), then)
+    never = jnp.any(read == jnp.inf)
+    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), inputs)

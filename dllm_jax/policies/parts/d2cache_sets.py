@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.samplers.certainty_prior import certainty_density
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.selection import best
+from dllm_jax.state.selection import best, certainty_density
 
 
 def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: float) -> Float[Array, "b l"]:
@@ -55,20 +54,3 @@ def inflated(chosen: Bool[Array, "b l"], distance: int) -> Bool[Array, "b l"]:
     previous = jax.lax.cummax(jnp.where(chosen, position, -length), axis=1)
     following = jax.lax.cummin(jnp.where(chosen, position, 2 * length), axis=1, reverse=True)
     return following - previous <= distance
-
-
-def topped_up(
-    chosen: Bool[Array, "b l"], influence: Float[Array, "b l"], score: Float[Array, "b l"], canvas: Canvas
-) -> Bool[Array, "b l"]:
-    """The reference's batches: all active rows are filled up to the number of positions of the longest.
-
-    Response positions come first, by their (for decoded ones, last known) score, the block's raised above
-    all others; then the rest by influence. The maxima are over all rows, as in the reference.
-    """
-    size = jnp.sum(chosen, axis=1)
-    missing = jnp.max(jnp.where(canvas.active, size, 0)) - size
-    score = jnp.where(jnp.isfinite(score), score, 0.0)
-    score = score + jnp.where(canvas.block, jnp.max(score), 0.0)
-    free = jnp.where(chosen, 0.0, influence)
-    priority = free + jnp.where(canvas.response, jnp.max(free) + score, 0.0)
-    return chosen | best(jnp.where(chosen | ~canvas.valid, -jnp.inf, priority), missing)

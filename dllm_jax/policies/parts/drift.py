@@ -20,9 +20,9 @@ class Drift(NamedTuple):
     """State of the drift test.
 
     Attributes:
-      attended: the positions each layer attended to most in the row's last step, l = none.
+      attended: the positions each layer attended to most in the sequence's last step, l = none.
       coming: the same for the current step.
-      start: the first layer that the row's last step computed for all positions; n = none.
+      start: the first layer that the sequence's last step computed for all positions; n = none.
       similarity: result of each layer's test in that step; NaN where the layer did not test.
     """
 
@@ -103,7 +103,7 @@ class KeyCosine(DriftTest):
 
 def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"]:
     """All layers' tracked positions as a set."""
-    return Rows(attended.reshape(attended.shape[0], -1), whole=False).mask(length)
+    return Rows(attended.reshape(attended.shape[0], -1), length).mask()
 
 
 def most_attended(

@@ -18,9 +18,9 @@ from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.state.rows import Rows
 
 
-def identity_rows(rows: Rows, length: int) -> Float[Array, "b q l"]:
+def identity_rows(rows: Rows) -> Float[Array, "b q l"]:
     """C before the first layer; rows of padding are zero."""
-    return (rows.index[..., None] == jnp.arange(length)).astype(jnp.float32)
+    return (rows.index[..., None] == jnp.arange(rows.length)).astype(jnp.float32)
 
 
 def roll(
@@ -30,14 +30,15 @@ def roll(
 
     A row that attends to nothing stays unchanged; so does any row at padding.
     """
-    length = valid.shape[1]
-    real = (rows.index < length) & rows.take(valid)
-    attention = jnp.where(real[..., None], attention, 0.0)
-    selected = rows.mask(length)[:, None]
-    unchanged = jnp.where(selected, 0.0, attention)
-    # rows of padding read the attention of some position, but their C is zero
-    among_rows = jnp.swapaxes(rows.take(jnp.swapaxes(attention, 1, 2)), 1, 2)
-    product = unchanged + einsum("bqr,brl->bql", among_rows, c)
+    # Rows of E that were computed are attention, all others identity: E C = attention (C with the rows of
+    # positions that were not computed replaced by the identity's).
+    attention = jnp.where((rows.real & rows.take(valid))[..., None], attention, 0.0)
+    to_identity = jnp.where(rows.mask()[:, None], 0.0, attention)
+    # Rows of padding read the attention of some position, but their C is zero.
+    to_computed = jnp.swapaxes(rows.take(jnp.swapaxes(attention, 1, 2)), 1, 2)
+    product = to_identity + einsum("bqr,brl->bql", to_computed, c)
+
+    # W = (E + I) / row sums: the residual connection passes C on unchanged.
     return (product + c) / (jnp.sum(attention, axis=2, keepdims=True) + 1.0)
 
 
@@ -48,7 +49,7 @@ def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"])
     own sum, so the recomputed set rotates.
     """
     from_rows = jnp.sum(jnp.where(rows.take(valid)[..., None], c, 0.0), axis=1)
-    return jnp.where(valid, from_rows + ~rows.mask(valid.shape[1]), 0.0)
+    return jnp.where(valid, from_rows + ~rows.mask(), 0.0)
 
 
 def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: float) -> Bool[Array, "b l"]:

@@ -1,90 +1,93 @@
-"""One layer over the computed rows, or over all positions from its stored inputs."""
+"""One layer over the computed positions, or over all of them from its stored inputs (Elastic-Cache)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.parts.control import when
-from dllm_jax.state.cache import KV, LayerView
+from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, full_rows
 
 
-class Stored(NamedTuple):
+class InputStore(NamedTuple):
     """Storage from which a layer can be recomputed: its input and its K/V, for all positions."""
 
     x: Float[Array, "*n b l m"]
-    kv: KV
+    k: Float[Array, "*n b l k d"]
+    v: Float[Array, "*n b l k d"]
+
+    @staticmethod
+    def zeros(spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> "InputStore":
+        """Empty storage of all layers."""
+        x = jnp.zeros((spec.layers, batch, layout.length, spec.width), dtype)
+        return InputStore(x, *KV.zeros(spec, batch, layout.length, dtype))
 
 
-class Passed(NamedTuple):
-    """The result of a layer.
+class LayerResult(NamedTuple):
+    """What a layer gives, at the rows.
 
     Attributes:
-      x: the residual stream at the rows.
-      q: their queries.
+      x: the residual stream.
+      q: queries.
       lse: log sum exp of their attention scores.
-      stored: the storage of all layers.
+      cache: the changed storage.
     """
 
     x: Float[Array, "b q m"]
     q: Float[Array, "b q h d"]
     lse: Float[Array, "b h q"]
-    stored: Stored
+    cache: LayerCache
 
 
 def pass_layer(
-    block: Block,
+    layer: Layer,
     x: Float[Array, "b q m"],
-    view: LayerView,
+    cache: LayerCache,
     rows: Rows,
     wide: Bool[Array, "b"],
     canvas: Canvas,
-) -> Passed:
+) -> LayerResult:
     """One layer: sequences that are `wide` compute all positions, the others only the rows.
 
-    The rows' fresh inputs are stored first; a wide sequence recomputes everything from the stored inputs and
+    The rows' new inputs are stored first; a wide sequence recomputes everything from the stored inputs and
     stores its outputs as the next layer's inputs. If any sequence is wide, all are computed in full, but the
     others keep only the results that they would have computed alone.
     """
-    queried = rows.mask(canvas.layout.length)
-    position = jnp.broadcast_to(canvas.position, queried.shape)
-    only = lambda chosen: Rows(jnp.where(chosen, position, canvas.layout.length), whole=False)
-    inputs = LayerView(view.stack.x, view.layer)
-    inputs, _ = inputs.update(rows._replace(whole=False), x)
-    heads = (*x.shape[:2], block.spec.heads)
-    begun = Passed(
-        x, jnp.zeros((*heads, block.spec.head), x.dtype), jnp.zeros((heads[0], heads[2], heads[1])),
-        Stored(inputs.stack, view.stack.kv),
-    )  # fmt: skip
+    queried = rows.mask()
+    (b, q, _), (h, d) = x.shape, (layer.spec.heads, layer.spec.head)
+    begun = LayerResult(x, jnp.zeros((b, q, h, d), x.dtype), jnp.zeros((b, h, q)), cache.write(rows, x=x))
 
-    def narrow(c: Passed) -> Passed:
-        x, q, lse, kv = _compute(block, c.x, LayerView(c.stored.kv, view.layer), rows, rows, canvas)
-        return Passed(x, q, lse, Stored(c.stored.x, kv))
+    def narrow(c: LayerResult) -> LayerResult:
+        return _compute(layer, c.x, c.cache, rows, rows, canvas)
 
-    def widened(c: Passed) -> Passed:
-        everywhere = Rows(position, whole=True)
-        now = LayerView(c.stored.x, view.layer).read()
-        kept = only(queried | wide[:, None])
-        x, q, lse, kv = _compute(block, now, LayerView(c.stored.kv, view.layer), everywhere, kept, canvas)
-        following = LayerView(c.stored.x, view.layer + 1)  # writes beyond the last layer are dropped
-        stack = following.update(only(canvas.everything & wide[:, None]), x)[0].stack
-        at_rows = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
-        return Passed(rows.take(x), rows.take(q), at_rows, Stored(stack, kv))
+    def widened(c: LayerResult) -> LayerResult:
+        # Everything is recomputed from the stored inputs; a narrow sequence keeps its rows alone.
+        inputs, keep = c.cache.read().x, full_rows(queried | wide[:, None])
+        x, q, lse, cache = _compute(layer, inputs, c.cache, full_rows(canvas.everything), keep, canvas)
 
-    if rows.whole:
+        # Outputs are the next layer's inputs; gathered rows, so that the last layer's write is dropped.
+        following = Rows(full_rows(canvas.everything & wide[:, None]).index, rows.length)
+        cache = cache._replace(index=cache.index + 1).write(following, x=x)._replace(index=cache.index)
+        lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
+        return LayerResult(rows.take(x), rows.take(q), lse, cache)
+
+    if rows.full:
         return widened(begun)
     any_wide = jnp.any(wide)
     return when(any_wide, widened, when(~any_wide, narrow, begun))
 
 
 def _compute(
-    block: Block, x: Float[Array, "b q m"], kv: LayerView, rows: Rows, kept: Rows, canvas: Canvas
-) -> tuple[Float[Array, "b q m"], Float[Array, "b q h d"], Float[Array, "b h q"], KV]:
-    """The layer at the rows; of their K/V only those of `kept` (a subset, in the same slots) are stored."""
-    q, k = block.qk(x, rows)
-    kv, now = kv.update(kept, KV(k, block.value(x)))
-    o, lse = block.attention(q, now.k, now.v, canvas.attends(rows))
-    return block.finish(x, o), q, lse, kv.stack
+    layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, keep: Rows, canvas: Canvas
+) -> LayerResult:
+    """The layer at the rows; of their K/V only those of `keep` (a subset, in the same places) are stored."""
+    q, k = layer.qk(x, rows.index)
+    cache = cache.write(keep, k=k, v=layer.value(x))
+    now = cache.read()
+    o, lse = layer.attention(q, now.k, now.v, canvas.attends(rows))
+    return LayerResult(layer.finish(x, o), q, lse, cache)

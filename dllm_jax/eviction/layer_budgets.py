@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.eviction.rounding import Vector, conserve
+from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
 from dllm_jax.options import check_integers, check_numbers, check_profile
 from dllm_jax.state.layout import Layout
 
@@ -25,14 +25,13 @@ class LayerBudgets(abc.ABC):
         """Raises ValueError if fields are set that have no effect; `MaskKV` asks, as others may fill them."""
 
     @abc.abstractmethod
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """Pairs per kv head of each layer, at most `prompt`.
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
+        """Pairs per kv head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
         Args:
           layers: n.
           budget: average over the layers.
           prompt: prompt length.
-          exact: the total is exactly n * min(budget, prompt); otherwise shares are rounded down as printed.
         """
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
@@ -45,16 +44,14 @@ class LayerBudgets(abc.ABC):
         importance: Callable[[], Float[Array, "n b"]],
         budget: int,
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Int[Array, "n b"]:
-        """The budgets of an actual request's rows.
+        """The budgets of an actual request's sequences.
 
         Args:
-          budgets: those of `budgets` for the rows' prompt lengths.
-          importance: measures each layer's importance for each row (`eviction.importance`).
+          budgets: those of `budgets` for the sequences' prompt lengths.
+          importance: measures each layer's importance for each sequence (`eviction.importance`).
           budget: average over the layers.
-          prompt: prompt length of each row.
-          exact: as in `budgets`.
+          prompt: prompt length of each sequence.
         """
         return budgets
 
@@ -63,7 +60,7 @@ class LayerBudgets(abc.ABC):
 class UniformLayers(LayerBudgets):
     """The same for every layer."""
 
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""
         return np.full(layers, min(budget, prompt), np.int32)
 
@@ -75,7 +72,7 @@ class BoundaryMiddle(LayerBudgets):
     Attributes:
       importance: offline profile of the layers (`eviction.calibrate`). With None all layers count alike, so
         budgets are uniform whatever the other fields; `MaskKV` then accepts only their defaults.
-      beta: share of the budget that every layer gets.
+      beta: fraction of the budget that every layer gets.
       first: layers of the boundary group at the start.
       last: layers of the boundary group at the end.
     """
@@ -102,23 +99,28 @@ class BoundaryMiddle(LayerBudgets):
                 "importance=, or use OnlineLayers"
             )
 
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""
         check_depth("importance", self.importance, layers)
-        base, extra = self.shares(np.asarray(self.importance or np.ones(layers), np.float64), budget)
-        if exact:
-            return conserve(base + extra, layers * budget, prompt)
-        return np.minimum(base + np.floor(extra), prompt).astype(np.int32)
+        importance = exactly(self.importance or np.ones(layers, int))
+        base, extra = self.allocate(importance, budget)
+        return round_to_total(base + extra, layers * budget, prompt)
 
-    def shares(self, importance: Vector, budget: int) -> tuple[int, Vector]:
-        """The base share of every layer, and each layer's addition by importance [... n]: real, uncapped."""
+    def allocate(self, importance: Vector, budget: int) -> tuple[int, Vector]:
+        """The base budget of every layer, and each layer's addition by importance [... n]: real, uncapped."""
         layers = importance.shape[-1]
         if self.first + self.last > layers:
             raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")
         boundary = (np.arange(layers) < self.first) | (np.arange(layers) >= layers - self.last)
-        base, total = int(self.beta * budget), importance.sum(-1, keepdims=True)
-        part = lambda group: (budget - base) * layers * importance[..., group].sum(-1, keepdims=True) / total
-        each = lambda group: part(group) / max(group.sum(), 1) * group
+
+        # Equations 9-11: every layer gets the base budget; what remains goes to the groups by importance.
+        base = int(self.beta * budget)
+        remaining = (budget - base) * layers * importance / importance.sum(-1, keepdims=True)
+
+        # Equations 12-13: within a group, evenly.
+        def each(group):
+            return remaining[..., group].sum(-1, keepdims=True) / max(int(group.sum()), 1) * group.astype(int)
+
         return base, each(boundary) + each(~boundary)
 
 
@@ -129,9 +131,7 @@ def check_depth(name: str, profile: tuple[float, ...] | None, layers: int):
 
 
 @functools.cache
-def table(
-    layers: LayerBudgets, depth: int, budget: int, layout: Layout, exact: bool
-) -> Int[np.ndarray, "lengths n"]:
+def table(layers: LayerBudgets, depth: int, budget: int, layout: Layout) -> Int[np.ndarray, "lengths n"]:
     """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt."""
     lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)
-    return np.stack([layers.budgets(depth, budget, length, exact) for length in lengths])
+    return np.stack([layers.budgets(depth, budget, length) for length in lengths])

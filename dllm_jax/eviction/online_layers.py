@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.eviction.layers import BoundaryMiddle, LayerBudgets, UniformLayers
-from dllm_jax.eviction.rounding import conserve
+from dllm_jax.eviction.layer_budgets import BoundaryMiddle, LayerBudgets, UniformLayers
+from dllm_jax.eviction.rounding import round_to_total
 from dllm_jax.options import check_kinds
 
 
@@ -17,7 +17,7 @@ from dllm_jax.options import check_kinds
 class OnlineLayers(LayerBudgets):
     """MaskKV's online variant (section 3, stage 2; Table 2): `BoundaryMiddle` without an offline profile.
 
-    The importance of the layers (equation 8) is measured for each row, in a pass over the masked request
+    The importance of the layers (equation 8) is measured for each sequence, in a pass over the masked request
     before its first step. The pass stores nothing, so the first step evicts layer by layer as with an offline
     profile, which on the same request gives the same budgets. Their sum is the same for every request, so the
     storage is no larger. The price is one more forward pass.
@@ -26,7 +26,7 @@ class OnlineLayers(LayerBudgets):
     until the last one, and rejects the variant for this peak of memory. Budgets are float32 before rounding.
 
     Attributes:
-      groups: the groups of layers and their base share, without importance.
+      groups: the groups of layers and their base budget, without importance.
     """
 
     groups: BoundaryMiddle = BoundaryMiddle()
@@ -38,14 +38,14 @@ class OnlineLayers(LayerBudgets):
         if self.groups.importance is not None:
             raise ValueError(f"importance={self.groups.importance} must be None: it is measured")
 
-    def budgets(self, layers: int, budget: int, prompt: int, exact: bool) -> Int[np.ndarray, "n"]:
-        """The uniform ones: a request's budgets have the same sum (with `exact`, else at most)."""
-        self.groups.shares(np.ones(layers), budget)  # refuses too few layers
-        return UniformLayers().budgets(layers, budget, prompt, exact)
+    def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
+        """The uniform ones: a request's budgets have the same sum."""
+        self.groups.allocate(np.ones(layers), budget)  # refuses too few layers
+        return UniformLayers().budgets(layers, budget, prompt)
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
         """The budget of a layer that alone has any importance, rounded up."""
-        base, extra = self.groups.shares(np.eye(budgets.shape[1]), budget)
+        base, extra = self.groups.allocate(np.eye(budgets.shape[1]), budget)
         return min(prompt, int(np.ceil(base + extra.max())) + 1)
 
     def of_request(
@@ -54,11 +54,8 @@ class OnlineLayers(LayerBudgets):
         importance: Callable[[], Float[Array, "n b"]],
         budget: int,
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Int[Array, "n b"]:
         """See `LayerBudgets.of_request`; by the measured importance."""
-        base, extra = self.groups.shares(jnp.maximum(importance().T, 1e-9), budget)
+        base, extra = self.groups.allocate(jnp.maximum(importance().T, 1e-9), budget)
         cap = prompt[:, None]
-        if exact:
-            return conserve(base + extra, len(budgets) * budget, cap).T
-        return jnp.minimum(base + jnp.floor(extra), cap).astype(jnp.int32).T
+        return round_to_total(base + extra, len(budgets) * budget, cap).T

@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.eviction.rounding import conserve
+from dllm_jax.eviction.rounding import round_to_total
 from dllm_jax.options import check_numbers
 from dllm_jax.state import selection
 
@@ -27,21 +27,19 @@ class HeadBudgets(abc.ABC):
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Bool[Array, "b k p"]:
-        """The kept positions, at most k * budget in all.
+        """The kept positions, k * budget in all.
 
         Args:
           votes: what each position received, -inf at padding.
           preference: how much each head looks at the prompt, see `eviction.evidence`.
           budget: pairs per head, on average; at most `prompt`.
-          prompt: prompt length of each row.
-          exact: exactly k * budget in all; otherwise shares are rounded down as printed.
+          prompt: prompt length of each sequence.
         """
 
     @abc.abstractmethod
-    def most(self, budget: int, heads: int, prompt: int) -> int:
-        """The most that one head may keep."""
+    def widest(self, budget: int, heads: int, prompt: int) -> int:
+        """Upper bound of what one head may keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +52,11 @@ class EvenHeads(HeadBudgets):
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Bool[Array, "b k p"]:
         """See `HeadBudgets.keep`."""
         return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
 
-    def most(self, budget: int, heads: int, prompt: int) -> int:
+    def widest(self, budget: int, heads: int, prompt: int) -> int:
         """The budget."""
         return min(budget, prompt)
 
@@ -69,7 +66,7 @@ class PromptPreference(HeadBudgets):
     """MaskKV, equations 14-15: heads that look more at the prompt keep more of it.
 
     Attributes:
-      alpha: share of the layer's budget that is spread evenly.
+      alpha: fraction of the layer's budget that is spread evenly.
     """
 
     alpha: float = 0.1
@@ -78,16 +75,18 @@ class PromptPreference(HeadBudgets):
         check_numbers(self, "alpha", least=0, most=1)
 
     def budgets(
-        self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"], exact: bool
+        self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"]
     ) -> Int[Array, "b k"]:
         """Pairs of each head."""
-        heads = preference.shape[1]
-        budget, prompt = budget[:, None], prompt[:, None]
-        share = heads * preference / jnp.maximum(jnp.sum(preference, axis=1, keepdims=True), 1e-30)
-        target = budget * (share + self.alpha * (1 - share))
-        if exact:
-            return conserve(target, heads * budget, prompt)
-        return jnp.minimum(jnp.floor(target).astype(jnp.int32), prompt)
+        return round_to_total(
+            self.allocate(preference, budget), preference.shape[1] * budget[:, None], prompt[:, None]
+        )
+
+    def allocate(self, preference: Float[Array, "b k"], budget: Int[Array, "b"]) -> Float[Array, "b k"]:
+        """The budget of each head before rounding (equation 15)."""
+        total = jnp.maximum(jnp.sum(preference, axis=1, keepdims=True), 1e-30)
+        relative = preference.shape[1] * preference / total  # 1 is the average head
+        return budget[:, None] * (relative + self.alpha * (1 - relative))
 
     def keep(
         self,
@@ -95,12 +94,11 @@ class PromptPreference(HeadBudgets):
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Bool[Array, "b k p"]:
         """See `HeadBudgets.keep`."""
-        return top(votes, self.budgets(preference, budget, prompt, exact))
+        return top(votes, self.budgets(preference, budget, prompt))
 
-    def most(self, budget: int, heads: int, prompt: int) -> int:
+    def widest(self, budget: int, heads: int, prompt: int) -> int:
         """All heads' pairs, if only one head looks at the prompt."""
         return min(budget * heads, prompt)
 
@@ -110,7 +108,7 @@ class AdaKV(HeadBudgets):
     """Ada-KV (arXiv:2407.11550): the heads of a layer compete for its budget by their votes.
 
     Attributes:
-      floor: share of the budget that every head is guaranteed.
+      floor: fraction of the budget that every head is guaranteed.
     """
 
     floor: float = 0.2
@@ -124,15 +122,14 @@ class AdaKV(HeadBudgets):
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-        exact: bool,
     ) -> Bool[Array, "b k p"]:
         """See `HeadBudgets.keep`."""
         b, heads, width = votes.shape
-        sure = selection.share(budget, self.floor, width)
+        sure = selection.fraction_of(budget, self.floor, width)
         safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
         flat = jnp.where(safe, jnp.inf, votes).reshape(b, heads * width)
         return top(flat, heads * budget).reshape(votes.shape)
 
-    def most(self, budget: int, heads: int, prompt: int) -> int:
+    def widest(self, budget: int, heads: int, prompt: int) -> int:
         """All heads' pairs, if one head wins every comparison."""
         return min(budget * heads, prompt)

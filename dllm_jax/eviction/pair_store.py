@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Kept(NamedTuple):
+class PairStore(NamedTuple):
     """Pairs of all layers and kv heads stored back to back, each head's in order of position.
 
     Attributes:
@@ -39,13 +39,13 @@ class Kept(NamedTuple):
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
         """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real."""
         slots, real = self.slots(layer, width, first)
-        take = lambda a: jnp.swapaxes(a[_row(slots), self._clipped(slots)], 1, 2)
+        take = lambda a: jnp.swapaxes(a[_sequence(slots), self._clipped(slots)], 1, 2)
         return take(self.k), take(self.v), real[:, :, None]
 
     def positions(self, layer: Int[Array, ""], width: int) -> Int[Array, "b k w"]:
         """Prompt positions of one layer's pairs, padded as in `read`; meaningless at padding."""
         slots, _ = self.slots(layer, width)
-        return self.position[_row(slots), self._clipped(slots)]
+        return self.position[_sequence(slots), self._clipped(slots)]
 
     def allot(
         self,
@@ -53,18 +53,21 @@ class Kept(NamedTuple):
         first: Int[Array, "b"],
         keep: Bool[Array, "b k p"],
         where: Bool[Array, "b 1"],
-    ) -> "Kept":
-        """Assigns slots to the positions that one layer's heads keep, from `first` on, in the marked rows."""
+    ) -> "PairStore":
+        """Assigns slots to the positions that one layer's heads keep, from `first` on, where marked."""
+        # The heads' runs lie back to back, each as long as its number of kept positions.
         length = jnp.sum(keep, axis=-1)
         start = first[:, None] + jnp.cumsum(length, axis=1) - length
         put = lambda a, new: a.at[layer].set(jnp.where(where, new, a[layer]).astype(a.dtype))
+
+        # A kept position's slot is its rank in its head's run; all others are written nowhere.
         rank = jnp.cumsum(keep, axis=-1) - 1 + start[..., None]
         slot = jnp.where(keep & where[..., None], rank, self.k.shape[1])
         position = jnp.broadcast_to(jnp.arange(keep.shape[-1], dtype=jnp.int32), keep.shape)
         return self._replace(
             start=put(self.start, start),
             length=put(self.length, length),
-            position=self.position.at[_row(slot), slot].set(position, mode="drop"),
+            position=self.position.at[_sequence(slot), slot].set(position, mode="drop"),
         )
 
     def renew(
@@ -74,26 +77,26 @@ class Kept(NamedTuple):
         v: Float[Array, "b p k d"],
         width: int,
         where: Bool[Array, "b 1"],
-    ) -> "Kept":
-        """Overwrites the kept pairs of one layer with the prompt's fresh ones, in the marked rows."""
+    ) -> "PairStore":
+        """Overwrites the kept pairs of one layer with the prompt's fresh ones, in the marked sequences."""
         slots, _ = self.slots(layer, width)
         position = self.positions(layer, width)[..., None]
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
         pick = lambda a: jnp.take_along_axis(jnp.swapaxes(a, 1, 2), position, axis=2)
-        put = lambda a, new: a.at[_row(slots), slots].set(pick(new).astype(a.dtype), mode="drop")
+        put = lambda a, new: a.at[_sequence(slots), slots].set(pick(new).astype(a.dtype), mode="drop")
         return self._replace(k=put(self.k, k), v=put(self.v, v))
 
     def _clipped(self, slots: Int[Array, "b k w"]) -> Int[Array, "b k w"]:
         return jnp.minimum(slots, self.k.shape[1] - 1)
 
 
-def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: int, dtype: Any) -> Kept:
+def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: int, dtype: Any) -> PairStore:
     """An empty store with room for the largest of the given sets of layer budgets."""
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
     pairs = jnp.zeros((batch, room, head), dtype)
     segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)
-    return Kept(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments, segments[..., 0])
+    return PairStore(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments, segments[..., 0])
 
 
-def _row(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:
+def _sequence(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:
     return jnp.arange(index.shape[0])[:, None, None]
