@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.nn.layer import Block
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Options
 from dllm_jax.state.cache import KV, Cache, LayerView
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -17,11 +18,12 @@ from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Options):
     """Exact decoding: every step recomputes every position.
 
     A cache policy is a frozen dataclass that overrides the methods in which it differs; its fields are the
-    method's hyper-parameters. The methods are pure and traced once; state between steps is in the `Cache`.
+    method's hyper-parameters, and their annotations say which values are allowed (`dllm_jax.options`). The
+    methods are pure and traced once; state between steps is in the `Cache`.
     """
 
     foresees: ClassVar[bool] = False

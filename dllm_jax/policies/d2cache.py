@@ -1,7 +1,7 @@
 """d2Cache: dual adaptive caching (arXiv:2509.23094)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.nn.layer import Block
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_numbers
+from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, PositiveFloat, PositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior, topped_up
@@ -61,20 +61,12 @@ class D2Cache(Policy):
     instead of multiplied, so that isolated positions come last for them too.
     """
 
-    k: int = 32
-    sigma: float = 10.0
-    p: float = 0.1
-    inflate: int = 0
-    rollout_layers: int | None = None
+    k: PositiveInt = 32
+    sigma: PositiveFloat = 10.0
+    p: Fraction = 0.1
+    inflate: NonNegativeInt = 0
+    rollout_layers: Annotated[PositiveInt | None, NoneMeans("all")] = None
     top_up: bool = False
-
-    def __post_init__(self):
-        check_integers(self, "k", least=1)
-        check_numbers(self, "sigma", above=0)
-        check_numbers(self, "p", least=0, most=1)
-        check_integers(self, "inflate", least=0)
-        check_integers(self, "rollout_layers", least=1, none="all")
-        check_flags(self, "top_up")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and two numbers per position."""

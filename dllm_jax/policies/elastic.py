@@ -10,7 +10,7 @@ from dllm_jax.decoding.block_schedule import behind_first_eos
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Block
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_kinds, check_numbers
+from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts.control import after
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
@@ -48,18 +48,12 @@ class ElasticCache(Policy):
         `generate(stop_at_eos=True)`, which ends the row and fills them; else the row idles to its last step.
     """
 
-    window: int = 16
+    window: PositiveInt = 16
     gamma: float = 0.9
-    track: int = 1
+    track: PositiveInt = 1
     test: DriftTest = HeadCosine()
     block_caching: bool = True
     cut_at_eos: bool = False
-
-    def __post_init__(self):
-        check_integers(self, "window", "track", least=1)
-        check_numbers(self, "gamma")
-        check_kinds(self, test=DriftTest)
-        check_flags(self, "block_caching", "cut_at_eos")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""

@@ -13,7 +13,7 @@ from dllm_jax.eviction.kept import Kept, empty
 from dllm_jax.nn.layer import Block
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_kinds
+from dllm_jax.options import PositiveInt
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.parts.branches import Store, branches, write_keys
 from dllm_jax.state.cache import KV, Cache, LayerView
@@ -46,9 +46,9 @@ class MaskKV(DLLMCache):
         prompt_every to be a multiple of response_every, so that all masked rows vote.
     """
 
-    prompt_every: int = 50
-    response_every: int = 5
-    budget: int = 256
+    prompt_every: PositiveInt = 50
+    response_every: PositiveInt = 5
+    budget: PositiveInt = 256
     layers: eviction.LayerBudgets = eviction.BoundaryMiddle()
     heads: eviction.HeadBudgets = eviction.PromptPreference()
     votes: eviction.Voters = eviction.MaskVotes()
@@ -57,9 +57,6 @@ class MaskKV(DLLMCache):
 
     def __post_init__(self):
         super().__post_init__()
-        check_integers(self, "budget", least=1)
-        check_kinds(self, layers=eviction.LayerBudgets, heads=eviction.HeadBudgets, votes=eviction.Voters)
-        check_flags(self, "exact", "reselect")
         self.layers.check()
         if self.reselect and self.prompt_every % self.response_every:
             raise ValueError(
