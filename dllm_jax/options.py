@@ -1,142 +1,326 @@
-"""Checks of options: each takes a frozen dataclass in its `__post_init__`, and refuses wrong values.
+"""Options: frozen dataclasses whose annotations give the range of each field, checked by one base class.
 
-Python does not check annotations, and a wrong value may do something else than it says: a refresh every 2.5
-steps, counted in whole ones, is one every 5. Numbers of NumPy become Python's and sequences become tuples, so
-that options stay hashable and print as they are written.
+    @dataclasses.dataclass(frozen=True)
+    class Pooling(Options):
+        window: Annotated[int, Ge(1), Odd()] = 3
+        keep: Fraction = 0.5
+        side: Literal["both", "prefix"] = "both"
+        every: Annotated[PositiveInt | None, NoneMeans("never")] = 8
+
+    Pooling(keep=2)  # ValueError: keep=2 must be a number in [0, 1]
+
+Python itself checks no annotation, and a wrong value may do something else than it says: a refresh every 2.5
+steps, counted in whole ones, is one every 5. The annotation decides the kind of value, marks inside
+`Annotated` narrow it (bounds are those of the package annotated-types), and `| None` allows None:
+
+- `int`: a whole number of Python or NumPy. Reads Ge, Gt, Le, Lt, Interval, `Odd`.
+- `float`: a finite number. Reads Ge, Gt, Le, Lt, Interval.
+- `bool`: True or False, not 0 or 1; and no bool is a number.
+- `Literal["a", "b"]`: one of the words.
+- `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
+- a class: an instance of it, such as the part of a policy.
+
+Any other annotation (`Any`, a union of several kinds, `Callable[...]`, a name that exists only inside a
+function whose module postpones annotations) leaves its field unchecked.
 """
 
+import dataclasses
+import functools
 import math
 import numbers
-from typing import Any
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
+import annotated_types
 import jax
 import numpy as np
+from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 
 
-def check_integers(
-    options: Any, *names: str, least: int, most: int | None = None, odd: bool = False, none: str = ""
-):
-    """Whole numbers in [least, most].
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A frozen dataclass that refuses values outside of its annotations; see this module.
 
-    Args:
-      options: the dataclass.
-      names: its fields.
-      least: the smallest value.
-      most: the largest value, if there is one.
-      odd: even values are refused too.
-      none: what None means; empty if it means nothing.
+    Numbers of NumPy become Python's, lists and arrays become tuples, so that instances stay hashable and
+    print as they are written. A derived class with rules that relate several fields checks them in its own
+    `__post_init__`, after `super().__post_init__()`.
 
     Raises:
-      ValueError: another value; a bool is none.
+      ValueError: at construction, with the name, the value and the valid range of the field.
+      TypeError: at construction, if a mark does not apply to the kind of its field.
     """
-    span = f"of at least {least}" if most is None else f"in {least}..{most}"
-    kind = "an odd" if odd else "a whole"
-    for name in names:
-        value = getattr(options, name)
-        if none and value is None:
+
+    def __post_init__(self):
+        for name, rule in _rules(type(self)).items():
+            object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """Marks a whole number that must be odd."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """Marks a tuple that holds one value per layer of the model, first layer first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoneMeans:
+    """Marks what None stands for, for the error message: `NoneMeans("never")`."""
+
+    meaning: str
+
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Profile = Annotated[tuple[float, ...], MinLen(1), PerLayer()]
+
+
+def check_argument(name: str, value: Any, annotation: Any) -> Any:
+    """Checks an argument of a function as if it were a field: `check_argument("batch", batch, PositiveInt)`.
+
+    Returns:
+      the value, as Python's number or tuple.
+
+    Raises:
+      ValueError: a value outside of the annotation.
+      TypeError: an annotation that is none of the kinds.
+    """
+    rule = _rule(annotation, "")
+    if rule is None:
+        raise TypeError(f"{annotation} is no kind of option")
+    return rule.check(name, value)
+
+
+class Rule(NamedTuple):
+    """The values that one field takes.
+
+    Attributes:
+      read: the value as it is stored; raises ValueError for one that is refused.
+      one: describes the valid values, behind "must be".
+      several: describes several of them.
+    """
+
+    read: Callable[[Any], Any]
+    one: str
+    several: str
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value as it is stored; raises ValueError with the name, the value and what is valid."""
+        try:
+            return self.read(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r} must be {self.one}") from None
+
+
+@functools.cache
+def _rules(cls: type[Options]) -> dict[str, Rule]:
+    """Rules of a class by field; fields that are not checked are left out."""
+    rules = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
             continue
-        if (
-            not is_integer(value)
-            or value < least
-            or (most is not None and value > most)
-            or (odd and value % 2 == 0)
-        ):
-            also = f", or None for {none}" if none else ""
-            raise ValueError(f"{name}={value!r} must be {kind} number {span}{also}")
-        object.__setattr__(options, name, int(value))
+        known = field.default is not dataclasses.MISSING and field.default is not None
+        example = f", such as {field.default!r}" if known else ""
+        try:
+            rule = _rule(_resolved(cls, field), example)
+        except TypeError as error:
+            raise TypeError(f"{cls.__qualname__}.{field.name}: {error}") from None
+        if rule is not None:
+            rules[field.name] = rule
+    return rules
 
 
-def check_numbers(
-    options: Any,
-    *names: str,
-    least: float = -math.inf,
-    most: float = math.inf,
-    above: float | None = None,
-    below: float | None = None,
-    none: str = "",
-):
-    """Finite numbers.
+def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
+    """The field's annotation with names in place of strings; Any if one of them does not resolve."""
+    # A field is inherited as the same object: its owner is the farthest ancestor that has it.
+    owner = [
+        base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field
+    ][-1]
+    holder = types.SimpleNamespace(__annotations__={field.name: field.type})
+    scope = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
+    try:
+        return typing.get_type_hints(holder, scope, {owner.__name__: owner}, include_extras=True)[field.name]
+    except (NameError, AttributeError, SyntaxError):
+        return Any
 
-    Args:
-      options: the dataclass.
-      names: its fields.
-      least: the smallest value.
-      most: the largest value.
-      above: all values lie above it; instead of `least`.
-      below: all values lie below it; instead of `most`.
-      none: what None means; empty if it means nothing.
 
-    Raises:
-      ValueError: another value, NaN, or no number; a bool is none.
+def _rule(annotation: Any, example: str) -> Rule | None:
+    """The rule that an annotation states; None if it is no kind of option."""
+    kind, nullable, marks = _parts(annotation)
+    meaning = [mark.meaning for mark in marks if isinstance(mark, NoneMeans)]
+    marks = [mark for mark in marks if not isinstance(mark, NoneMeans)]
+    if meaning and not nullable:
+        raise TypeError(f"NoneMeans({meaning[-1]!r}) marks an annotation that does not allow None")
+    rule = _kind(kind, marks, example)
+    if rule is None or not nullable:
+        return rule
+    words = f"{rule.one}, or None" + (f" for {meaning[-1]}" if meaning else "")
+    return rule._replace(read=lambda value: None if value is None else rule.read(value), one=words)
+
+
+def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
+    """The kind alone, whether None is allowed too, and the marks, whose groups are taken apart."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        kind, nullable, marks = _parts(arguments[0])
+        return kind, nullable, [*marks, *_single(annotation.__metadata__)]
+    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
+        kind, _, marks = _parts(arguments[arguments[0] is types.NoneType])
+        return kind, True, marks
+    return annotation, False, []
+
+
+def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
+    """The marks of annotated-types and of this module; `Interval` as its bounds, marks of others left out."""
+    for mark in marks:
+        if isinstance(mark, annotated_types.GroupedMetadata):
+            yield from _single(tuple(mark))
+        elif isinstance(mark, annotated_types.BaseMetadata | Odd | PerLayer | NoneMeans):
+            yield mark
+
+
+def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
+    """The rule of a kind of value, narrowed by the marks."""
+    if kind is bool:
+        rule, reads = Rule(_flag, "True or False", "True or False each"), ()
+    elif kind is int:
+        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd)
+    elif kind is float:
+        rule, reads = _finite_numbers(marks), (Ge, Gt, Le, Lt)
+    elif typing.get_origin(kind) is Literal:
+        rule, reads = _choice(typing.get_args(kind)), ()
+    elif typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,):
+        rule, reads = _sequence(typing.get_args(kind)[0], marks), (MinLen, PerLayer)
+    else:
+        rule, reads = _instances(kind, example), ()
+    for mark in marks:
+        if not isinstance(mark, reads):
+            raise TypeError(f"{mark!r} does not apply to {getattr(kind, '__name__', kind)}")
+    return rule
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError
+    return bool(value)
+
+
+def _integers(marks: list[Any]) -> Rule:
+    """Whole numbers within bounds."""
+    lows, highs = _bounds(marks)
+    low = max((bound + excluded for bound, excluded in lows), default=None)
+    high = min((bound - (not included) for bound, included in highs), default=None)
+    odd = any(isinstance(mark, Odd) for mark in marks)
+
+    def read(value: Any) -> int:
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (odd and value % 2 == 0):
+            raise ValueError
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ValueError
+        return int(value)
+
+    noun = "odd number" if odd else "whole number"
+    if low is not None and high is not None:
+        return _described(read, noun, f" in {low}..{high}")
+    ends = [f" of at least {low}"] * (low is not None) + [f" of at most {high}"] * (high is not None)
+    return _described(read, noun, "".join(ends))
+
+
+def _finite_numbers(marks: list[Any]) -> Rule:
+    """Finite numbers within bounds."""
+    lows, highs = _bounds(marks)
+    low, excluded = max(lows, default=(-math.inf, True))
+    high, included = min(highs, default=(math.inf, False))
+
+    def read(value: Any) -> float:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not _is_finite(value):
+            raise ValueError
+        number = value if isinstance(value, int) else float(value)
+        if not low <= number <= high or (excluded and number == low) or (not included and number == high):
+            raise ValueError
+        return number
+
+    if not lows and not highs:
+        return _described(read, "finite number", "")
+    begin, end = "(" if excluded else "[", "]" if included else ")"
+    return _described(read, "number", f" in {begin}{low}, {high}{end}")
+
+
+def _bounds(marks: list[Any]) -> tuple[list[tuple[Any, bool]], list[tuple[Any, bool]]]:
+    """Lower bounds, each with whether it is excluded, and upper bounds, each with whether it is included.
+
+    The order of tuples then tells the narrowest: `max` of the lower bounds, `min` of the upper ones.
     """
-    low, high = least if above is None else above, most if below is None else below
-    for name in names:
-        value = getattr(options, name)
-        if none and value is None:
-            continue
-        fits = _finite(value) and low <= value <= high and value != above and value != below
-        if not fits:
-            begin = "(" if above is not None or low == -math.inf else "["
-            end = ")" if below is not None or high == math.inf else "]"
-            also = f", or None for {none}" if none else ""
-            raise ValueError(f"{name}={value!r} must be a number in {begin}{low}, {high}{end}{also}")
-        object.__setattr__(options, name, value if isinstance(value, int) else float(value))
+    lows = [(m.ge, False) if isinstance(m, Ge) else (m.gt, True) for m in marks if isinstance(m, Ge | Gt)]
+    highs = [(m.le, True) if isinstance(m, Le) else (m.lt, False) for m in marks if isinstance(m, Le | Lt)]
+    return lows, highs
 
 
-def check_flags(options: Any, *names: str):
-    """True or False.
-
-    Raises:
-      ValueError: another value, 0 and 1 included.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if not isinstance(value, bool | np.bool_):
-            raise ValueError(f"{name}={value!r} must be True or False")
-        object.__setattr__(options, name, bool(value))
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond float64
+        return False
 
 
-def check_choice(options: Any, name: str, *allowed: str):
-    """One of a few words.
+def _choice(words: tuple[Any, ...]) -> Rule:
+    """One of the literals; as 1 == True, their types count too."""
 
-    Raises:
-      ValueError: another value.
-    """
-    value = getattr(options, name)
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+    def read(value: Any) -> Any:
+        for word in words:
+            if type(value) is type(word) and value == word:
+                return word
+        raise ValueError
+
+    listed = ", ".join(map(repr, words))
+    return Rule(read, f"one of {listed}", f"each one of {listed}")
 
 
-def check_kinds(options: Any, **kinds: type):
-    """Fields, by name, that hold an instance of a class.
+def _sequence(item: Any, marks: list[Any]) -> Rule | None:
+    """Lists, tuples and one-dimensional arrays of one kind of value; stored as tuples."""
+    rule = _rule(item, "")
+    if rule is None:
+        return None
+    least = max((mark.min_length for mark in marks if isinstance(mark, MinLen)), default=0)
 
-    Raises:
-      ValueError: another value; the class itself is none.
-    """
-    for name, kind in kinds.items():
-        value = getattr(options, name)
+    def read(value: Any) -> tuple[Any, ...]:
+        items = value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+        if not isinstance(items, list | tuple) or len(items) < least:
+            raise ValueError
+        return tuple(map(rule.read, items))
+
+    words = f"{rule.several}, at least {least}" if least else rule.several
+    if any(isinstance(mark, PerLayer) for mark in marks):
+        words = f"{rule.several}, one per layer"
+    return Rule(read, words, f"sequences of {words}")
+
+
+def _instances(kind: Any, example: str) -> Rule | None:
+    """Instances of a class; no rule if the annotation is no class or one that `isinstance` refuses."""
+    if not isinstance(kind, type):
+        return None
+    try:
+        isinstance(None, kind)
+    except TypeError:  # Any, a protocol that is not runtime_checkable
+        return None
+
+    def read(value: Any) -> Any:
         if not isinstance(value, kind):
-            default = options.__dataclass_fields__[name].default
-            raise ValueError(f"{name}={value!r} must be a {kind.__name__}, such as {default!r}")
+            raise ValueError
+        return value
+
+    return _described(read, kind.__name__, example)
 
 
-def check_profile(options: Any, name: str):
-    """A number per layer: a sequence or an array, of which a tuple is made.
-
-    Raises:
-      ValueError: no sequence, an empty one, or one with something else than finite numbers.
-    """
-    value = getattr(options, name)
-    items = value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
-    if not isinstance(items, list | tuple) or not items or not all(map(_finite, items)):
-        raise ValueError(f"{name}={value!r} must be finite numbers, one per layer")
-    object.__setattr__(options, name, tuple(map(float, items)))
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number, of Python or NumPy; a bool is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+def _described(read: Callable[[Any], Any], noun: str, span: str) -> Rule:
+    """A rule in words: "a whole number of at least 1", "whole numbers of at least 1"."""
+    article = "an" if noun[0].lower() in "aeiou" else "a"
+    return Rule(read, f"{article} {noun}{span}", f"{noun}s{span}")

@@ -146,7 +146,7 @@ def test_other_architectures(model_type):
         ({"rope_theta": 0}, "rope_theta=0 must be positive"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number"),
         ({"weight_tying": 1}, "weight_tying=1 must be true or false"),
-        ({"mask_token_id": 64}, r"mask_id=64 must lie in \[0, vocab=64\)"),
+        ({"mask_token_id": 64}, "mask_id=64 must be below vocab=64"),
         ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\] must be an integer"),
         ({"mlp_hidden_size": None}, "required key 'mlp_hidden_size' is null"),
     ],

@@ -1,18 +1,37 @@
 """Options refuse, at construction, every value and type that they do not mean."""
 
 import dataclasses
+import fractions
 import math
+import sys
+import types
 import typing
+from typing import Annotated, Any, ClassVar, Literal
 
+import annotated_types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import (
+    Fraction,
+    NoneMeans,
+    NonNegativeInt,
+    Odd,
+    Options,
+    PositiveInt,
+    Profile,
+    check_argument,
+)
 from dllm_jax.published.expressions import call, policy
-from tests.models import tiny
+from dllm_jax.roofline import HARDWARE, Assumed, Hardware
+from dllm_jax.training import TrainConfig
+from tests.models import spec, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -20,23 +39,44 @@ PARTS = (
     eviction.PyramidKV, eviction.SqueezeAttention, eviction.BoundaryMiddle, eviction.OnlineLayers,
     eviction.PromptPreference, eviction.AdaKV, eviction.PositionVotes, eviction.SnapKV,
     samplers.Confidence, samplers.RandomOrder, samplers.CertaintyPrior, samplers.DreamSchedule,
-    samplers.Threshold, samplers.Factor, dj.Layout,
+    samplers.Threshold, samplers.Factor, dj.Layout, ModelSpec, TrainConfig, Hardware, Assumed, Ladder,
 )  # fmt: skip
 NEEDED = {
     eviction.SqueezeAttention: {"cosine": (0.5,)},
     dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
+    ModelSpec: dataclasses.asdict(spec("llada")),
+    TrainConfig: {"steps": 400},
+    Hardware: dataclasses.asdict(HARDWARE["h100"]),
+    Ladder: {"rungs": (64, 128)},
 }
-WRONG = {int: (2.5, True, "4"), float: (math.nan, math.inf, True, "x"), bool: (1, "yes"), tuple: ((), 0.5)}
+WRONG = {
+    int: (2.5, True, "4", math.nan, -math.inf),
+    float: (math.nan, math.inf, True, "x", 10**400),
+    bool: (1, "yes", None),
+    tuple: ((), 0.5, ("x",)),
+    str: (3, None),
+}
+
+
+def kind_of(annotation):
+    """int, float, bool or tuple: an annotation without its marks and without None; None for other kinds."""
+    while typing.get_origin(annotation) is typing.Annotated or type(None) in typing.get_args(annotation):
+        annotation = typing.get_args(annotation)[0]
+    return typing.get_origin(annotation) or annotation
+
+
 FIELDS = [
-    (kind, field.name, value)
-    for kind in (*map(type, policies.ALL), *PARTS)
-    for field in dataclasses.fields(kind)
-    for type_ in (typing.get_args(field.type) or (field.type,))[:1]
-    for value in WRONG.get(typing.get_origin(field.type) or type_, ("unknown",))
+    (cls, name, value)
+    for cls in (*map(type, policies.ALL), *PARTS)
+    for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
+    if name in {field.name for field in dataclasses.fields(cls)}
+    for value in WRONG.get(kind_of(annotation), ("unknown", 0))
 ]
 
 
-@pytest.mark.parametrize(("kind", "field", "value"), FIELDS, ids=lambda x: getattr(x, "__name__", repr(x)))
+@pytest.mark.parametrize(
+    ("kind", "field", "value"), FIELDS, ids=lambda x: getattr(x, "__name__", repr(x)[:8])
+)
 def test_every_field_refuses_another_type(kind, field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         kind(**(NEEDED.get(kind, {}) | {field: value}))
@@ -57,8 +97,9 @@ def test_every_field_refuses_another_type(kind, field, value):
         (lambda: samplers.Confidence(top_p=0), r"top_p=0 must be a number in \(0, 1\], or None"),
         (lambda: samplers.DreamSchedule(eps=1), r"eps=1 must be a number in \(0, 1\)"),
         (lambda: samplers.Confidence(alg="x"), "alg='x' must be one of 'prob', 'margin', 'entropy'"),
-        (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be whole numbers"),
+        (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be whole numbers of at least 1, at least 1"),
         (lambda: Ladder(64), "rungs=64 must be whole numbers"),
+        (lambda: Ladder((64, 32)), r"rungs=\(64, 32\) must ascend, such as"),
         (lambda: dj.generate(tiny("llada"), [1, 2], length=8.0), "response=8.0 must be a whole number"),
         (lambda: dj.generate(tiny("llada"), [1, 2], buckets=[64, 128]), r"buckets=\[64, 128\] must be"),
         (lambda: dj.warmup(tiny("llada"), 64), r"ladder=64 must be a ladder, such as dj.bu"),
@@ -87,3 +128,276 @@ def test_none_is_refused_where_it_means_nothing():
     with pytest.raises(ValueError, match="k=None must be a whole number"):
         policies.D2Cache(k=None)
     assert policies.D2Cache(rollout_layers=None).rollout_layers is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Options):
+    """A class that options hold instances of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Options):
+    """Every kind of option."""
+
+    whole: int = 0
+    positive: PositiveInt = 1
+    between: Annotated[int, Gt(0), Lt(4)] = 1
+    most: Annotated[int, Le(4)] = 1
+    odd: Annotated[PositiveInt, Odd()] = 3
+    number: float = 0.0
+    fraction: Fraction = 0.5
+    inside: Annotated[float, Interval(gt=0, lt=1)] = 0.5
+    narrowed: Annotated[Fraction, Gt(0)] = 0.5
+    flag: bool = False
+    word: Literal["both", "prefix"] = "both"
+    level: Literal[0, 1] = 1
+    text: str = ""
+    part: Part = Part()
+    never: Annotated[PositiveInt | None, NoneMeans("never")] = 8
+    optional: float | None = None
+    bare: None | Fraction = None  # noqa: RUF036 (the order must not matter)
+    profile: Profile = (0.5,)
+    counts: tuple[NonNegativeInt, ...] = ()
+    parts: Annotated[tuple[Part, ...], MinLen(2)] = (Part(), Part())
+    words: tuple[Literal["a", "b"], ...] = ()
+    anything: Any = None
+    either: int | str = 1
+    pair: tuple[int, int] = (1, 2)
+    made: Any = dataclasses.field(default=None, init=False)
+    constant: ClassVar[int] = 2.5
+
+
+ACCEPTED = [
+    ("whole", -3, -3),
+    ("whole", np.int32(3), 3),
+    ("whole", 10**400, 10**400),
+    ("between", 3, 3),
+    ("most", -1, -1),
+    ("odd", np.uint8(5), 5),
+    ("number", -2, -2),
+    ("number", np.float32(0.5), 0.5),
+    ("number", np.int64(2), 2.0),
+    ("number", fractions.Fraction(1, 4), 0.25),
+    ("fraction", 0, 0),
+    ("fraction", 1.0, 1.0),
+    ("narrowed", 1, 1),
+    ("flag", np.True_, True),
+    ("word", "prefix", "prefix"),
+    ("level", 0, 0),
+    ("text", "x", "x"),
+    ("never", None, None),
+    ("never", np.int16(1), 1),
+    ("optional", 0.5, 0.5),
+    ("bare", None, None),
+    ("bare", 1, 1),
+    ("profile", [0.5, np.float64(0.25)], (0.5, 0.25)),
+    ("profile", np.array([0.5, 0.25], np.float32), (0.5, 0.25)),
+    ("profile", jnp.array([0.5, 0.25]), (0.5, 0.25)),
+    ("counts", [], ()),
+    ("counts", np.arange(3), (0, 1, 2)),
+    ("parts", [Part(), Part()], (Part(), Part())),
+    ("words", ["a"], ("a",)),
+    ("anything", "x", "x"),
+    ("either", 2.5, 2.5),
+    ("pair", 3, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "stored"), ACCEPTED, ids=lambda x: repr(x)[:20])
+def test_each_kind_stores_a_value_of_python(name, value, stored):
+    options = Everything(**{name: value})
+    assert getattr(options, name) == stored
+    assert type(getattr(options, name)) is type(stored)
+    assert hash(options) == hash(Everything(**{name: stored}))
+    assert dataclasses.replace(Everything(), **{name: value}) == options
+
+
+REFUSED = [
+    ("whole", 1.0, "a whole number$"),
+    ("whole", np.float64(1), "a whole number$"),
+    ("whole", True, "a whole number$"),
+    ("whole", np.True_, "a whole number$"),
+    ("whole", math.nan, "a whole number$"),
+    ("whole", None, "a whole number$"),
+    ("positive", 0, "a whole number of at least 1$"),
+    ("between", 0, r"a whole number in 1\.\.3$"),
+    ("between", np.int64(4), r"a whole number in 1\.\.3$"),
+    ("most", 5, "a whole number of at most 4$"),
+    ("odd", 4, "an odd number of at least 1$"),
+    ("odd", -1, "an odd number of at least 1$"),
+    ("number", math.nan, "a finite number$"),
+    ("number", -math.inf, "a finite number$"),
+    ("number", np.float32(math.inf), "a finite number$"),
+    ("number", 10**400, "a finite number$"),
+    ("number", False, "a finite number$"),
+    ("number", "1", "a finite number$"),
+    ("number", 1j, "a finite number$"),
+    ("number", np.ones(()), "a finite number$"),
+    ("fraction", math.nan, r"a number in \[0, 1\]$"),
+    ("fraction", 1.0000001, r"a number in \[0, 1\]$"),
+    ("fraction", -1e-30, r"a number in \[0, 1\]$"),
+    ("inside", 0, r"a number in \(0, 1\)$"),
+    ("inside", 1.0, r"a number in \(0, 1\)$"),
+    ("narrowed", 0, r"a number in \(0, 1\]$"),
+    ("flag", 1, "True or False$"),
+    ("flag", None, "True or False$"),
+    ("word", "suffix", "one of 'both', 'prefix'$"),
+    ("word", ["both"], "one of 'both', 'prefix'$"),
+    ("word", None, "one of 'both', 'prefix'$"),
+    ("level", True, "one of 0, 1$"),
+    ("text", 3, "a str, such as ''$"),
+    ("part", Part, r"a Part, such as Part\(\)$"),
+    ("part", None, r"a Part, such as Part\(\)$"),
+    ("never", 0, "a whole number of at least 1, or None for never$"),
+    ("optional", math.inf, "a finite number, or None$"),
+    ("bare", 2, r"a number in \[0, 1\], or None$"),
+    ("profile", (), "finite numbers, one per layer$"),
+    ("profile", 0.5, "finite numbers, one per layer$"),
+    ("profile", "0.5", "finite numbers, one per layer$"),
+    ("profile", (0.5, True), "finite numbers, one per layer$"),
+    ("profile", np.ones((2, 2)), "finite numbers, one per layer$"),
+    ("profile", np.ones(()), "finite numbers, one per layer$"),
+    ("profile", None, "finite numbers, one per layer$"),
+    ("counts", (1, -1), "whole numbers of at least 0$"),
+    ("parts", (Part(),), "Parts, at least 2$"),
+    ("words", ("a", "c"), "each one of 'a', 'b'$"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "valid"), REFUSED, ids=lambda x: repr(x)[:20])
+def test_each_kind_refuses_with_name_value_and_range(name, value, valid):
+    with pytest.raises(ValueError, match=valid) as caught:
+        Everything(**{name: value})
+    assert str(caught.value).startswith(f"{name}={value!r} must be ")
+    with pytest.raises(ValueError, match=valid):
+        dataclasses.replace(Everything(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        (Annotated[str, Ge(1)], r"Bad.x: Ge\(ge=1\) does not apply to str"),
+        (Annotated[float, Odd()], r"Odd\(\) does not apply to float"),
+        (Annotated[int, annotated_types.MultipleOf(2)], "MultipleOf.* does not apply to int"),
+        (Annotated[int, NoneMeans("never")], "NoneMeans.'never'. marks an annotation that does not allow"),
+        (Annotated[Any, Interval(ge=0)], r"Ge\(ge=0\) does not apply to .*Any"),
+        (tuple[Annotated[bool, Gt(0)], ...], r"Gt\(gt=0\) does not apply to bool"),
+    ],
+)
+def test_marks_that_would_not_be_read_are_errors(annotation, message):
+    Bad = dataclasses.make_dataclass("Bad", [("x", annotation)], bases=(Options,), frozen=True)
+    with pytest.raises(TypeError, match=message):
+        Bad(1)
+
+
+def test_marks_of_other_packages_are_left_to_them():
+    Other = dataclasses.make_dataclass(
+        "Other", [("x", Annotated[int, "help", Ge(1)])], bases=(Options,), frozen=True
+    )
+    with pytest.raises(ValueError, match="x=0 must be a whole number of at least 1"):
+        Other(0)
+
+
+def test_policies_of_users_are_checked_even_inside_of_functions():
+    class Local:
+        """A class that only this function knows."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Recent(policies.Policy):
+        refresh: int = 8
+        local: Local | None = None
+
+    @dataclasses.dataclass(frozen=True)
+    class Rarely(Recent):
+        refresh: Annotated[PositiveInt | None, NoneMeans("never")] = None
+        ratio: Fraction = 0.5
+
+    with pytest.raises(ValueError, match=r"refresh=2\.5 must be a whole number"):
+        Recent(refresh=2.5)
+    with pytest.raises(ValueError, match="local=3 must be a Local, or None"):
+        Recent(local=3)
+    assert Recent(refresh=0).refresh == 0
+    with pytest.raises(ValueError, match="refresh=0 must be a whole number of at least 1, or None for never"):
+        Rarely(0)
+    with pytest.raises(ValueError, match="ratio=2 must be"):
+        Rarely(ratio=2)
+    assert Rarely() == dataclasses.replace(Rarely(1), refresh=None)
+
+
+def test_rules_over_several_fields_follow_those_of_each():
+    @dataclasses.dataclass(frozen=True)
+    class Span(Options):
+        first: NonNegativeInt
+        last: NonNegativeInt
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.first > self.last:
+                raise ValueError(f"first={self.first} must not exceed last={self.last}")
+
+    assert Span(np.int64(1), 2) == Span(1, 2)
+    with pytest.raises(ValueError, match="first=3 must not exceed last=2"):
+        Span(3, 2)
+    with pytest.raises(ValueError, match="first='3' must be a whole number of at least 0"):
+        Span("3", 2)
+
+
+POSTPONED = """
+from __future__ import annotations
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, ClassVar
+from annotated_types import Ge
+from dllm_jax.options import Options, PositiveInt
+if TYPE_CHECKING:
+    from decimal import Decimal
+@dataclasses.dataclass(frozen=True)
+class Late(Options):
+    width: PositiveInt = 1
+    price: Decimal | None = None
+    same: Late | None = None
+    kind: ClassVar[str] = "x"
+def inside():
+    Own = Annotated[int, Ge(1)]
+    @dataclasses.dataclass(frozen=True)
+    class Inner(Late):
+        own: Own = 1
+        other: PositiveInt = 1
+    return Inner
+"""
+
+
+def test_postponed_annotations_resolve_in_the_module_of_their_class(monkeypatch):
+    module = types.ModuleType("postponed")
+    monkeypatch.setitem(sys.modules, "postponed", module)
+    exec(POSTPONED, vars(module))
+
+    @dataclasses.dataclass(frozen=True)
+    class Here(module.Late):  # in a module without the name Decimal
+        depth: PositiveInt = 1
+
+    for name in ("width", "depth"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be a whole number of at least 1"):
+            Here(**{name: 0})
+    with pytest.raises(ValueError, match="same=0 must be a Late, or None"):
+        Here(same=0)
+    assert Here(price="of a name that does not exist at run time: not checked").price
+    inner = module.inside()
+    assert inner(own=0).own == 0  # as the module's docstring says
+    for name in ("width", "other"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be"):
+            inner(**{name: 0})
+
+
+def test_arguments_of_functions_are_checked_alike():
+    assert check_argument("batch", np.int64(2), PositiveInt) == 2
+    with pytest.raises(ValueError, match="batch=0 must be a whole number of at least 1"):
+        check_argument("batch", 0, PositiveInt)
+    with pytest.raises(TypeError, match="is no kind of option"):
+        check_argument("batch", 0, Any)
+
+
+@pytest.mark.parametrize("numbers", [{"flops": math.nan}, {"bandwidth": 0}, {"capacity": math.inf}])
+def test_hardware_has_finite_positive_rates(numbers):
+    (name,) = numbers
+    with pytest.raises(ValueError, match=rf"{name}=.* must be a number in \(0, inf\)"):
+        dataclasses.replace(HARDWARE["h100"], **numbers)

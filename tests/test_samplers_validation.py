@@ -7,6 +7,8 @@ import pytest
 from dllm_jax import samplers
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Factor, RandomOrder, Threshold
 
+pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
+
 EVERY = [Confidence, RandomOrder, CertaintyPrior, DreamSchedule, Threshold, Factor]
 SHARED = [
     ("temperature", -0.1),

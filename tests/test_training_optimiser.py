@@ -38,5 +38,5 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
 
 
 def test_a_bad_rate_is_refused():
-    with pytest.raises(ValueError, match=r"muon=0\.0 must be positive"):
+    with pytest.raises(ValueError, match=r"muon=0\.0 must be a number in \(0, inf\), or None for AdamW"):
         TrainConfig(steps=1, warmup=0, muon=0.0)

@@ -42,7 +42,7 @@ class Run:
     @property
     def chosen(self) -> Sampler:
         """The sampler that decodes."""
-        return dj.samplers.RandomOrder() if self.policy.foresees else self.sampler
+        return dj.samplers.RandomOrder() if isinstance(self.policy, dj.policies.DKVGreedy) else self.sampler
 
     @property
     def fixed_steps(self) -> bool:

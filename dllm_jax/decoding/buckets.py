@@ -12,31 +12,29 @@ JAX's persistent cache (`jax.config.update("jax_compilation_cache_dir", DIR)`), 
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.options import is_integer
+from dllm_jax.options import Options, PositiveInt
 from dllm_jax.state import host
 
 
 @dataclasses.dataclass(frozen=True)
-class Ladder:
+class Ladder(Options):
     """Lengths that prompts are rounded up to.
 
     Attributes:
       rungs: ascending positive lengths; of a list a tuple is made.
     """
 
-    rungs: tuple[int, ...]
+    rungs: Annotated[tuple[PositiveInt, ...], MinLen(1)]
 
     def __post_init__(self):
-        rungs = self.rungs
-        if not isinstance(rungs, list | tuple) or not rungs or not all(map(is_integer, rungs)):
-            raise ValueError(f"rungs={rungs!r} must be whole numbers, at least one, such as (64, 128)")
-        if rungs[0] < 1 or any(a >= b for a, b in itertools.pairwise(rungs)):
-            raise ValueError(f"rungs={rungs!r} must be positive and ascending")
-        object.__setattr__(self, "rungs", tuple(map(int, rungs)))
+        super().__post_init__()
+        if any(low >= high for low, high in itertools.pairwise(self.rungs)):
+            raise ValueError(f"rungs={self.rungs!r} must ascend, such as (64, 128)")
 
     def fit(self, length: int) -> int:
         """The lowest rung that holds `length` positions.

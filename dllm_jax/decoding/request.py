@@ -1,9 +1,10 @@
 """What the engine is asked: input checked, padded to its bucket, canvas and plan made."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Le
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
@@ -11,7 +12,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.step import Plan
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import is_integer
+from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import inputs
@@ -145,12 +146,7 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
     if not policy.reuses:
         return ()
     proposed = policy.widths(layout) if override is None else override
-    for width in proposed:
-        if not is_integer(width) or not 1 <= width <= layout.length:
-            raise ValueError(
-                f"widths={tuple(proposed)} must be whole numbers in 1..{layout.length}, the canvas length; "
-                f"found {width!r}"
-            )
+    check_argument("widths", tuple(proposed), tuple[Annotated[int, Ge(1), Le(layout.length)], ...])
     partial = {int(width) for width in proposed if width < layout.length}
     if type(policy).layer is not Policy.layer:
         partial.add(layout.length)

@@ -10,7 +10,7 @@ from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model
-from dllm_jax.options import is_integer
+from dllm_jax.options import PositiveInt, check_argument
 
 OPTIONS = inspect.signature(prepare).parameters.keys() - {"model", "prompt", "prompt_mask", "buckets"}
 
@@ -48,8 +48,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
       ValueError: as `generate`; no ladder, no such batch, or an option that `generate` does not have.
     """
     check_ladder("ladder", ladder)
-    if not is_integer(batch) or batch < 1:
-        raise ValueError(f"batch={batch!r} must be a whole number of at least 1")
+    batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
     if unknown := sorted(options.keys() - OPTIONS):

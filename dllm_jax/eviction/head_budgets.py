@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.eviction.rounding import round_to_total
-from dllm_jax.options import check_numbers
+from dllm_jax.options import Fraction, Options
 from dllm_jax.state import selection
 
 
@@ -17,7 +17,7 @@ def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadBudgets(abc.ABC):
+class HeadBudgets(Options, abc.ABC):
     """How a layer's budget is spread over its kv heads."""
 
     @abc.abstractmethod
@@ -69,10 +69,7 @@ class PromptPreference(HeadBudgets):
       alpha: fraction of the layer's budget that is spread evenly.
     """
 
-    alpha: float = 0.1
-
-    def __post_init__(self):
-        check_numbers(self, "alpha", least=0, most=1)
+    alpha: Fraction = 0.1
 
     def budgets(
         self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"]
@@ -111,10 +108,7 @@ class AdaKV(HeadBudgets):
       floor: fraction of the budget that every head is guaranteed.
     """
 
-    floor: float = 0.2
-
-    def __post_init__(self):
-        check_numbers(self, "floor", least=0, most=1)
+    floor: Fraction = 0.2
 
     def keep(
         self,

@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from dllm_jax.eviction.layer_budgets import LayerBudgets, check_depth
 from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
-from dllm_jax.options import check_flags, check_integers, check_numbers, check_profile
+from dllm_jax.options import Fraction, PositiveInt, Profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,9 @@ class PyramidKV(LayerBudgets):
     With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
     """
 
-    beta: int = 20
-    window: int = 32
+    beta: PositiveInt = 20
+    window: PositiveInt = 32
     outside: bool = False
-
-    def __post_init__(self):
-        check_integers(self, "beta", "window", least=1)
-        check_flags(self, "outside")
 
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
@@ -65,12 +61,8 @@ class SqueezeAttention(LayerBudgets):
       share: fraction of the uniform budget left to the group of the most similar layers.
     """
 
-    cosine: tuple[float, ...]
-    share: float = 0.4
-
-    def __post_init__(self):
-        check_profile(self, "cosine")
-        check_numbers(self, "share", least=0, most=1)
+    cosine: Profile
+    share: Fraction = 0.4
 
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`."""

@@ -4,24 +4,24 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
-from dllm_jax.options import check_integers, check_numbers, check_profile
+from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, Options, Profile
 from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerBudgets(abc.ABC):
+class LayerBudgets(Options, abc.ABC):
     """How many pairs each layer keeps."""
 
     online: ClassVar[bool] = False
     """Budgets depend on the request, and cost a forward pass."""
 
-    def check(self):  # noqa: B027 (a hook)
+    def check(self):
         """Raises ValueError if fields are set that have no effect; `MaskKV` asks, as others may fill them."""
 
     @abc.abstractmethod
@@ -77,18 +77,14 @@ class BoundaryMiddle(LayerBudgets):
       last: layers of the boundary group at the end.
     """
 
-    importance: tuple[float, ...] | None = None
-    beta: float = 0.4
-    first: int = 1
-    last: int = 1
+    importance: Annotated[Profile | None, NoneMeans("uniform budgets")] = None
+    beta: Fraction = 0.4
+    first: NonNegativeInt = 1
+    last: NonNegativeInt = 1
 
     def __post_init__(self):
-        check_numbers(self, "beta", least=0, most=1)
-        check_integers(self, "first", "last", least=0)
-        if self.importance is None:
-            return
-        check_profile(self, "importance")
-        if min(self.importance) < 0 or not sum(self.importance):
+        super().__post_init__()
+        if self.importance is not None and (min(self.importance) < 0 or not sum(self.importance)):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
 
     def check(self):

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.eviction.layer_budgets import BoundaryMiddle, LayerBudgets, UniformLayers
 from dllm_jax.eviction.rounding import round_to_total
-from dllm_jax.options import check_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class OnlineLayers(LayerBudgets):
     online: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_kinds(self, groups=BoundaryMiddle)
+        super().__post_init__()
         if self.groups.importance is not None:
             raise ValueError(f"importance={self.groups.importance} must be None: it is measured")
 

@@ -2,19 +2,21 @@
 
 import abc
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
+from annotated_types import Interval
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
-from dllm_jax.options import check_integers
+from dllm_jax.options import Odd, Options, PositiveInt
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Voters(abc.ABC):
+class Voters(Options, abc.ABC):
     """The positions whose attention decides which prompt positions are kept."""
 
     @abc.abstractmethod
@@ -61,10 +63,7 @@ class PositionVotes(Voters):
       quarter: 0 to 3; if they do not divide by four, the first quarters have one more.
     """
 
-    quarter: int = 3
-
-    def __post_init__(self):
-        check_integers(self, "quarter", least=0, most=3)
+    quarter: Annotated[int, Interval(ge=0, le=3)] = 3
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that vote."""
@@ -85,12 +84,8 @@ class SnapKV(Voters):
       kernel: positions to average over, odd.
     """
 
-    window: int = 32
-    kernel: int = 5
-
-    def __post_init__(self):
-        check_integers(self, "window", least=1)
-        check_integers(self, "kernel", least=1, odd=True)
+    window: PositiveInt = 32
+    kernel: Annotated[PositiveInt, Odd()] = 5
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that vote."""

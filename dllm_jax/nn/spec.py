@@ -1,10 +1,20 @@
 """What a model is: the static numbers that fix its shapes and its arithmetic."""
 
 import dataclasses
+from typing import Annotated
+
+from dllm_jax.options import (
+    NoneMeans,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Options):
     """Static description of a LLaDA- or Dream-shaped decoder; hashable, so it is a static jit argument.
 
     Attributes:
@@ -30,18 +40,18 @@ class ModelSpec:
     """
 
     family: str
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head: int
-    hidden: int
-    vocab: int
-    rope_base: float
-    norm_eps: float
-    mask_id: int
-    eos_id: int
-    eot_id: int | None
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head: PositiveInt
+    hidden: PositiveInt
+    vocab: PositiveInt
+    rope_base: PositiveFloat
+    norm_eps: NonNegativeFloat
+    mask_id: NonNegativeInt
+    eos_id: NonNegativeInt
+    eot_id: Annotated[NonNegativeInt | None, NoneMeans("unknown")]
     qkv_bias: bool
     tied: bool
     shifted: bool
@@ -49,17 +59,15 @@ class ModelSpec:
     pad_rows_attend: bool
 
     def __post_init__(self):
-        for name in ("layers", "width", "heads", "kv_heads", "head", "hidden", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        super().__post_init__()
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head % 2:
             raise ValueError(f"head={self.head} must be even: rotary embedding turns pairs")
         for name in ("mask_id", "eos_id", "eot_id"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < self.vocab:
-                raise ValueError(f"{name}={value} must lie in [0, vocab={self.vocab})")
+            if value is not None and value >= self.vocab:
+                raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
 
     @property
     def group(self) -> int:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Options
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -17,12 +18,13 @@ from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Options):
     """Exact decoding: every denoising step recomputes every position.
 
     A cache policy is a frozen dataclass that overrides the members in which it differs; its fields are the
-    method's hyper-parameters. Methods are pure and traced once; state between steps is in the `Cache`. The
-    ten members below are all there are, in the order in which a generation uses them.
+    method's hyper-parameters, and their annotations say which values are allowed (`dllm_jax.options`).
+    Methods are pure and traced once; state between steps is in the `Cache`. The ten members below are all
+    there are, in the order in which a generation uses them.
     """
 
     # -- what is stored -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """d2Cache: dual adaptive caching (arXiv:2509.23094)."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_integers, check_numbers
+from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, PositiveFloat, PositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
@@ -59,20 +59,13 @@ class D2Cache(Policy):
     instead of multiplied, so that isolated positions come last for them too.
     """
 
-    k: int = 32
-    sigma: float = 10.0
-    p: float = 0.1
-    inflate: int = 0
-    rollout_layers: int | None = None
+    k: PositiveInt = 32
+    sigma: PositiveFloat = 10.0
+    p: Fraction = 0.1
+    inflate: NonNegativeInt = 0
+    rollout_layers: Annotated[PositiveInt | None, NoneMeans("all")] = None
 
     scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*
-
-    def __post_init__(self):
-        check_integers(self, "k", least=1)
-        check_numbers(self, "sigma", above=0)
-        check_numbers(self, "p", least=0, most=1)
-        check_integers(self, "inflate", least=0)
-        check_integers(self, "rollout_layers", least=1, none="all")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and two numbers per position."""

@@ -6,17 +6,19 @@ cached one step late. A shifted head is treated as in the paper's appendix B.
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_choice, check_integers
+from dllm_jax.options import NoneMeans, NonNegativeInt, PositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+
+RefreshInterval = Annotated[PositiveInt | None, NoneMeans("never")]  # denoising steps of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +33,9 @@ class Delayed(Policy, abc.ABC):
         results), "un_right" once tokens p and p + 1 are (its most accurate).
     """
 
-    refresh_every: int | None = 8
-    delay: int = 1
+    refresh_every: RefreshInterval = 8
+    delay: NonNegativeInt = 1
     shift: Literal["un", "un_right"] = "un"
-
-    def __post_init__(self):
-        check_integers(self, "refresh_every", least=1, none="never")
-        check_integers(self, "delay", least=0)
-        check_choice(self, "shift", "un", "un_right")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V."""
@@ -105,7 +102,7 @@ class DKVPD(Delayed):
     Departures: as for `DKVDecode`; and the reference has Dream only.
     """
 
-    refresh_every: int | None = 4
+    refresh_every: RefreshInterval = 4
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.options import check_choice, check_integers
+from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dkv import interval
+from dllm_jax.policies.dkv import RefreshInterval, interval
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -35,14 +35,9 @@ class DKVGreedy(Policy):
     the positions that predict D_t are computed as well.
     """
 
-    refresh_every: int | None = 2
-    window: int = 4
+    refresh_every: RefreshInterval = 2
+    window: NonNegativeInt = 4
     around: Literal["next", "last"] = "next"
-
-    def __post_init__(self):
-        check_integers(self, "refresh_every", least=1, none="never")
-        check_integers(self, "window", least=0)
-        check_choice(self, "around", "next", "last")
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""

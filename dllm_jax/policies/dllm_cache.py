@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_integers, check_numbers
+from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.branches import BranchStore
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
@@ -40,13 +40,9 @@ class DLLMCache(Policy):
       ratio: fraction of the response updated between refreshes; 0 updates nothing, values included.
     """
 
-    prompt_every: int = 100
-    response_every: int = 7
-    ratio: float = 0.25
-
-    def __post_init__(self):
-        check_integers(self, "prompt_every", "response_every", least=1)
-        check_numbers(self, "ratio", least=0, most=1)
+    prompt_every: PositiveInt = 100
+    response_every: PositiveInt = 7
+    ratio: Fraction = 0.25
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_kinds, check_numbers
+from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts.control import read_before_write
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
@@ -49,18 +49,12 @@ class ElasticCache(Policy):
         schedule.
     """
 
-    window: int = 16
+    window: PositiveInt = 16
     gamma: float = 0.9
-    track: int = 1
+    track: PositiveInt = 1
     test: DriftTest = HeadCosine()
     block_caching: bool = True
     cut_at_eos: bool = False
-
-    def __post_init__(self):
-        check_integers(self, "window", "track", least=1)
-        check_numbers(self, "gamma")
-        check_kinds(self, test=DriftTest)
-        check_flags(self, "block_caching", "cut_at_eos")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""

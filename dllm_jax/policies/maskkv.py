@@ -13,7 +13,7 @@ from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_flags, check_integers, check_kinds
+from dllm_jax.options import PositiveInt
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.parts.branches import BranchStore
 from dllm_jax.state.cache import Cache, LayerCache
@@ -33,21 +33,21 @@ class MaskKV(DLLMCache):
     Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, except
     for the position before the response in the first layer (shifted heads).
     Departures: budgets are rounded so that all of it is used, where the paper's floors lose some; online
-      layer budgets are measured in a pass of their own, see `eviction.OnlineLayers`.
+    layer budgets are measured in a pass of their own, see `eviction.OnlineLayers`.
 
     Attributes:
       budget: prompt pairs kept per layer and kv head, on average.
       layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, without
         which it is uniform.
-      heads: how a layer's share is spread over its kv heads.
+      heads: how a layer's budget is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       reselect: vote again at every prompt refresh instead of renewing the pairs first chosen; needs
         prompt_every to be a multiple of response_every, so that all masked rows vote.
     """
 
-    prompt_every: int = 50
-    response_every: int = 5
-    budget: int = 256
+    prompt_every: PositiveInt = 50
+    response_every: PositiveInt = 5
+    budget: PositiveInt = 256
     layers: eviction.LayerBudgets = eviction.BoundaryMiddle()
     heads: eviction.HeadBudgets = eviction.PromptPreference()
     votes: eviction.Voters = eviction.MaskVotes()
@@ -55,9 +55,6 @@ class MaskKV(DLLMCache):
 
     def __post_init__(self):
         super().__post_init__()
-        check_integers(self, "budget", least=1)
-        check_kinds(self, layers=eviction.LayerBudgets, heads=eviction.HeadBudgets, votes=eviction.Voters)
-        check_flags(self, "reselect")
         self.layers.check()
         if self.reselect and self.prompt_every % self.response_every:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Sparse-dLLM: dynamic eviction from both sides of the block (arXiv:2508.02558)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.attention import Mask, key_mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_choice, check_integers, check_numbers
+from dllm_jax.options import Fraction, NonNegativeInt, Odd, PositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -44,16 +44,10 @@ class SparseDLLM(Policy):
       side: evict on both sides of the block, or before it only, keeping all after it (Algorithm 5).
     """
 
-    keep: float = 0.5
-    kernel: int = 3
-    delay: int = 1
+    keep: Fraction = 0.5
+    kernel: Annotated[PositiveInt, Odd()] = 3
+    delay: NonNegativeInt = 1
     side: Literal["both", "prefix"] = "both"
-
-    def __post_init__(self):
-        check_numbers(self, "keep", least=0, most=1)
-        check_integers(self, "kernel", least=1, odd=True)
-        check_integers(self, "delay", least=0)
-        check_choice(self, "side", "both", "prefix")
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for what the first block keeps; with side="prefix" later ones keep less."""

@@ -3,9 +3,11 @@
 import dataclasses
 from types import MappingProxyType
 
+from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
+
 
 @dataclasses.dataclass(frozen=True)
-class Hardware:
+class Hardware(Options):
     """Rates of one chip, or of several that share the work ideally.
 
     Attributes:
@@ -18,21 +20,15 @@ class Hardware:
     """
 
     name: str
-    flops: float
-    bandwidth: float
-    capacity: float
+    flops: PositiveFloat
+    bandwidth: PositiveFloat
+    capacity: PositiveFloat
     source: str
-    float32: float
-
-    def __post_init__(self):
-        for field in ("flops", "bandwidth", "capacity", "float32"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}={getattr(self, field)} must be positive")
+    float32: PositiveFloat
 
     def times(self, chips: int) -> "Hardware":
         """`chips` of these with the weights, heads and K/V spread over them; communication is free."""
-        if chips < 1:
-            raise ValueError(f"chips={chips} must be at least 1")
+        chips = check_argument("chips", chips, PositiveInt)
         return Hardware(
             f"{chips} x {self.name}" if chips > 1 else self.name,
             chips * self.flops,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dllm_jax.nn.query_chunks import SCORE_BYTES
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.schedule import schedule
@@ -122,8 +123,7 @@ def work(
       NotImplementedError: for a policy without a schedule.
       ValueError: batch is not positive, or the policy refuses the model or layout.
     """
-    if batch < 1:
-        raise ValueError(f"batch={batch} must be at least 1")
+    batch = check_argument("batch", batch, PositiveInt)
     itemsize = jnp.dtype(dtype).itemsize
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(Counted(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())

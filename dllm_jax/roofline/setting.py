@@ -1,15 +1,19 @@
 """Inputs of a schedule other than the policy, and constructors for its steps."""
 
 import dataclasses
+from typing import Annotated
+
+from annotated_types import Ge
 
 from dllm_jax import policies as p
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Fraction, NoneMeans, Options
 from dllm_jax.roofline.steps import Step
 from dllm_jax.state.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Assumed:
+class Assumed(Options):
     """What the data decides during a run.
 
     Attributes:
@@ -21,17 +25,9 @@ class Assumed:
         least 1.
     """
 
-    widened: float = 0
-    nucleus: float | None = None
-    uneven: float = 1
-
-    def __post_init__(self):
-        for name in ("widened", "nucleus"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1]")
-        if self.uneven < 1:
-            raise ValueError(f"uneven={self.uneven} must be at least 1")
+    widened: Fraction = 0
+    nucleus: Annotated[Fraction | None, NoneMeans("the policy's p")] = None
+    uneven: Annotated[float, Ge(1)] = 1
 
 
 @dataclasses.dataclass(frozen=True)

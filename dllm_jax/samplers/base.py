@@ -3,12 +3,13 @@
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
+from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import check_flags, check_integers, check_numbers
+from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import kept
 from dllm_jax.samplers.noise import Noise, require_noise
@@ -19,7 +20,7 @@ Alg = Literal["prob", "margin", "entropy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampler(abc.ABC):
+class Sampler(Options, abc.ABC):
     """Chooses a token for every eligible position, and which positions are decoded now.
 
     Attributes:
@@ -36,21 +37,15 @@ class Sampler(abc.ABC):
         By default the best other token is taken; confidences still count [MASK]'s probability.
     """
 
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    cfg_scale: float = 0.0
+    temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float | None, Interval(gt=0, le=1), NoneMeans("all tokens")] = None
+    top_k: Annotated[PositiveInt | None, NoneMeans("all tokens")] = None
+    cfg_scale: NonNegativeFloat = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
-
-    def __post_init__(self):
-        check_numbers(self, "temperature", "cfg_scale", least=0)
-        check_numbers(self, "top_p", above=0, most=1, none="all tokens")
-        check_integers(self, "top_k", least=1, none="all tokens")
-        check_flags(self, "logits_eos_inf", "confidence_eos_eot_inf", "allow_mask_token")
 
     # -- defined by each sampler ----------------------------------------------------------------------
 

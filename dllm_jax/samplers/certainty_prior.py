@@ -1,11 +1,12 @@
 """Certainty-prior-guided decoding (d2Cache, arXiv:2509.23094, section 4.1)."""
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import check_choice, check_integers, check_numbers
+from dllm_jax.options import Fraction, NoneMeans, PositiveFloat, PositiveInt
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
@@ -28,17 +29,13 @@ class CertaintyPrior(Sampler):
         prefers positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
-    sigma: float = 10.0
-    threshold: float | None = None
-    tokens_per_step: int | None = None
+    sigma: PositiveFloat = 10.0
+    threshold: Annotated[Fraction | None, NoneMeans("a schedule")] = None
+    tokens_per_step: Annotated[PositiveInt | None, NoneMeans("a schedule")] = None
     alg: Alg = "prob"
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "alg", "prob", "margin", "entropy")
-        check_numbers(self, "sigma", above=0)
-        check_numbers(self, "threshold", least=0, most=1, none="a schedule")
-        check_integers(self, "tokens_per_step", least=1, none="a schedule")
         if self.threshold is not None and self.alg == "entropy":
             raise ValueError(
                 f"threshold={self.threshold} has no use with alg='entropy', whose scores lie below it: "

@@ -5,7 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import check_choice
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import even_schedule
@@ -37,10 +36,6 @@ class Confidence(FixedSchedule):
     """
 
     alg: Alg = "prob"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice(self, "alg", "prob", "margin", "entropy")
 
     @property
     def criterion(self) -> Alg:

@@ -1,12 +1,13 @@
 """Dream's sampler: a schedule in diffusion time, and its four orders (github.com/DreamLM/Dream)."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
+from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import check_choice, check_numbers
+from dllm_jax.options import NonNegativeFloat
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import dream_fractions
@@ -42,16 +43,13 @@ class DreamSchedule(Sampler):
     """
 
     alg: DreamAlg = "entropy"
-    eps: float = 1e-3
-    alg_temp: float = 0.0
+    eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
+    alg_temp: NonNegativeFloat = 0.0
 
     tempered_confidence: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self, "alg", *SCORES)
-        check_numbers(self, "eps", above=0, below=1)
-        check_numbers(self, "alg_temp", least=0)
         if self.alg == "origin":
             check_ends_unordered(self, "alg='origin'")
             if self.alg_temp:

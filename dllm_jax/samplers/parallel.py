@@ -2,11 +2,12 @@
 
 import abc
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import check_choice, check_numbers
+from dllm_jax.options import Fraction, PositiveFloat
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
@@ -40,13 +41,8 @@ class Threshold(UntilDone):
       alg: "prob" or "margin".
     """
 
-    threshold: float = 0.9
-    alg: Alg = dataclasses.field(default="prob", kw_only=True)
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice(self, "alg", "prob", "margin")
-        check_numbers(self, "threshold", least=0, most=1)
+    threshold: Fraction = 0.9
+    alg: Literal["prob", "margin"] = dataclasses.field(default="prob", kw_only=True)
 
     @property
     def criterion(self) -> Alg:
@@ -71,11 +67,7 @@ class Factor(UntilDone):
       factor: positive; larger decodes more at once.
     """
 
-    factor: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_numbers(self, "factor", above=0)
+    factor: PositiveFloat = 1.0
 
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None

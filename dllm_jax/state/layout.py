@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from dllm_jax.options import check_flags, check_integers
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(Options):
     """How many positions there are and how they are scheduled; hashable, a static jit argument.
 
     Attributes:
@@ -18,16 +18,14 @@ class Layout:
       padded: some sequences have left padding, so attention needs a mask.
     """
 
-    prompt: int
-    response: int
-    block: int
-    steps: int
+    prompt: NonNegativeInt
+    response: PositiveInt
+    block: PositiveInt
+    steps: PositiveInt
     padded: bool = False
 
     def __post_init__(self):
-        check_integers(self, "prompt", least=0)
-        check_integers(self, "response", "block", "steps", least=1)
-        check_flags(self, "padded")
+        super().__post_init__()
         if self.response % self.block:
             raise ValueError(f"length={self.response} must be a multiple of block={self.block}")
         if self.steps % self.blocks:

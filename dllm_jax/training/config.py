@@ -1,17 +1,27 @@
 """Options of a training run, and the optimiser they describe."""
 
 import dataclasses
-import math
-from typing import Any
+from typing import Annotated, Any
 
 import optax
 import optax.contrib
+from annotated_types import Interval
 
 from dllm_jax.nn.parameters import Params
+from dllm_jax.options import (
+    NoneMeans,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+)
+
+DecayRate = Annotated[float, Interval(ge=0, lt=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Options):
     """Options of a run; frozen and hashable, a static jit argument.
 
     Attributes:
@@ -33,27 +43,22 @@ class TrainConfig:
       save_every: steps between checkpoints, a multiple of review_every; one is also written at the end.
     """
 
-    steps: int
-    learning_rate: float = 1e-3
-    muon: float | None = None
-    warmup: int = 100
-    decay: int = 0
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.98
-    clip: float = 1.0
+    steps: PositiveInt
+    learning_rate: PositiveFloat = 1e-3
+    muon: Annotated[PositiveFloat | None, NoneMeans("AdamW for everything")] = None
+    warmup: NonNegativeInt = 100
+    decay: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.01
+    beta1: DecayRate = 0.9
+    beta2: DecayRate = 0.98
+    clip: PositiveFloat = 1.0
     remat: bool = False
-    seed: int = 0
-    review_every: int = 50
-    save_every: int = 200
+    seed: NonNegativeInt = 0
+    review_every: PositiveInt = 50
+    save_every: PositiveInt = 200
 
     def __post_init__(self):
-        for name in ("steps", "review_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("warmup", "decay", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        super().__post_init__()
         if self.warmup + self.decay > self.steps:
             raise ValueError(
                 f"warmup={self.warmup} and decay={self.decay} must fit into steps={self.steps} together"
@@ -62,13 +67,6 @@ class TrainConfig:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of review_every={self.review_every}"
             )
-        for name in ("learning_rate", "muon", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be positive and finite")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
 
 
 def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:

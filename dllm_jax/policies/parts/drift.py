@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
 
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
@@ -33,7 +34,7 @@ class Drift(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DriftTest(abc.ABC):
+class DriftTest(Options, abc.ABC):
     """Which tokens a layer tests, and how similar their attention is."""
 
     @abc.abstractmethod
