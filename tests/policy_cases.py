@@ -18,6 +18,7 @@ class PolicyCase:
       lossless: settings whose reuse is exact while the canvas does not change; None if the method is lossy
         even then, for the reason in `lossy`.
       lossy: why there are no lossless settings.
+      random_order: it must know which positions are decoded next, so it goes with `RandomOrder` only.
     """
 
     policy: policies.Policy
@@ -25,6 +26,7 @@ class PolicyCase:
     limit_layout: dict
     lossless: policies.Policy | None
     lossy: str = ""
+    random_order: bool = False
 
 
 KEY = jax.random.key(7)  # of no consequence where nothing is drawn
@@ -32,7 +34,7 @@ KEY = jax.random.key(7)  # of no consequence where nothing is drawn
 
 def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampler:
     """The sampler, or its like in random order for a policy that must know what is decoded next."""
-    if not policy.foresees:
+    if type(policy) not in CASES or not CASES[type(policy)].random_order:
         return sampler
     return samplers.RandomOrder(
         **{f.name: getattr(sampler, f.name) for f in dataclasses.fields(samplers.Sampler)}
@@ -87,6 +89,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         None,
         "scores of a random order are no outputs of the model; see test_policy_dkv_greedy.py",
+        random_order=True,
     ),
     policies.DKVPrefill: PolicyCase(
         policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()

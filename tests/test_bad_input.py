@@ -34,10 +34,10 @@ def nothing_compiles():
         (dict(prompt=np.full((1, 4), 10_000)), r"id 10000, outside the vocabulary \[0, \d+\)"),
         (dict(prompt=np.full((1, 4), -1)), "id -1, outside the vocabulary"),
         (dict(prompt=np.full((1, 4), 1.5)), "dtype float64; token ids must be integers"),
-        (dict(prompt=[[1, 2], [3]]), r"prompt has rows of lengths \[2, 1\]: left-pad"),
+        (dict(prompt=[[1, 2], [3]]), r"prompt has sequences of lengths \[2, 1\]: left-pad"),
         (dict(prompt=[[]]), "no tokens"),
-        (dict(length=0), "response=0 must be a whole number of at least 1"),
-        (dict(length=-8), "response=-8 must be a whole number of at least 1"),
+        (dict(length=0), "length=0 must be a whole number of at least 1"),
+        (dict(length=-8), "length=-8 must be a whole number of at least 1"),
         (dict(length=10, block=4), "length=10 must be a multiple of block=4"),
         (dict(length=8, block=4, steps=3), "steps=3 must be a multiple of the number of blocks.* = 2"),
         (dict(block=0), "block=0 must be a whole number of at least 1"),
@@ -45,11 +45,17 @@ def nothing_compiles():
         (dict(steps=-1), "steps=-1 must be a whole number of at least 1"),
         (
             dict(prompt_mask=np.ones((2, 5), bool)),
-            r"prompt_mask has shape \(2, 5\); expected the prompt's \(2, 6\)",
+            r"prompt_mask has shape \(2, 5\); expected \(2, 6\), that of the tokens",
         ),
-        (dict(prompt_mask=np.array([[1, 1, 1, 1, 1, 0]] * 2)), "row 0 is not left padding"),
-        (dict(prompt_mask=np.array([[1] * 6, [0, 1, 0, 1, 1, 1]])), "row 1 is not left padding"),
-        (dict(prompt_mask=np.zeros((2, 6), bool)), "row 0 hides every token"),
+        (
+            dict(prompt_mask=np.array([[1, 1, 1, 1, 1, 0]] * 2)),
+            "prompt_mask of sequence 0 is not left padding",
+        ),
+        (
+            dict(prompt_mask=np.array([[1] * 6, [0, 1, 0, 1, 1, 1]])),
+            "prompt_mask of sequence 1 is not left padding",
+        ),
+        (dict(prompt_mask=np.zeros((2, 6), bool)), "prompt_mask hides every token of sequence 0"),
         (dict(prompt_mask=np.full((2, 6), 0.5)), "dtype float64; expected bool"),
         (dict(prompt_mask=np.full((2, 6), 7)), "prompt_mask holds 7; expected 0 or 1"),
         (dict(sampler=samplers.Confidence(temperature=0.5)), r"draws random numbers: pass key"),
@@ -58,8 +64,14 @@ def nothing_compiles():
             dict(key=jax.random.split(jax.random.key(0), 3), sampler=samplers.RandomOrder()),
             r"shape \(3,\).*\(2,\)",
         ),
-        (dict(policy=policies.DualCache(), block=4, widths=(2,)), r"widths=\(2,\).*widest partial step, 4"),
-        (dict(policy=policies.DualCache(), block=4, widths=(4, 99)), r"widths=\(4, 99\).*length 14"),
+        (
+            dict(policy=policies.DualCache(), block=4, widths=(0,)),
+            r"widths=\(0,\) must be whole numbers in 1..14",
+        ),
+        (
+            dict(policy=policies.DualCache(), block=4, widths=(4, 99)),
+            r"widths=\(4, 99\) must be whole numbers in 1..14",
+        ),
     ],
 )
 def test_generate_refuses(model, options, message):
@@ -88,6 +100,14 @@ def test_generate_refuses_to_hide_an_unknown_end_of_turn(model):
 def test_infill_refuses_a_template_without_masks(model):
     with pytest.raises(ValueError, match="nothing to fill"):
         dj.infill(model, GOOD)
+
+
+def test_infill_speaks_of_its_own_mask(model):
+    template = np.where(np.arange(6) == 2, model.spec.mask_id, GOOD)
+    with pytest.raises(ValueError, match=r"token_mask has shape \(2, 5\)"):
+        dj.infill(model, template, token_mask=np.ones((2, 5), bool))
+    with pytest.raises(ValueError, match="token_mask of sequence 0 is not left padding"):
+        dj.infill(model, template, token_mask=np.array([[1, 1, 1, 1, 1, 0]] * 2))
 
 
 def test_infill_refuses_guidance(model):

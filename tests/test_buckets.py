@@ -10,35 +10,11 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder, geometric
 from dllm_jax.decoding.loop import denoise
-from tests.models import FAMILIES, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.models import tiny
 from tests.programs import compilations
-from tests.test_policies import prompts, short
+from tests.test_policies import prompts
 
 OPTIONS = dict(length=8, block=4)
-
-
-@pytest.mark.rotate(every=9)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_the_bucket_changes_nothing(policy, family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True, **OPTIONS)
-    run = lambda buckets=None: dj.generate(
-        model, prompt, prompt_mask=mask, policy=policy, buckets=buckets, **options
-    )
-    plain = run()
-    for other in (run(Ladder((9, 32))), run(Ladder((4, 16)))):
-        np.testing.assert_array_equal(plain.tokens, other.tokens)
-        np.testing.assert_array_equal(plain.trace.tokens, other.trace.tokens)
-        np.testing.assert_array_equal(plain.trace.computed & real(mask), other.trace.computed & real(mask))
-        np.testing.assert_array_equal(plain.stats.computed, other.stats.computed)
-
-
-def real(mask) -> np.ndarray:
-    """Where the canvas is no padding."""
-    return np.pad(mask, ((0, 0), (0, OPTIONS["length"])), constant_values=True)
 
 
 def test_draws_do_not_depend_on_the_bucket():

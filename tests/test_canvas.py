@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 import dllm_jax as dj
 from dllm_jax.state.canvas import begin, masks_in_block, repeat, write
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, whole_rows
+from dllm_jax.state.rows import Rows, full_rows
 from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
 
 PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt
@@ -43,7 +43,7 @@ def test_sets_of_positions():
     assert members(c.decoded) == [[3, 4, 5, 6, 8], [3, 5, 6]]
     assert members(c.block) == [[7, 8, 9, 10]] * 2
     assert members(c.suffix) == [[7, 8, 9, 10]] * 2
-    assert members(c.answering) == [list(range(3, 11))] * 2
+    assert members(c.response_inputs) == [list(range(3, 11))] * 2
     first = running(block_start=jnp.asarray(3, jnp.int32))
     assert members(first.block) == [[3, 4, 5, 6]] * 2
     assert members(first.suffix) == [list(range(3, 11))] * 2
@@ -69,13 +69,13 @@ def test_begin():
     tokens[:, 2:] = described.mask_id
     tokens[1, 3] = 0
     c = begin(jnp.asarray(tokens), jnp.ones((2, 6), bool), described, Layout(2, 4, 2, 4))
-    assert (c.born == -1).all()
+    assert (c.decoded_at == -1).all()
     assert c.block_start == 2
     assert c.block_masks.tolist() == [2, 1]
     assert c.active.all()
     assert not c.done.any()
     assert c.step.tolist() == c.block_step.tolist() == [0, 0]
-    assert members(c.fresh) == [[], []]
+    assert members(c.just_decoded) == [[], []]
     assert c.first_step.all()
 
 
@@ -86,19 +86,19 @@ def test_write_decodes_and_counts_only_where_told():
     after = write(c, jnp.asarray(chosen), jnp.full((2, LENGTH), 40, jnp.int32))
     assert (np.asarray(after.tokens) != np.asarray(c.tokens)).nonzero()[1].tolist() == [7, 10]
     assert after.tokens[0, [7, 10]].tolist() == [40, 40]
-    assert after.born[0, [7, 10]].tolist() == [5, 5]
+    assert after.decoded_at[0, [7, 10]].tolist() == [5, 5]
     assert after.step.tolist() == [6, 2]
     assert after.block_step.tolist() == [1, 0]
-    assert members(after.fresh) == [[7, 10], []]
+    assert members(after.just_decoded) == [[7, 10], []]
     assert masks_in_block(after).tolist() == [1, 4]
 
 
 def test_fresh_lasts_one_step_of_the_row_and_waits_while_it_stands_still():
     nothing, tokens = jnp.zeros((2, LENGTH), bool), jnp.zeros((2, LENGTH), jnp.int32)
     c = write(running(), nothing.at[:, 8].set(True), tokens)
-    assert members(c.fresh) == [[8], [8]]
+    assert members(c.just_decoded) == [[8], [8]]
     c = write(dataclasses.replace(c, active=jnp.asarray([True, False])), nothing, tokens)
-    assert members(c.fresh) == [[], [8]]
+    assert members(c.just_decoded) == [[], [8]]
 
 
 def test_conditions_per_row_broadcast_over_positions():
@@ -129,7 +129,7 @@ def test_sources_cover_every_position():
         last_needed = 5 if family == "llada" else 4  # the last row of a shifted head predicts nothing here
         assert members(everything) == [list(range(last_needed))] * 2
     shifted = canvas(np.ones((1, 5)), prompt=3, family="dream")
-    assert members(shifted.answering) == [[2, 3, 4]]
+    assert members(shifted.response_inputs) == [[2, 3, 4]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,7 +140,7 @@ def test_sources_of_a_single_position(family):
 
 def test_attention_mask_is_absent_without_padding():
     c = canvas(np.ones((2, 5)), prompt=1)
-    assert c.attends(whole_rows(c.active, 5)) is None
+    assert c.attends(full_rows(c.everything)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,7 +148,7 @@ def test_attention_mask_hides_padding_keys(family):
     valid = np.ones((2, 5), bool)
     valid[1, :2] = False
     c = canvas(np.ones((2, 5)), prompt=3, family=family, valid=valid)
-    rows = Rows(jnp.asarray([[0, 3], [1, 4]], jnp.int32), whole=False)
+    rows = Rows(jnp.asarray([[0, 3], [1, 4]], jnp.int32), 5)
     mask = np.broadcast_to(c.attends(rows), (2, 1, 2, 5))[:, 0]
     assert mask[0].all()
     assert members(mask[1]) == [[2, 3, 4] if family == "llada" else [], [2, 3, 4]]  # row 1 is padding itself

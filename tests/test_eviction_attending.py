@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dllm_jax.eviction.kept import Kept
 
-from dllm_jax.eviction.attending import attend_to_kept, joined
+from dllm_jax.eviction.attending import attend_to_kept, merge_by_lse
+from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from tests.models import spec
 
-LENGTHS = np.array([[[3, 0], [1, 9]], [[7, 2], [0, 0]]])  # [n b k]: of 2 layers, 2 rows, 2 kv heads
+LENGTHS = np.array([[[3, 0], [1, 9]], [[7, 2], [0, 0]]])  # [n b k]: of 2 layers, 2 sequences, 2 kv heads
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def kept():
         for row, end in enumerate(ends[:, -1]):
             pairs[row, end:] = np.nan
     position = jnp.zeros((2, room), jnp.int32)
-    return Kept(*map(jnp.asarray, (k, v, position, start, LENGTHS, LENGTHS.sum(2))))
+    return PairStore(*map(jnp.asarray, (k, v, position, start, LENGTHS, LENGTHS.sum(2))))
 
 
 def everything(kept, layer, q, k, v):
@@ -43,17 +43,17 @@ def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
         jax.random.normal(key, (2, rows, heads, 8))
         for key, rows, heads in zip(jax.random.split(jax.random.key(1), 3), (5, 6, 6), (4, 2, 2), strict=True)
     )
-    block = Block({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
-    ours = jax.jit(lambda q, k, v: attend_to_kept(block, q, kept, attention(q, k, v), chunk, 9, least=1))
+    weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
+    ours = jax.jit(lambda q, k, v: attend_to_kept(weights, q, kept, attention(q, k, v), chunk, 9, least=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
 
 
-def test_nothing_joined_with_nothing_is_nothing():
+def test_nothing_merged_with_nothing_is_nothing():
     nothing = jnp.zeros((1, 1, 1, 2)), jnp.full((1, 1, 1), -jnp.inf)
     some = jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1))
-    o, lse = joined(nothing, nothing)
+    o, lse = merge_by_lse(nothing, nothing)
     assert (o == 0).all()
     assert lse == -jnp.inf
-    o, lse = joined(nothing, some)
+    o, lse = merge_by_lse(nothing, some)
     assert (o == 1).all()
     assert lse == 0

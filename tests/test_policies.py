@@ -11,15 +11,17 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from tests.models import FAMILIES, cast, tiny
 from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
+from tests.traces import assert_same_run, of_sequence, partial_steps
 
-SAMPLERS = (samplers.Confidence(), samplers.Threshold(0.02), samplers.DreamSchedule(alg="topk_margin"))
+SEVERAL_AT_ONCE = samplers.Threshold(0.25)  # blocks of 4 take one to four steps, sequences differ
+SAMPLERS = (samplers.Confidence(), SEVERAL_AT_ONCE, samplers.DreamSchedule(alg="topk_margin"))
 SAMPLER_CASES = (
     samplers.Confidence(),
     samplers.RandomOrder(),
     samplers.CertaintyPrior(),
     samplers.CertaintyPrior(tokens_per_step=2),
     samplers.Factor(),
-    samplers.Threshold(0.02),
+    SEVERAL_AT_ONCE,
     samplers.DreamSchedule(),
     samplers.DreamSchedule(alg="origin"),
 )
@@ -58,7 +60,7 @@ def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
         model, prompt, prompt_mask=mask, policy=p, sampler=sampler, key=KEY, trace=True, **layout
     )
     ours, exact = run(limit), run(policies.Policy())
-    np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
+    assert_same_run(ours.trace, exact.trace)
 
 
 @pytest.mark.rotate(every=9)
@@ -78,18 +80,19 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
-@pytest.mark.parametrize("row", [0, 1], ids=["whole", "padded"])
-def test_a_batch_row_equals_the_row_alone(row, policy, sampler, family):
+@pytest.mark.parametrize("row", [0, 1], ids=["longest", "padded"])
+def test_a_sequence_of_a_batch_equals_the_sequence_alone(row, policy, sampler, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
-    options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler))
+    options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), trace=True)
     keys = jax.random.split(KEY, 2)
     batch = dj.generate(model, prompt, prompt_mask=mask, key=keys, **options)
     width = mask[row].sum()
     alone = dj.generate(model, prompt[row : row + 1, -width:], key=keys[row : row + 1], **options)
-    np.testing.assert_array_equal(batch.tokens[row, -8:], alone.tokens[0, -8:])
+    assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
     for ours, single in zip(batch.stats, alone.stats, strict=True):
         np.testing.assert_allclose(ours[row], single[0], rtol=1e-6)
+    assert bool(partial_steps(batch)) == policy.reuses
 
 
 @pytest.mark.rotate(every=9)
@@ -104,16 +107,49 @@ def test_widths_change_nothing(policy, family):
         length=16,
         block=4,
         policy=policy,
-        sampler=suited(policy, samplers.Threshold(0.02)),
+        sampler=suited(policy, SEVERAL_AT_ONCE),
         key=KEY,
         trace=True,
         widths=widths,
     )
-    own, wide, many = run(None), run((25,)), run((4, 5, 9, 16, 25))
-    for other in (wide, many):
-        np.testing.assert_array_equal(own.trace.tokens, other.trace.tokens)
-        np.testing.assert_array_equal(own.trace.computed, other.trace.computed)
+    own, narrow, many = run(None), run((2,)), run((4, 5, 9, 16, 25))
+    assert partial_steps(own)
+    for other in (narrow, many):
+        assert_same_run(other.trace, own.trace, computed=True)
         np.testing.assert_allclose(finite(own.trace.score), finite(other.trace.score), atol=1e-5)
+        np.testing.assert_array_equal(own.stats.computed, other.stats.computed)
+
+
+@dataclasses.dataclass(frozen=True)
+class DueInTurns(policies.Policy):
+    """Sequences of a batch are due in different steps, which the width does not provide for."""
+
+    def select(self, cache, canvas):
+        return canvas.block_begins | canvas.due(3) | canvas.sources(canvas.block)
+
+    def widths(self, layout):
+        return (layout.block,)
+
+
+class DueInTurnsByItsOwnLayer(DueInTurns):
+    """The same with a layer of its own, as an evicting policy has."""
+
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, x, cache, rows, canvas)
+
+
+@pytest.mark.parametrize("policy", [DueInTurns(), DueInTurnsByItsOwnLayer()], ids=short)
+def test_a_sequence_that_is_due_leaves_its_batch_mates_alone(policy):
+    """Also where `widths` does not hold what it selects: nobody computes more than alone."""
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 4))
+    options = dict(length=8, block=4, policy=policy, sampler=SEVERAL_AT_ONCE, trace=True)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert batch.stats.nfe[0] != batch.stats.nfe[1], "sequences must differ in their number of steps"
+    for row, width in enumerate(mask.sum(axis=1)):
+        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
+        np.testing.assert_array_equal(batch.stats.computed[row], alone.stats.computed[0])
 
 
 @pytest.mark.rotate(every=9)
@@ -171,20 +207,36 @@ def test_bfloat16_runs_and_commits_everything(policy, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_nothing_is_left_masked_or_the_combination_is_refused(policy, sampler, family):
+def test_nothing_is_left_masked(policy, sampler, family):
     """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
-    model, layout = tiny(family), dj.Layout(prompt=9, response=8, block=8, steps=5)
+    model = tiny(family)
     prompt, _ = prompts(model)
     run = lambda: dj.generate(model, prompt, length=8, steps=5, policy=policy, sampler=sampler, key=KEY)
-    offered = policy.most_eligible(layout)
-    if policy.foresees and not isinstance(sampler, samplers.RandomOrder):
+    if suited(policy, sampler) != sampler and not isinstance(sampler, samplers.RandomOrder):
         with pytest.raises(ValueError, match="use RandomOrder"):
-            run()
-    elif offered is not None and sampler.most_per_step(layout) > offered:
-        with pytest.raises(ValueError, match="some would stay masked"):
             run()
     else:
         assert not (np.asarray(run().tokens) == model.spec.mask_id).any()
+
+
+@dataclasses.dataclass(frozen=True)
+class OneAtATime(policies.Policy):
+    """Offers the leftmost mask only."""
+
+    def eligible(self, canvas):
+        return canvas.eligible & (jnp.cumsum(canvas.eligible, axis=1) <= 1)
+
+
+@pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.DreamSchedule()], ids=short)
+def test_a_block_goes_on_after_its_schedule_until_it_is_done(sampler):
+    """A schedule of two steps per block wants two positions at a time and is offered one."""
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    out = dj.generate(model, prompt, length=8, block=4, steps=4, policy=OneAtATime(), sampler=sampler)
+    assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
+    np.testing.assert_array_equal(out.stats.nfe, 8)
+    usual = dj.generate(model, prompt, length=8, block=4, steps=4, sampler=sampler)
+    np.testing.assert_array_equal(usual.stats.nfe, 4)
 
 
 @pytest.mark.rotate(every=9)
@@ -207,7 +259,9 @@ def test_guidance_goes_with_every_policy(policy, family):
     plain, faint, strong = run(0.0), run(1e-12), run(3.0)
     # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding
     np.testing.assert_allclose(finite(plain.trace.score), finite(faint.trace.score), atol=1e-5)
-    if policy.foresees:  # scores of a random order are no outputs of the model, candidates are
+    if (
+        suited(policy, SAMPLERS[0]) != SAMPLERS[0]
+    ):  # scores of a random order are no outputs of the model, candidates are
         assert not np.array_equal(plain.trace.proposed, strong.trace.proposed)
     else:
         assert np.abs(finite(plain.trace.score)[0] - finite(strong.trace.score)[0]).max() > 1e-3
@@ -227,7 +281,7 @@ def test_prefix_cache_computes_the_suffix_and_dual_cache_the_block():
         np.testing.assert_array_equal(dual[step, 0], whole | ((position >= start) & (position < start + 4)))
 
 
-def test_shifted_models_compute_the_rows_that_predict():
+def test_shifted_models_compute_the_positions_that_predict():
     model = tiny("dream")
     prompt, _ = prompts(model)
     computed = dj.generate(

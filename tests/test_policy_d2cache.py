@@ -16,8 +16,9 @@ from dllm_jax.policies.parts import d2cache_sets as sets
 from dllm_jax.policies.parts import rollout
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Threshold
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact, whole_rows
+from dllm_jax.state.rows import Rows, compact, full_rows
 from tests.models import FAMILIES, canvas, spec, tiny
+from tests.replay.d2cache import topped_up
 from tests.test_policies import finite, prompts
 
 pytestmark = pytest.mark.rotate
@@ -34,7 +35,7 @@ coarse = lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n).map(
 
 @jax.jit
 def rolled_out(attention, rows_index, valid):
-    rows = Rows(rows_index, whole=False)
+    rows = Rows(rows_index, LENGTH)
     c = rollout.identity_rows(rows, valid.shape[1])
     for a in attention:
         c = rollout.roll(c, a, rows, valid)
@@ -74,8 +75,8 @@ def test_rollout_of_a_whole_step_with_a_frozen_row_and_poisoned_padding():
     attention = np.stack([random_attention(np.random.default_rng(i), 3, v) for i, v in enumerate(valid)], 1)
     poisoned = attention.copy()
     poisoned[:, 0, :3] = np.nan
-    rows = whole_rows(jnp.asarray([True, False]), LENGTH)
-    c = rollout.identity_rows(rows, LENGTH)
+    rows = full_rows(jnp.asarray([[True] * LENGTH, [False] * LENGTH]))
+    c = rollout.identity_rows(rows)
     for a in poisoned:
         c = rollout.roll(c, jnp.asarray(a), rows, jnp.asarray(valid))
     ours = rollout.column_sums(c, rows, jnp.asarray(valid))
@@ -161,11 +162,11 @@ def test_topping_up():
     chosen = jnp.asarray([[1, 1, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0]], bool)
     influence = jnp.asarray(np.tile([9.0, 8, 1, 1, 1, 1, 1, 1], (2, 1)))
     score = jnp.asarray([[0.0] * 8, [0, 0, 0.1, 0.3, 0.2, 0.5, 0.9, 0.4]])
-    ours = sets.topped_up(chosen, influence, score, c)
+    ours = topped_up(chosen, influence, score, c)
     np.testing.assert_array_equal(ours[0], chosen[0])
     assert np.flatnonzero(ours[1]).tolist() == [2, 3, 4, 5, 6]
     frozen = dataclasses.replace(c, active=jnp.asarray([False, True]))
-    np.testing.assert_array_equal(sets.topped_up(chosen, influence, score, frozen)[1], chosen[1])
+    np.testing.assert_array_equal(topped_up(chosen, influence, score, frozen)[1], chosen[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,8 +185,8 @@ def test_selection_is_the_union(family):
 
 def selection_canvas(family: str) -> Canvas:
     masked = np.asarray([[0, 0, 1, 0, 1, 1, 1, 1, 1, 1]], bool)
-    born = jnp.asarray([[-1, -1, -1, 4, -1, -1, -1, -1, -1, -1]])
-    return canvas(masked, prompt=2, block=4, family=family, step=jnp.asarray([5]), born=born)
+    decoded_at = jnp.asarray([[-1, -1, -1, 4, -1, -1, -1, -1, -1, -1]])
+    return canvas(masked, prompt=2, block=4, family=family, step=jnp.asarray([5]), decoded_at=decoded_at)
 
 
 # -- runs ---------------------------------------------------------------------------------------------

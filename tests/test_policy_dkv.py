@@ -37,27 +37,29 @@ class Run:
         """Per step: the masks before it, the step each token was decoded at, and the step in its block."""
         rng = np.random.default_rng(self.seed)
         length = self.prompt + self.block * self.blocks
-        masked, born = np.arange(length) >= self.prompt, np.full(length, -1)
+        masked, decoded_at = np.arange(length) >= self.prompt, np.full(length, -1)
         for step in range(self.blocks * self.steps):
             number, in_block = divmod(step, self.steps)
-            yield masked.copy(), born.copy(), in_block
+            yield masked.copy(), decoded_at.copy(), in_block
             start = self.prompt + number * self.block
             left = start + np.flatnonzero(masked[start : start + self.block])
             count = len(left) if in_block == self.steps - 1 else rng.integers(0, len(left) + 1)
             chosen = rng.permutation(left)[: min(count, 3)]
-            masked[chosen], born[chosen] = False, step
+            masked[chosen], decoded_at[chosen] = False, step
 
     def selections(self, policy, family: str) -> np.ndarray:
         """What the policy recomputes at each step."""
         return np.array([select(policy, self, family, t, *state) for t, state in enumerate(self.states())])
 
 
-def select(policy, run: Run, family: str, step: int, masked, born, in_block: int) -> np.ndarray:
+def select(policy, run: Run, family: str, step: int, masked, decoded_at, in_block: int) -> np.ndarray:
     start = run.prompt + step // run.steps * run.block
     state = dict(step=[step], block_step=[in_block], block_start=start)
     state = {name: jnp.asarray(value, jnp.int32) for name, value in state.items()}
     steps = run.blocks * run.steps
-    c = canvas(masked[None], run.prompt, run.block, steps, family, born=jnp.asarray(born[None]), **state)
+    c = canvas(
+        masked[None], run.prompt, run.block, steps, family, decoded_at=jnp.asarray(decoded_at[None]), **state
+    )
     mask = np.asarray(jnp.broadcast_to(jitted(policy, c), masked[None].shape))[0]
     assert mask.all() or mask.sum() <= max(policy.widths(c.layout))
     return mask
@@ -139,12 +141,12 @@ def test_prefill_recomputes_the_response(run, family):
 @given(runs, st.sampled_from(FAMILIES), st.integers(0, 3))
 def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
     policy = DKVDecode(refresh_every=None, delay=delay)
-    for t, (masked, born, i) in enumerate(run.states()):
+    for t, (masked, decoded_at, i) in enumerate(run.states()):
         if i <= delay:
             continue
-        tokens = masked | ((born >= 0) & (born >= t - delay))
+        tokens = masked | ((decoded_at >= 0) & (decoded_at >= t - delay))
         expected = tokens if family == "llada" else np.append(tokens[1:], False)
-        np.testing.assert_array_equal(select(policy, run, family, t, masked, born, i), expected)
+        np.testing.assert_array_equal(select(policy, run, family, t, masked, decoded_at, i), expected)
 
 
 # -- limits between neighbours -----------------------------------------------------------------------

@@ -96,10 +96,16 @@ def test_the_cost_of_a_step_does_not_grow_with_the_canvas(family):
 def test_the_window_of_the_last_tokens_stands_around_them():
     masked = np.arange(L) >= 4
     masked[[8]] = False
-    born = np.where(np.arange(L) == 8, 0, -1)
+    decoded_at = np.where(np.arange(L) == 8, 0, -1)
     turn = np.where(np.arange(L) == 11, 0, -1)
     state = {k: jnp.asarray([1], jnp.int32) for k in ("step", "block_step")}
-    c = canvas(masked[None], prompt=4, born=jnp.asarray(born[None]), turn=jnp.asarray(turn[None]), **state)
+    c = canvas(
+        masked[None],
+        prompt=4,
+        decoded_at=jnp.asarray(decoded_at[None]),
+        planned_order=jnp.asarray(turn[None]),
+        **state,
+    )
     chosen = lambda around: np.flatnonzero(DKVGreedy(None, 2, around).select(Cache((), ()), c)[0]).tolist()
     assert chosen("next") == [8, 9, 10, 11]
     assert chosen("last") == [7, 8, 9, 11]

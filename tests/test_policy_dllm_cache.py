@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_jax import policies
-from dllm_jax.policies.parts.partial import lowest, run_narrowest
+from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.rows import Rows
 from tests.models import FAMILIES, tiny
 from tests.replay.stepping import states
@@ -55,11 +55,11 @@ def test_what_the_four_kinds_of_step_renew(ratio, family):
     among=st.lists(st.booleans(), min_size=8, max_size=8),
     share=st.sampled_from([0.0, 0.25, 0.29, 0.5, 1.0]),
 )
-def test_lowest_is_the_head_of_a_stable_sort(score, among, share):
+def test_least_similar_is_the_head_of_a_stable_sort(score, among, share):
     marked = np.flatnonzero(among)
     order = marked[np.argsort(np.asarray(score)[marked], kind="stable")]
     expected = order[: int(len(marked) * share)]
-    ours = lowest(jnp.asarray([score], jnp.float32), jnp.asarray([among]), share)
+    ours = least_similar(jnp.asarray([score], jnp.float32), jnp.asarray([among]), share)
     np.testing.assert_array_equal(np.flatnonzero(ours[0]), np.sort(expected))
 
 
@@ -74,7 +74,7 @@ def visited(marked, index, widths: tuple[int, ...]):
         return add(positions, some.index), add(places, place), width + place.shape[1]
 
     none = jnp.zeros((len(marked), LENGTH), int), jnp.zeros(marked.shape, int), 0
-    return run_narrowest(marked, widths, Rows(index, whole=False), LENGTH, body, none)
+    return run_narrowest(marked, widths, Rows(index, LENGTH), body, none)
 
 
 @settings(max_examples=40)

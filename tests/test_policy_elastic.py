@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.block_schedule import behind_first_eos
 from dllm_jax.nn.attention import attention, weights
 from dllm_jax.policies.parts.control import after, when
 from dllm_jax.policies.parts.drift import members, most_attended
+from dllm_jax.state.canvas import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.policy_cases import KEY
 from tests.test_policies import prompts, short
@@ -114,8 +114,8 @@ def test_the_window_is_the_leftmost_masks_of_the_block():
 def test_rows_are_fresh_tracked_and_those_that_predict_the_window(family, source):
     masked = np.zeros((1, 12), bool)
     masked[0, [4, 6, 7, 9, 11]] = True
-    born = jnp.full((1, 12), -1).at[0, 8].set(2).at[0, 10].set(1)
-    now = canvas(masked, prompt=4, family=family, born=born, step=jnp.asarray([3]))
+    decoded_at = jnp.full((1, 12), -1).at[0, 8].set(2).at[0, 10].set(1)
+    now = canvas(masked, prompt=4, family=family, decoded_at=decoded_at, step=jnp.asarray([3]))
     policy = policies.ElasticCache(window=3)
     cache = policy.init(spec(family), LAYOUT, 1, jnp.float32)
     drift = cache.shared._replace(attended=jnp.asarray([[[0], [12]]]))
@@ -128,12 +128,12 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     masked[0, [5, 7, 9]] = True
     now = canvas(masked, prompt=2)
     tokens = now.tokens.at[0, jnp.asarray([0, 4, 6, 8])].set(eos)  # 0: in the prompt; 4: decoded later
-    born = jnp.full((1, 10), -1).at[0, jnp.asarray([3, 4, 6, 8])].set(jnp.asarray([0, 2, 1, 1]))
-    now = type(now)(**{**now.__dict__, "tokens": tokens, "born": born})
+    decoded_at = jnp.full((1, 10), -1).at[0, jnp.asarray([3, 4, 6, 8])].set(jnp.asarray([0, 2, 1, 1]))
+    now = type(now)(**{**now.__dict__, "tokens": tokens, "decoded_at": decoded_at})
     assert members_of(behind_first_eos(now)) == [[7, 8, 9]]
     assert members_of(policies.ElasticCache(cut_at_eos=True).undecided(now)) == [[5]]
     assert members_of(policies.ElasticCache().undecided(now)) == [[5, 7, 9]]
-    nothing = type(now)(**{**now.__dict__, "born": jnp.full((1, 10), -1)})
+    nothing = type(now)(**{**now.__dict__, "decoded_at": jnp.full((1, 10), -1)})
     assert members_of(behind_first_eos(nothing)) == [[]]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
-from dllm_jax.eviction.rounding import conserve
+from dllm_jax.eviction.rounding import round_to_total
 from tests.models import canvas, tiny
 from tests.test_policies import prompts
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.rotate
 )
 def test_conserving_shares_add_up_below_the_cap(shares, total, cap, on_device):
     target = np.asarray(shares) / sum(shares) * total
-    ours = conserve(jnp.asarray(target, jnp.float32) if on_device else target, total, cap)
+    ours = round_to_total(jnp.asarray(target, jnp.float32) if on_device else target, total, cap)
     ours = np.asarray(ours)
     assert ours.sum() == min(total, cap * len(shares))
     assert (ours >= 0).all()
@@ -37,25 +37,24 @@ def test_conserving_shares_add_up_below_the_cap(shares, total, cap, on_device):
 
 
 def test_water_filling_by_hand():
-    np.testing.assert_array_equal(conserve(np.array([6.0, 3.0, 3.0]), 12, 4), [4, 4, 4])
-    np.testing.assert_array_equal(conserve(np.array([9.0, 2.0, 1.0]), 12, 5), [5, 5, 2])
-    np.testing.assert_array_equal(conserve(np.array([1.5, 1.5, 1.0]), 4, 5), [2, 1, 1])
+    np.testing.assert_array_equal(round_to_total(np.array([6.0, 3.0, 3.0]), 12, 4), [4, 4, 4])
+    np.testing.assert_array_equal(round_to_total(np.array([9.0, 2.0, 1.0]), 12, 5), [5, 5, 2])
+    np.testing.assert_array_equal(round_to_total(np.array([1.5, 1.5, 1.0]), 4, 5), [2, 1, 1])
 
 
 def test_boundary_layers_by_hand():
     layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.5)
     # base 4 of 8; 16 to share: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two
-    np.testing.assert_array_equal(layers.budgets(4, 8, 100, exact=False), [9, 6, 6, 9])
-    np.testing.assert_array_equal(layers.budgets(4, 8, 100, exact=True), [9, 7, 7, 9])
-    np.testing.assert_array_equal(layers.budgets(4, 8, 5, exact=True), [5, 5, 5, 5])
-    np.testing.assert_array_equal(eviction.BoundaryMiddle().budgets(4, 8, 100, True), [8, 8, 8, 8])
+    np.testing.assert_array_equal(layers.budgets(4, 8, 100), [9, 7, 7, 9])
+    np.testing.assert_array_equal(layers.budgets(4, 8, 5), [5, 5, 5, 5])
+    np.testing.assert_array_equal(eviction.BoundaryMiddle().budgets(4, 8, 100), [8, 8, 8, 8])
 
 
 def test_heads_that_prefer_the_prompt_keep_more():
     heads = eviction.PromptPreference(alpha=0.5)
     preference, n, p = jnp.asarray([[0.9, 0.3]]), jnp.asarray([8]), jnp.asarray([20])
-    np.testing.assert_array_equal(heads.budgets(preference, n, p, exact=True), [[10, 6]])
-    assert int(heads.budgets(preference, n, jnp.asarray([9]), exact=True).sum()) == 16
+    np.testing.assert_array_equal(heads.budgets(preference, n, p), [[10, 6]])
+    assert int(heads.budgets(preference, n, jnp.asarray([9])).sum()) == 16
 
 
 def test_ties_go_to_the_lower_position():
@@ -78,7 +77,7 @@ def test_quarters_of_the_masked_rows_are_contiguous_longer_first():
 def test_three_means_of_layers():
     squeeze = eviction.SqueezeAttention((0.5, 0.52, 0.9, 0.7, 0.91))
     np.testing.assert_array_equal(squeeze.groups(), [0, 0, 2, 1, 2])
-    assert squeeze.budgets(5, 10, 100, exact=True).sum() == 50
+    assert squeeze.budgets(5, 10, 100).sum() == 50
 
 
 def run(policy, family="llada", lengths=(12, 12), **options):
@@ -159,7 +158,7 @@ def test_the_storage_holds_the_budget_and_no_more():
         (lambda: eviction.SnapKV(kernel=4), "kernel=4"),
         (lambda: eviction.PositionVotes(4), "quarter=4"),
         (lambda: eviction.AdaKV(floor=1.2), "floor=1.2"),
-        (lambda: eviction.BoundaryMiddle((0.1, 0.2)).budgets(4, 8, 20, True), "2 entries"),
+        (lambda: eviction.BoundaryMiddle((0.1, 0.2)).budgets(4, 8, 20), "2 entries"),
     ],
 )
 def test_wrong_values_are_refused(make, message):

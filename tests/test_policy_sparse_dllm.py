@@ -11,12 +11,13 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.nn.arithmetic import rope_table
-from dllm_jax.nn.layer import Block
+from dllm_jax.nn.layer import Layer
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
-from dllm_jax.state.cache import LayerView
-from dllm_jax.state.rows import whole_rows
+from dllm_jax.state.cache import LayerCache
+from dllm_jax.state.rows import full_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
+from tests.traces import assert_same_run, of_sequence, partial_steps
 
 pytestmark = pytest.mark.rotate
 
@@ -46,7 +47,7 @@ def one_high_key(position):
 
 @functools.partial(jax.jit, static_argnums=0)
 def kept_by(policy, q, k, c):
-    return policy.kept(q, k, c)
+    return policy.retained(q, k, c)
 
 
 def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
@@ -137,22 +138,22 @@ def test_kept_pairs_always_fit(side, family):
             for start in range(prompt, length, BLOCK):
                 c = dataclasses.replace(c, block_start=jnp.int32(start))
                 candidates = int(policy.candidates(c).sum())
-                assert int(candidates * keep) + int(policy.always(c).sum()) <= slots
-                assert int(policy.fresh(c).sum()) <= BLOCK
+                assert int(candidates * keep) + int(policy.always_stored(c).sum()) <= slots
+                assert int(policy.recomputed(c).sum()) <= BLOCK
 
 
 def filled(policy, c, family="llada"):
-    """One whole layer over a store that holds -1: its keys and values, and the store afterwards."""
+    """One layer in full over a store that holds -1: its keys and values, and the store afterwards."""
     model = tiny(family)
     weights = jax.tree.map(lambda a: a[1], model.params["layers"])
-    block = Block(weights, model.spec, rope_table(LENGTH, 8, model.spec.rope_base), jnp.int32(1))
+    layer = Layer(weights, model.spec, rope_table(LENGTH, 8, model.spec.rope_base), jnp.int32(1))
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((2, LENGTH, model.spec.width)), jnp.float32)
-    rows = whole_rows(c.active, LENGTH)
+    rows = full_rows(c.everything & c.active[:, None])
     store = jax.tree.map(lambda a: a - 1, policy.init(model.spec, c.layout, 2, jnp.float32).layers)
-    _, view, _ = policy.layer(block, x, LayerView(store, jnp.int32(1)), (), rows, c)
-    q, k = block.qk(x, rows)
-    return (q, k, block.value(x)), view.stack
+    _, cache = policy.layer(layer, x, LayerCache(store, jnp.int32(1), ()), rows, c)
+    q, k = layer.qk(x, rows.index)
+    return (q, k, layer.value(x)), cache.layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +161,7 @@ def filled(policy, c, family="llada"):
 def test_the_cache_holds_the_kept_pairs_in_order(side, family):
     policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
     (q, k, v), store = filled(policy, c, family)
-    kept = np.asarray(policy.kept(q, k, c))
+    kept = np.asarray(policy.retained(q, k, c))
     for row in range(2):
         position = np.flatnonzero(kept[row])
         np.testing.assert_array_equal(store.k[1, row, : len(position)], k[row, position])
@@ -180,7 +181,7 @@ def test_only_rows_whose_step_it_is_write():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_a_block_begins_with_one_whole_step_and_the_delay(delay, family):
+def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
     model = tiny(family)
     prompt, _ = prompts(model)
     shape = dict(length=12, block=4, trace=True)
@@ -215,15 +216,17 @@ def test_a_delay_as_long_as_the_block_is_exact(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("keep", "side"), [(0.3, "prefix"), (0.0, "both"), (1.0, "both")])
-def test_a_batch_row_equals_the_row_alone_at_other_settings(keep, side, family):
+def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(keep, side, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
-    sampler = dj.samplers.Threshold(0.02)
-    options = dict(length=12, block=4, policy=SparseDLLM(keep=keep, side=side), sampler=sampler)
+    policy = SparseDLLM(keep=keep, side=side, delay=0)
+    options = dict(length=12, block=4, policy=policy, sampler=dj.samplers.Threshold(0.25), trace=True)
     batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert partial_steps(batch), "the store must be read"
+    assert batch.stats.nfe[0] != batch.stats.nfe[1], "sequences must differ in their number of steps"
     for row, width in enumerate(mask.sum(1)):
         alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
-        np.testing.assert_array_equal(batch.tokens[row, -12:], alone.tokens[0, -12:])
+        assert_same_run(of_sequence(batch.trace, row, width + 12), alone.trace, computed=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

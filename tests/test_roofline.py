@@ -10,9 +10,11 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import roofline
+from dllm_jax.decoding.request import step_widths
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.roofline.steps import layer_size, pair_size
 from tests.models import random_tokens, spec, tiny
+from tests.policy_cases import suited
 
 LLADA, DREAM = (dj.presets.model_spec(name) for name in ("llada-8b", "dream-7b"))
 H100 = roofline.HARDWARE["h100"]
@@ -124,7 +126,7 @@ SCHEDULED = [
 def variants(policy: dj.policies.Policy, computed: np.ndarray) -> list[float]:
     """Rows of each step of a trace, rounded up to the width it ran in; infinite: over the canvas."""
     rows = np.sum(computed, axis=1)
-    fits = lambda need: min((w for w in policy.widths(SIZE) if w >= need), default=math.inf)
+    fits = lambda need: min((w for w in step_widths(policy, SIZE) if w >= need), default=math.inf)
     return sorted(math.inf if need == SIZE.length else fits(need) for need in rows)
 
 
@@ -135,7 +137,7 @@ def test_schedule_is_the_engine_s(policy, family):
     """As many steps over the canvas and of each width; of D2Cache, whose nucleus is data, no wider ones."""
     jax.clear_caches()
     model = tiny(family)
-    sampler = dj.samplers.RandomOrder() if policy.foresees else dj.samplers.Confidence()
+    sampler = suited(policy, dj.samplers.Confidence())
     out = dj.generate(
         model, random_tokens(model.spec, 1, SIZE.prompt), length=SIZE.response, block=SIZE.block,
         policy=policy, sampler=sampler, key=jax.random.key(0) if sampler.draws else None, trace=True,
@@ -143,7 +145,7 @@ def test_schedule_is_the_engine_s(policy, family):
     assert out.trace is not None
     ran = variants(policy, np.asarray(out.trace.computed)[:, 0])
     steps = roofline.schedule(policy, model.spec, SIZE)
-    width = lambda step: math.inf if step.whole else round(step.rows + step.valued)
+    width = lambda step: math.inf if step.full else round(step.rows + step.valued)
     predicted = sorted(width(step) for step, times in steps.items() for _ in range(int(times)))
     if isinstance(policy, dj.policies.D2Cache):
         assert len(ran) == len(predicted)
@@ -160,7 +162,7 @@ def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
     layout = dj.Layout(prompt, 256, 32, 256)
     policy = dj.policies.MaskKV(budget=256, layers=dj.eviction.UniformLayers())
     steps = roofline.schedule(policy, LLADA, layout, roofline.Assumed(uneven=uneven))
-    slots = {step.slots for step in steps if not step.whole}
+    slots = {step.slots for step in steps if not step.full}
     assert slots == {min(chunks * 256, prompt) + 256}
 
 
@@ -169,7 +171,7 @@ def test_copies_and_statistics_are_counted():
     layout = dj.Layout(4096, 256, 32, 256)
 
     def moved(policy: dj.policies.Policy) -> float:
-        return next(step.moved for step in roofline.schedule(policy, LLADA, layout) if not step.whole)
+        return next(step.moved for step in roofline.schedule(policy, LLADA, layout) if not step.full)
 
     assert moved(dj.policies.DualCache()) == moved(dj.policies.DLLMCache()) == 0
     assert moved(dj.policies.DKVPrefill()) == 4096 + 4352
@@ -201,15 +203,25 @@ def test_assumptions_of_data_dependent_policies():
         roofline.Assumed(widened=2)
 
 
-def test_refusals():
-    @dataclasses.dataclass(frozen=True)
-    class Own(dj.policies.Policy):
-        def select(self, cache, canvas):
-            return canvas.masked
+@dataclasses.dataclass(frozen=True)
+class Own(dj.policies.Policy):
+    """A user's policy: `DualCache` by another name."""
 
+    def select(self, cache, canvas):
+        return canvas.block_begins | canvas.sources(canvas.block)
+
+    def widths(self, layout):
+        return (layout.block,)
+
+
+def test_a_policy_of_one_s_own_is_scheduled_by_its_select():
     small = spec("llada")
-    with pytest.raises(NotImplementedError, match="Own"):
-        roofline.schedule(Own(), small, SIZE)
+    assert roofline.schedule(Own(), small, SIZE) == roofline.schedule(dj.policies.DualCache(), small, SIZE)
+    assert sum(roofline.schedule(Own(), small, SIZE).values()) == SIZE.steps
+
+
+def test_refusals():
+    small = spec("llada")
     with pytest.raises(ValueError, match="batch=0"):
         roofline.work(small, dj.policies.Policy(), SIZE, batch=0)
     with pytest.raises(ValueError, match="bandwidth"):

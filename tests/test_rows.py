@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dllm_jax.state import rows as library
-from dllm_jax.state.rows import Rows, whole_rows
+from dllm_jax.state.rows import Rows, full_rows
 
 B, L = 2, 7
 sets = hnp.arrays(bool, (B, L))
@@ -19,9 +19,9 @@ DATA = np.arange(B * L * 3, dtype=np.float32).reshape(B, L, 3)
 
 compact = jax.jit(library.compact, static_argnums=1)
 scatter = jax.jit(library.scatter)
-member_mask = jax.jit(lambda index: Rows(index, whole=False).mask(L))
-take = jax.jit(lambda index, x: Rows(index, whole=False).take(x))
-slots = jax.jit(lambda index, position: Rows(index, whole=False).slot(position, L))
+member_mask = jax.jit(lambda index: Rows(index, L).mask())
+take = jax.jit(lambda index, x: Rows(index, L).take(x))
+slots = jax.jit(lambda index, position: Rows(index, L).slot(position))
 
 
 def positions(chosen: np.ndarray, width: int) -> list[list[int]]:
@@ -63,7 +63,7 @@ def test_take_reads_the_rows(chosen, width):
 
 
 def test_take_of_flat_and_boolean_arrays():
-    rows = Rows(jnp.asarray([[1, 4, L], [0, L, L]], jnp.int32), whole=False)
+    rows = Rows(jnp.asarray([[1, 4, L], [0, L, L]], jnp.int32), L)
     flat = rows.take(jnp.asarray(DATA[..., 0]))
     assert flat[0, :2].tolist() == [3.0, 12.0]
     assert rows.take(jnp.asarray(DATA[..., 0] > 5)).dtype == jnp.bool_
@@ -99,16 +99,36 @@ def test_slot_inverts_the_index(chosen, width):
         assert slot[b].tolist() == expected
 
 
-def test_whole_rows_are_the_canvas_for_active_rows_and_padding_for_the_others():
-    rows = whole_rows(jnp.asarray([True, False]), L)
-    assert rows.whole
-    assert rows.index.tolist() == [list(range(L)), [L] * L]
-    np.testing.assert_array_equal(rows.mask(L), np.asarray([[True] * L, [False] * L]))
+def test_full_rows_lie_on_the_canvas_and_what_is_not_needed_is_padding():
+    need = np.asarray([[True] * L, [False, True, True] + [False] * (L - 3)])
+    rows = full_rows(jnp.asarray(need))
+    assert rows.full
+    assert rows.index.tolist() == [list(range(L)), [L, 1, 2] + [L] * (L - 3)]
+    np.testing.assert_array_equal(rows.real, need)
+    np.testing.assert_array_equal(rows.mask(), need)
     np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
-    assert rows.slot(jnp.asarray([[3, L], [0, L]], jnp.int32), L)[0].tolist() == [3, L]
+    asked = jnp.asarray([[0, 3, L], [0, 2, L]], jnp.int32)
+    assert rows.slot(asked).tolist() == [[0, 3, L], [L, 2, L]]
 
 
-def test_whole_is_never_inferred_from_the_width():
-    rows = Rows(compact(jnp.ones((B, L), bool), L), whole=False)
-    assert not rows.whole
+def test_full_is_never_inferred_from_the_width():
+    rows = Rows(compact(jnp.ones((B, L), bool), L), L)
+    assert not rows.full
     np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
+
+
+@few
+@given(sets, st.sampled_from([0, 1, 4, L]))
+def test_the_last_positions_as_slots_of_a_smaller_store(chosen, slots):
+    for rows in (full_rows(jnp.asarray(chosen)), Rows(compact(jnp.asarray(chosen), L), L)):
+        last = rows.last(slots)
+        assert last.length == slots
+        np.testing.assert_array_equal(last.mask(), chosen[:, L - slots :])
+
+
+@few
+@given(sets, sets)
+def test_rows_that_are_not_chosen_become_padding(chosen, keep):
+    rows = full_rows(jnp.asarray(chosen)).where(jnp.asarray(keep))
+    assert rows.full
+    np.testing.assert_array_equal(rows.mask(), chosen & keep)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.decoding.request import row_keys
+from dllm_jax.decoding.request import sequence_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
@@ -101,7 +101,7 @@ def test_keys(family):
 
 
 def test_one_key_is_split_over_the_rows():
-    keys = row_keys(jax.random.key(0), 3)
+    keys = sequence_keys(jax.random.key(0), 3)
     assert len({tuple(k) for k in jax.random.key_data(keys).tolist()}) == 3
-    legacy = row_keys(jax.random.key_data(jax.random.key(0)), 3)
+    legacy = sequence_keys(jax.random.key_data(jax.random.key(0)), 3)
     assert (legacy == keys).all()

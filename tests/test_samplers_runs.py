@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.policies import Policy
 from dllm_jax.samplers import (
     CertaintyPrior,
     Confidence,
@@ -60,10 +61,10 @@ def run(sampler, layout: Layout, tokens, logits, noise: RecordedNoise):
         at = logits[canvas.step, jnp.arange(B)]
         token, score = sampler.propose(at, index, canvas, noise)
         chosen = sampler.transfer(jnp.where(canvas.eligible, score, -jnp.inf), index, canvas, noise)
-        after = advance(write(canvas, chosen & canvas.active[:, None], token), sampler, False)
+        after = advance(write(canvas, chosen & canvas.active[:, None], token), Policy(), sampler, False)
         return after, (after.tokens, canvas.active)
 
-    canvas = advance(begin(tokens, jnp.ones((B, LENGTH), bool), SPEC, layout), sampler, False)
+    canvas = advance(begin(tokens, jnp.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler, False)
     _, (states, active) = jax.lax.scan(step, canvas, length=LIMIT)
     return jnp.concatenate([tokens[None], states]), active
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dllm_jax import samplers
 from dllm_jax.samplers import transfer
-from dllm_jax.samplers.certainty_prior import certainty_density
 from dllm_jax.state import selection
+from dllm_jax.state.selection import certainty_density
 from tests import numpy_sampler as plain
 from tests.models import canvas
 

@@ -33,12 +33,12 @@ def test_pooling_closes_gaps_and_stays_in_the_set(score, among, kernel):
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.29, 0.5, 0.7, 1.0])
 def test_a_share_is_rounded_down_as_python_does(ratio):
     sizes = np.arange(301)
-    ours = selection.share(jnp.asarray(sizes), ratio, 300)
+    ours = selection.fraction_of(jnp.asarray(sizes), ratio, 300)
     np.testing.assert_array_equal(ours, [int(n * ratio) for n in sizes])
 
 
 def test_a_share_can_lie_below_the_exact_product():
-    assert selection.share(jnp.asarray([100]), 0.29, 100)[0] == 28
+    assert selection.fraction_of(jnp.asarray([100]), 0.29, 100)[0] == 28
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -59,7 +59,7 @@ class Prepared:
     @property
     def uniform(self) -> bool:
         """Besides whole-canvas steps there is at most one other kind, whatever the data."""
-        others = {step for step, _, _ in self.predicted.steps if not step.whole}
+        others = {step for step, _, _ in self.predicted.steps if not step.full}
         return len(others) < 2 and not isinstance(self.run.policy, DATA_DEPENDENT)
 
 

@@ -16,7 +16,7 @@ def stepwise(mine: Prepared, roof: Hardware) -> dict[str, Any]:
     """Steps by kind: measured, predicted at the device's own rates, and the share of those rates reached."""
     found: dict[str, Any] = {"width": mine.steps.width}
     for name, time in (("whole", mine.steps.whole), ("part", mine.steps.part)):
-        price = next((c for s, _, c in mine.predicted.steps if s.whole is (name == "whole")), None)
+        price = next((c for s, _, c in mine.predicted.steps if s.full is (name == "whole")), None)
         if time is None or price is None:
             found |= {f"{name}_ms": None}
             continue

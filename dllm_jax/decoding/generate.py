@@ -135,7 +135,7 @@ def infill(
       ValueError: for any input that breaks a rule, or a template without masks.
     """
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
-    mask = inputs.left_padding(token_mask, tokens.shape)
+    mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")
     if sampler.cfg_scale > 0:
         raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length = tokens.shape[1]

@@ -65,7 +65,7 @@ def log_likelihood(
         raise ValueError(f"chunk={chunk} must be at least 1")
     if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
         raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
-    padding = inputs.left_padding(prompt_mask, prompt.shape)
+    padding = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
     if masks is None:
         masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
     masks = jnp.asarray(masks, bool)

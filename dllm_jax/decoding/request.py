@@ -72,7 +72,7 @@ def prepare(
     """Everything that `generate` does before the engine runs; arguments and errors are its."""
     prompt = inputs.token_ids(prompt, model.spec, "prompt")
     inputs.no_masks(prompt, model.spec)
-    mask = inputs.left_padding(prompt_mask, prompt.shape)
+    mask = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
     given = prompt.shape[1]
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)

@@ -55,7 +55,7 @@ def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) 
       a profile for `BoundaryMiddle(importance=...)`; its complement serves `SqueezeAttention`.
     """
     prompts = inputs.token_ids(prompts, model.spec, "prompts")
-    mask = inputs.left_padding(prompt_mask, prompts.shape)
+    mask = inputs.left_padding(prompt_mask, prompts.shape, "prompt_mask")
     tokens, valid = masked_response(prompts, mask, length, model.spec)
     profile = np.asarray(importance(model, tokens, valid, valid), np.float64).mean(axis=1)
     return tuple(float(value) for value in profile)

@@ -17,7 +17,7 @@ from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
 from dllm_jax.state.layout import Layout
 
-USABLE = 0.92  # share of the memory; the rest goes to the runtime and to fragmentation
+USABLE = 0.92  # fraction of the memory; the rest goes to the runtime and to fragmentation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Prediction:
       part_ms: the mean of all other steps, None if there are none.
       seconds: the generation.
       ms_per_token: the same per token of the batch.
-      memory_bound: share of the time spent in steps that wait for memory.
+      memory_bound: fraction of the time spent in steps that wait for memory.
     """
 
     whole_ms: float
@@ -63,12 +63,12 @@ class Prediction:
     memory_bound: float
 
 
-class Counted(NamedTuple):
+class StepCount(NamedTuple):
     """A kind of step.
 
     Attributes:
       step: what it is.
-      count: how many there are; not whole where a share of steps was assumed.
+      count: how many there are; fractional where a part of the steps was assumed.
       cost: of one.
     """
 
@@ -87,7 +87,7 @@ class Work:
       tokens: response tokens of the batch.
     """
 
-    steps: tuple[Counted, ...]
+    steps: tuple[StepCount, ...]
     memory: MemoryUse
     tokens: int
 
@@ -95,8 +95,8 @@ class Work:
         """Times at the full rates of the hardware."""
         total = _seconds(self.steps, hardware)
         waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
-        whole = _mean_ms([kind for kind in self.steps if kind.step.whole], hardware)
-        part = _mean_ms([kind for kind in self.steps if not kind.step.whole], hardware)
+        whole = _mean_ms([kind for kind in self.steps if kind.step.full], hardware)
+        part = _mean_ms([kind for kind in self.steps if not kind.step.full], hardware)
         assert whole is not None, "every generation begins with a whole step"
         return Prediction(whole, part, total, 1e3 * total / self.tokens, waiting / total)
 
@@ -126,7 +126,7 @@ def work(
     batch = check_argument("batch", batch, PositiveInt)
     itemsize = jnp.dtype(dtype).itemsize
     counts = schedule(policy, spec, layout, assumed)
-    steps = tuple(Counted(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
+    steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     return Work(steps, memory(spec, policy, layout, batch, dtype, counts), batch * layout.response)
 
 
@@ -149,12 +149,12 @@ def memory(
     )
 
 
-def _seconds(kinds: Iterable[Counted], hardware: Hardware) -> float:
+def _seconds(kinds: Iterable[StepCount], hardware: Hardware) -> float:
     """Seconds of all steps of these kinds."""
     return sum(kind.count * kind.cost.seconds(hardware) for kind in kinds)
 
 
-def _mean_ms(kinds: list[Counted], hardware: Hardware) -> float | None:
+def _mean_ms(kinds: list[StepCount], hardware: Hardware) -> float | None:
     """Milliseconds of the average step of these kinds, None if there is none."""
     count = sum(kind.count for kind in kinds)
     return 1e3 * _seconds(kinds, hardware) / count if count else None

@@ -1,146 +1,67 @@
-"""The kinds of steps in a policy's generation, and how many of each."""
+"""The kinds of steps in a policy's generation, and how many of each: `select` simulated without a network."""
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
-from dllm_jax import policies as p
+from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.dkv import Delayed
-from dllm_jax.roofline import statistical
+from dllm_jax.policies import D2Cache, Policy
 from dllm_jax.roofline.setting import Assumed, Setting
 from dllm_jax.roofline.steps import Step
+from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
+from dllm_jax.samplers import Confidence
+from dllm_jax.samplers.transfer import even_schedule
+from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.selection import best
 
 
 def schedule(
-    policy: p.Policy,
-    spec: ModelSpec,
-    layout: Layout,
-    assumed: Assumed = Assumed(),
+    policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed = Assumed()
 ) -> dict[Step, float]:
     """Steps of each kind in a generation of `layout.steps` steps, none of which ends early.
 
-    Raises:
-      NotImplementedError: for a policy that is not one of `policies.ALL`'s classes.
+    Any policy can be scheduled: its `select` is asked on a canvas that is decoded from left to right at the
+    even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
     """
     at = Setting(spec, layout, assumed)
     counts: dict[Step, float] = collections.defaultdict(int)
-    for step in _steps(policy, at):
-        counts[step] += 1
-    if isinstance(policy, p.ElasticCache) and assumed.widened:
-        return statistical.widened(policy, at, counts)
-    return dict(counts)
+    for index, selected in enumerate(selected_positions(policy, spec, layout, assumed).tolist()):
+        counts[extra_traffic(policy, at, at.step(policy, selected), index)] += 1
+    return drift_widens(policy, at, dict(counts))
 
 
-@functools.singledispatch
-def _steps(policy: p.Policy, at: Setting) -> Iterator[Step]:
-    raise NotImplementedError(f"no schedule for {policy}")
+@functools.lru_cache(maxsize=256)
+def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
+    """How many positions each step computes, [steps]."""
+    if isinstance(policy, D2Cache) and assumed.nucleus is not None:
+        policy = dataclasses.replace(policy, p=assumed.nucleus)
+    if not policy.reuses:
+        return np.full(layout.steps, layout.length)
+    return np.asarray(jax.jit(_simulate, static_argnums=(0, 1, 2))(policy, spec, layout))
 
 
-@_steps.register
-def _exact(policy: p.Policy, at: Setting) -> Iterator[Step]:
-    if type(policy) is not p.Policy:
-        raise NotImplementedError(f"no schedule for {policy}")
-    for _ in range(at.layout.steps):
-        yield at.whole()
+def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:
+    # Of the cache only `shared` is read by `select`; the dense storage is never allocated.
+    cache = policy.init(spec, layout, 1, jnp.bfloat16)
+    cache = cache._replace(shared=assumed_statistics(policy, cache.shared))
+    word, sampler = jnp.int32((spec.mask_id + 1) % spec.vocab), Confidence()
+    tokens = jnp.where(jnp.arange(layout.length) < layout.prompt, word, spec.mask_id)
+    start = begin(tokens[None], jnp.ones((1, layout.length), bool), spec, layout)
 
+    def step(canvas: Canvas, _):
+        # What can be decoded is what the policy offers; the leftmost masks are taken first.
+        leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
+        chosen = best(leftmost, even_schedule(canvas))
+        order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)
+        selected = policy.select(cache, dataclasses.replace(canvas, planned_order=order))
+        after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
+        return after, jnp.sum(selected & canvas.active[:, None])
 
-@_steps.register(p.PrefixCache)
-@_steps.register(p.DualCache)
-def _per_block(policy, at: Setting) -> Iterator[Step]:
-    """A whole step when a block begins, then the block, or all from it on."""
-    layout = at.layout
-    for block in range(layout.blocks):
-        prefix = isinstance(policy, p.PrefixCache)
-        rows = layout.response - block * layout.block if prefix else layout.block
-        yield at.whole(layout.length)
-        for _ in range(layout.steps_per_block - 1):
-            yield at.part(policy, rows)
-
-
-@_steps.register
-def _sparse(policy: p.SparseDLLM, at: Setting) -> Iterator[Step]:
-    """Whole steps, the last of which fills the store; then the block behind a copy of what is stored.
-
-    All whole steps read the keys once more for scores, and extract what may be stored.
-    """
-    layout = at.layout
-    made = jax.eval_shape(lambda: policy.init(at.spec, layout, 1, jnp.bfloat16))
-    stored = made.layers.k.shape[2]
-    for _ in range(layout.blocks):
-        for step in range(layout.steps_per_block):
-            if step <= policy.delay:
-                yield at.whole(stored * (step == policy.delay), moved=layout.length / 2 + 2 * stored)
-            else:
-                yield at.joined(layout.block, stored)
-
-
-@_steps.register
-def _delayed(policy: Delayed, at: Setting) -> Iterator[Step]:
-    """What is masked or was decoded lately; the canvas or the response at refreshes."""
-    layout, settling = at.layout, -1 if at.spec.shifted else policy.delay
-    for step in range(layout.steps):
-        inside = step % layout.steps_per_block
-        due = inside == 0 if policy.refresh_every is None else inside % policy.refresh_every == 0
-        due = due or inside <= settling
-        if step == 0 or (due and isinstance(policy, p.DKVDecode)):
-            yield at.whole(layout.length)
-        elif due:
-            yield at.part(policy, at.answering)
-        else:
-            decoded = step * at.per_step
-            unsettled = layout.response - decoded + min(policy.delay * at.per_step, decoded)
-            last = at.spec.shifted and (inside <= policy.delay or policy.shift == "un_right")
-            yield at.part(policy, min(round(unsettled) + last, at.answering))
-
-
-@_steps.register
-def _greedy(policy: p.DKVGreedy, at: Setting) -> Iterator[Step]:
-    for step in range(at.layout.steps):
-        inside = step % at.layout.steps_per_block
-        every = policy.refresh_every
-        due = inside == 0 if every is None else inside % every == 0
-        yield at.whole(at.layout.length) if due else at.part(policy, policy.widths(at.layout)[0])
-
-
-@_steps.register
-def _prefill(policy: p.DKVPrefill, at: Setting) -> Iterator[Step]:
-    """The response behind a copy of the prompt's pairs."""
-    stored = at.layout.prompt - at.spec.shifted
-    yield at.whole(stored)
-    width = at.width(policy, at.answering)
-    for _ in range(at.layout.steps - 1):
-        yield at.whole() if width is None else at.joined(width, stored)
-
-
-@_steps.register
-def _branches(policy: p.DLLMCache, at: Setting) -> Iterator[Step]:
-    """Response rows get new values; some of them, in the first layer all, pass through whole layers."""
-    layout, n, width = at.layout, at.spec.layers, policy.widths(at.layout)[0]
-    store = statistical.kept(policy, at) if isinstance(policy, p.MaskKV) else statistical.KeptCost.dense(at)
-    few = width - layout.response + int(layout.response * policy.ratio)
-    some = few + (width - few) / n
-    more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
-    for step in range(layout.steps):
-        if step % policy.prompt_every == 0:
-            yield dataclasses.replace(store.refresh, branches=at.answering)
-        elif step % policy.response_every == 0:
-            yield Step(False, width, written=width, **more)
-        else:
-            written = (some + width) / 2
-            yield Step(False, some, written=written, valued=width - some, branches=width, **more)
-
-
-@_steps.register
-def _elastic(policy: p.ElasticCache, at: Setting) -> Iterator[Step]:
-    return statistical.elastic(policy, at)
-
-
-@_steps.register
-def _d2(policy: p.D2Cache, at: Setting) -> Iterator[Step]:
-    return statistical.d2(policy, at)
+    return jax.lax.scan(step, advance(start, policy, sampler, False), length=layout.steps)[1]

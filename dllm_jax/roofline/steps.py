@@ -11,8 +11,8 @@ class Step:
     """One kind of step, per sequence; numbers of positions may be averages over layers.
 
     Attributes:
-      whole: it recomputes the canvas (a full refresh).
-      rows: positions that pass through whole layers, the padding of the step's static width included.
+      full: it runs over the whole canvas.
+      rows: positions that pass through all of a layer, the padding of the step's static width included.
       slots: pairs they attend to, their own included; each is read once per layer.
       candidates: positions that meet the vocabulary.
       written: pairs stored.
@@ -25,7 +25,7 @@ class Step:
       scratch: bytes of statistics that exist during the step.
     """
 
-    whole: bool
+    full: bool
     rows: float
     slots: float
     candidates: float

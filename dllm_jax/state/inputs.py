@@ -18,12 +18,12 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
     """Tokens as int32 [b p]; a single sequence may come as [p].
 
     Raises:
-      ValueError: wrong rank, dtype, no rows or positions, or ids outside the vocabulary.
+      ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.
     """
     if isinstance(tokens, Sequence):
-        lengths = [len(row) for row in tokens if isinstance(row, Sequence)]
+        lengths = [len(ids) for ids in tokens if isinstance(ids, Sequence)]
         if len(set(lengths)) > 1:
-            raise ValueError(f"{name} has rows of lengths {lengths}: left-pad them and pass a mask")
+            raise ValueError(f"{name} has sequences of lengths {lengths}: left-pad them and pass a mask")
     if not isinstance(tokens, Tracer):
         tokens = np.asarray(tokens)
     if tokens.ndim == 1:
@@ -49,19 +49,19 @@ def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
     if isinstance(tokens, Tracer):
         return
-    row, column = np.nonzero(np.asarray(tokens) == spec.mask_id)
-    if row.size:
+    sequence, position = np.nonzero(np.asarray(tokens) == spec.mask_id)
+    if sequence.size:
         raise ValueError(
-            f"{name}[{row[0]}, {column[0]}] is the mask id {spec.mask_id}: the {name} must be fully decoded; "
-            "use infill() to fill masks anywhere"
+            f"{name}[{sequence[0]}, {position[0]}] is the mask id {spec.mask_id}: the {name} must be fully "
+            "decoded; use infill() to fill masks anywhere"
         )
 
 
-def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
-    """A padding mask as Bool[b p], or None if nothing is padded.
+def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> Bool[Array, "b p"] | None:
+    """A padding mask as Bool[b p], or None if nothing is padded; `name` is what the user calls it.
 
     Raises:
-      ValueError: wrong shape or dtype, a row without any token, or padding that is not on the left.
+      ValueError: wrong shape or dtype, a sequence without any token, or padding that is not on the left.
     """
     if mask is None:
         return None
@@ -70,21 +70,19 @@ def left_padding(mask, shape: tuple[int, ...]) -> Bool[Array, "b p"] | None:
     if mask.ndim == 1:
         mask = mask[None]
     if mask.shape != shape:
-        raise ValueError(f"prompt_mask has shape {mask.shape}; expected the prompt's {shape}")
+        raise ValueError(f"{name} has shape {mask.shape}; expected {shape}, that of the tokens")
     if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise ValueError(f"prompt_mask has dtype {mask.dtype}; expected bool or 0/1 integers")
+        raise ValueError(f"{name} has dtype {mask.dtype}; expected bool or 0/1 integers")
     if isinstance(mask, np.ndarray):
         if not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"prompt_mask holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
+            raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
         mask = mask.astype(bool)
         if not mask.any(axis=1).all():
-            raise ValueError(
-                f"prompt_mask row {int(np.argmin(mask.any(axis=1)))} hides every token of its prompt"
-            )
+            raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
         holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
         if holes.any():
             raise ValueError(
-                f"prompt_mask row {int(np.argmax(holes))} is not left padding: zeros may only stand before "
+                f"{name} of sequence {int(np.argmax(holes))} is not left padding: zeros only stand before "
                 "ones"
             )
         if mask.all():

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dllm_jax.options import NonNegativeInt, Options, PositiveInt
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Layout(Options):
         padded: bool = False,
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
+        check_argument("length", length, PositiveInt)
         block, steps = (length if n is None else n for n in (block, steps))
         return cls(prompt, length, block, steps, padded)
 

@@ -1,0 +1,163 @@
+"""What the layers of the library's policies move and compute besides the positions that `select` names.
+
+One function per method that does more than write K/V over a dense cache and attend to it; a policy that is
+not listed costs what its selection costs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import policies as p
+from dllm_jax.eviction.attending import slots_of_chunk
+from dllm_jax.policies.d2cache import Salience
+from dllm_jax.policies.parts.drift import KeyCosine
+from dllm_jax.roofline.setting import Setting
+from dllm_jax.roofline.steps import Step
+
+
+@functools.singledispatch
+def extra_traffic(policy: p.Policy, at: Setting, step: Step, index: int) -> Step:
+    """A step with what the policy moves and computes besides; `index` counts the generation's steps."""
+    return step
+
+
+@functools.singledispatch
+def assumed_statistics(policy: p.Policy, shared: Any) -> Any:
+    """What `select` finds in `Cache.shared`, in place of statistics that a network would have given."""
+    return shared
+
+
+@assumed_statistics.register
+def _uniform_influence(policy: p.D2Cache, shared: Salience) -> Salience:
+    """All positions are equally sure and equally influential: the nucleus is a fraction p of them."""
+    return shared._replace(confidence=jnp.ones_like(shared.confidence), influence=shared.influence + 1)
+
+
+@extra_traffic.register
+def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
+    """The block attends to a copy of what is stored; full steps read keys for scores and extract pairs."""
+    made = jax.eval_shape(lambda: policy.init(at.spec, at.layout, 1, jnp.bfloat16))
+    stored = made.layers.k.shape[2]
+    if not step.full:
+        return at.joined(at.layout.block, stored)
+    fills = index % at.layout.steps_per_block == policy.delay
+    return at.over_canvas(stored * fills, moved=at.layout.length / 2 + 2 * stored)
+
+
+@extra_traffic.register
+def _prefill(policy: p.DKVPrefill, at: Setting, step: Step, index: int) -> Step:
+    """The response behind a copy of the prompt's pairs."""
+    stored = at.layout.prompt - at.spec.shifted
+    if step.full:
+        return at.over_canvas(stored if index == 0 else 0)
+    return at.joined(round(step.rows), stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreCost:
+    """What dLLM-Cache's layer attends to between prompt refreshes, and the refresh that renews it.
+
+    Attributes:
+      slots: pairs.
+      moved: pairs that are copied for it.
+      refresh: a prompt refresh.
+    """
+
+    slots: float
+    moved: float
+    refresh: Step
+
+
+def dense_store(policy: p.DLLMCache, at: Setting) -> StoreCost:
+    """The dense cache."""
+    return StoreCost(at.layout.length, 0, at.over_canvas(at.layout.length))
+
+
+def evicted_store(policy: p.MaskKV, at: Setting) -> StoreCost:
+    """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
+
+    A refresh copies prompt and response, and computes the scores once more for the votes.
+    """
+    layout = at.layout
+    budgets, widest = policy.table(at.spec, layout)[-1], policy.widest_head(at.spec, layout)
+    chunk = slots_of_chunk(policy.budget, widest)
+    longest = np.minimum(budgets * at.assumed.uneven, widest)
+    unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
+    again = at.again(layout.length, layout.length)
+    moved = 2 * layout.length + layout.length / 2 + 2 * budget
+    refresh = at.over_canvas(budget + layout.response, moved=moved, products=again)
+    return StoreCost(unpacked + layout.response, 2 * unpacked, refresh)
+
+
+@extra_traffic.register
+def _branches(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
+    return branch_step(policy, at, index, dense_store(policy, at))
+
+
+@extra_traffic.register
+def _evicted_branches(policy: p.MaskKV, at: Setting, step: Step, index: int) -> Step:
+    return branch_step(policy, at, index, evicted_store(policy, at))
+
+
+def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) -> Step:
+    """The response gets new values; a part of it, in the first layer all, passes through the whole layer."""
+    layout, width = at.layout, at.response_inputs
+    if index % policy.prompt_every == 0:
+        return dataclasses.replace(store.refresh, branches=width)
+    more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
+    if index % policy.response_every == 0:
+        return Step(False, width, written=width, **more)
+    few = width - layout.response + int(layout.response * policy.ratio)
+    some = few + (width - few) / at.spec.layers
+    return Step(False, some, written=(some + width) / 2, valued=width - some, branches=width, **more)
+
+
+@extra_traffic.register
+def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> Step:
+    """The test of the tracked tokens, before and after, and the votes: keys are read thrice more."""
+    spec, length = at.spec, at.layout.length
+    tested = policy.track * (1 if isinstance(policy.test, KeyCosine) else spec.layers)
+    tested = min(tested, length)
+    queries = 2 * tested * spec.width * (spec.heads + spec.kv_heads) * spec.head
+    products = at.again(step.rows, length) + 2 * at.again(tested, length) + queries
+    return dataclasses.replace(step, moved=1.5 * length, products=products)
+
+
+@functools.singledispatch
+def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
+    """The steps with what the data is assumed to widen: none, for most policies."""
+    return dict(counts)
+
+
+@drift_widens.register
+def _widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
+    """`Assumed.widened` of every partial step counted as one over the canvas."""
+    found, fraction = dict(counts), at.assumed.widened
+    full = _drifting(policy, at, at.over_canvas(at.layout.length), 0)
+    for step, count in counts.items():
+        if fraction and not step.full:
+            wide = dataclasses.replace(full, candidates=step.candidates)
+            found[step] = count * (1 - fraction)
+            found[wide] = found.get(wide, 0) + fraction * count
+    return found
+
+
+@extra_traffic.register
+def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
+    """The attention maps computed again, keys read again, and the rollout's float32 product."""
+    rows, length = step.rows, at.layout.length
+    depth = (policy.rollout_layers or at.spec.layers) / at.spec.layers
+    return dataclasses.replace(
+        step,
+        candidates=min(at.layout.response, rows),
+        moved=depth * length / 2,
+        products=depth * at.again(rows, length),
+        wide=depth * 2 * rows * rows * length,
+        scratch=2 * 4 * rows * length,
+    )
