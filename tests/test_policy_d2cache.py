@@ -36,7 +36,7 @@ coarse = lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n).map(
 @jax.jit
 def rolled_out(attention, rows_index, valid):
     rows = Rows(rows_index, LENGTH)
-    c = rollout.identity_rows(rows, valid.shape[1])
+    c = rollout.identity_rows(rows)
     for a in attention:
         c = rollout.roll(c, a, rows, valid)
     return rollout.column_sums(c, rows, valid)

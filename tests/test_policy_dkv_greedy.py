@@ -138,8 +138,8 @@ def test_a_sampler_that_asks_the_model_is_refused(sampler):
         decode("llada", DKVGreedy(), sampler=sampler)
 
 
-def test_plans_are_for_policies_that_foresee():
-    with pytest.raises(ValueError, match="known only to the `select` of a policy that foresees"):
+def test_what_is_planned_is_unknown_to_most_samplers():
+    with pytest.raises(ValueError, match=r"must know beforehand .*: use RandomOrder"):
         canvas(np.ones((1, 4), bool)).planned  # noqa: B018
 
 

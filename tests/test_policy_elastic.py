@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.nn.attention import attention, weights
-from dllm_jax.policies.parts.control import after, when
+from dllm_jax.policies.parts.control import read_before_write, when
 from dllm_jax.policies.parts.drift import members, most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny
@@ -165,11 +165,11 @@ def test_a_schedule_that_may_ask_for_more_than_the_window_is_refused(window, sam
         dj.generate(model, prompts(model)[0], policy=policy, sampler=sampler, key=KEY, **layout)
 
 
-def test_when_and_after():
+def test_when_and_read_before_write():
     add = lambda x: x + 1
     assert int(when(jnp.bool_(True), add, jnp.int32(3))) == 4
     assert int(when(jnp.bool_(False), add, jnp.int32(3))) == 3
-    kept = after(jnp.asarray([1.0, jnp.nan]), (jnp.arange(3), jnp.asarray([True])))
+    kept = read_before_write(jnp.asarray([1.0, jnp.nan]), (jnp.arange(3), jnp.asarray([True])))
     np.testing.assert_array_equal(kept[0], [0, 1, 2])
     assert bool(kept[1][0])
 

@@ -12,8 +12,8 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
-from dllm_jax.roofline.schedule import schedule
 from dllm_jax.roofline.setting import Assumed
+from dllm_jax.roofline.simulation import schedule
 from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
 from dllm_jax.state.layout import Layout
 

@@ -1,0 +1,111 @@
+"""Who may import whom, names that do not collide, and what a user sees of the package."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import dllm_jax as dj
+
+ROOT = Path(dj.__file__).parent
+APPLICATIONS = {"demo", "embedded", "eval", "roofline", "tasks", "training"}
+NETWORK = {"options", "nn"}
+STATE = NETWORK | {"state"}
+POLICIES = STATE | {"eviction", "policies"}
+MAY_IMPORT = {
+    "options": set(),
+    "provenance": set(),
+    "command_line": set(),
+    "nn": NETWORK,
+    "state": STATE,
+    "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
+    "eviction": STATE | {"eviction"},
+    "policies": POLICIES,
+    "decoding": POLICIES | {"samplers", "decoding"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, as dotted names below it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dllm_jax":
+            module = (node.module or "").split(".")[1:]
+            for alias in node.names:
+                longer = [*module, alias.name]
+                found.add(".".join(longer if is_module(longer) else module))
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[2] for a in node.names if a.name.startswith("dllm_jax.")}
+    return found - {""}
+
+
+def is_module(parts: list[str]) -> bool:
+    place = ROOT.joinpath(*parts)
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+GRAPH = {name_of(path): imported(path) for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"}
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_layers_import_only_what_lies_below(layer):
+    for module, found in GRAPH.items():
+        if module.split(".")[0] == layer:
+            above = {other for other in found if other.split(".")[0] not in MAY_IMPORT[layer]}
+            assert not above, f"dllm_jax.{module} imports {above}"
+
+
+def test_nothing_below_imports_an_application():
+    for module, found in GRAPH.items():
+        if module.split(".")[0] not in {*APPLICATIONS, "__main__"}:
+            above = {other for other in found if other.split(".")[0] in APPLICATIONS}
+            assert not above, f"dllm_jax.{module} imports {above}"
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    state: dict[str, str] = {}
+
+    def visit(module: str, path: tuple[str, ...]):
+        assert state.get(module) != "open", f"circle: {' -> '.join((*path, module))}"
+        if module in state or module not in GRAPH:
+            return
+        state[module] = "open"
+        for other in sorted(GRAPH[module]):
+            if other != module and not module.startswith(f"{other}."):  # a package's own modules aside
+                visit(other, (*path, module))
+        state[module] = "done"
+
+    for module in sorted(GRAPH):
+        visit(module, ())
+
+
+def test_no_public_name_shadows_a_module():
+    """`import dllm_jax.a.b as b` gives the module, whatever the packages export."""
+    for info in pkgutil.walk_packages([str(ROOT)], "dllm_jax."):
+        if info.name.endswith("__main__") or ".harness." in info.name:
+            continue
+        package, _, leaf = info.name.rpartition(".")
+        exported = getattr(importlib.import_module(package), leaf, None)
+        if exported is not None:
+            assert exported is importlib.import_module(info.name), f"{package} exports a {leaf} of its own"
+
+
+def test_the_package_shows_public_names_and_packages_only():
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    assert set(dir(dj)) - packages == {*dj.__all__, "__version__"} - packages
+    for name in dir(dj):
+        assert getattr(dj, name) is not None
+    assert "options" not in dir(dj)
+    assert (ROOT / "py.typed").is_file()
+    assert dj.__version__.count(".") == 2
+
+
+def test_the_policy_interface_has_at_most_ten_members():
+    ours = {name for name in vars(dj.policies.Policy) if not name.startswith("_")} - {"reuses"}
+    assert len(ours) <= 10
