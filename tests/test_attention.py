@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
-from dllm_jax.nn.query_chunks import rows_at_once
+from pallas_kernels.attention.xla import queries_at_once
 
 SHAPES = [  # query heads, kv heads, head width
     (4, 4, 64),
@@ -166,7 +166,7 @@ def test_received_and_head_mean_are_sums_of_weights(shape, kind):
 
 @pytest.mark.parametrize("kind", ["none", "lengths", "queries and keys"])
 @pytest.mark.parametrize("chunk", [1, 2, 4])
-def test_chunks_of_rows_change_nothing(kind, chunk):
+def test_chunks_of_queries_change_nothing(kind, chunk):
     q, k, v = operands(4, 2, 128)
     mask = masks(2)[kind]
     mask = None if mask is None else jnp.asarray(mask)
@@ -183,15 +183,15 @@ def test_chunks_of_rows_change_nothing(kind, chunk):
         np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_as_many_rows_at_once_as_the_scores_have_room_for():
-    assert rows_at_once(1, 32, 4352) == 256  # LLaDA-8B, prompt 4096
-    assert rows_at_once(1, 4, 64) == 2**18
-    assert rows_at_once(64, 64, 2**20) == 16
+def test_as_many_queries_at_once_as_the_scores_have_room_for():
+    assert queries_at_once(1, 32, 4352) == 256  # LLaDA-8B, prompt 4096
+    assert queries_at_once(1, 4, 64) == 2**18
+    assert queries_at_once(64, 64, 2**20) == 16
     shape = jax.eval_shape(attention, *(jax.ShapeDtypeStruct((1, 4352, 32, 8), jnp.float32),) * 3)
     assert [leaf.shape for leaf in shape] == [(1, 4352, 32, 8), (1, 32, 4352)]
 
 
-def test_received_ignores_rows_of_weight_zero_whatever_they_hold():
+def test_received_ignores_queries_of_weight_zero_whatever_they_hold():
     q, k, v = operands(4, 2, 128)
     weight = jnp.asarray([[1.0, 0, 2, 0, 0.5]] * B)
     _, lse = run(q, k, v)

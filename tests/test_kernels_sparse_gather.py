@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.eviction.kept import empty
-from pallas_kernels.sparse_gather import OPERATION, reference, sparse_gather
+from pallas_kernels.sparse_gather import OPERATION, sparse_gather, xla
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
@@ -17,7 +17,7 @@ from .kernel_cases import explaining, in_both_dtypes, some
 explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
-    "reference": reference.sparse_gather,
+    "xla": xla.sparse_gather,
     **{platform: functools.partial(kernel, interpret=True) for platform, kernel in KERNELS.items()},
 }
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -90,7 +90,7 @@ def test_is_what_the_eviction_stores():
 
     *pairs, real = stored(empty(np.full((1, 1), 7), 2, 3, 64, jnp.float32))
     real = jnp.swapaxes(real[:, :, 0], 1, 2)[..., None]
-    for read, copies in zip(pairs, reference.sparse_gather(k, v, index), strict=True):
+    for read, copies in zip(pairs, xla.sparse_gather(k, v, index), strict=True):
         np.testing.assert_array_equal(jnp.where(real, read, 0), copies)
 
 
@@ -106,10 +106,8 @@ def test_what_a_kernel_does_not_serve_is_said():
     assert explain(*long)["tpu"] == "xla: 16385 slots, 8 copies: at most 16384 of float32"
     assert "no power of two" in explain(*abstract(SMALL[-1], jnp.float32))["cuda"]
     assert "not measured" in explain(*abstract(SMALL[0], jnp.float32))["tpu"]
-    with pytest.raises(NotImplementedError, match=r"tpu: float16.*cuda: float16"):
-        jax.eval_shape(
-            functools.partial(sparse_gather, implementation="pallas"), *abstract(SMALL[0], jnp.float16)
-        )
+    half = OPERATION.explain(tuple(abstract(SMALL[0], jnp.float16)), {}, "pallas")
+    assert set(half.values()) == {"xla: float16: float32 or bfloat16"}
 
 
 def test_shapes_that_do_not_go_together(unannotated):
