@@ -83,13 +83,18 @@ class Operation:
         """
         check_implementation(implementation)
         xla = functools.partial(self.xla, **options)
+        wanted = self._wanted(implementation)
+        reasons = {
+            of: self.unsupported(of, arrays, options) for of in dict.fromkeys(map(self._source, wanted))
+        }
         kernels = {}
-        for platform in self._wanted(implementation):
-            reason = self.unsupported(platform, arrays, options)
-            if reason is None:
-                kernels[platform] = functools.partial(self._kernel(platform), **options)
+        for platform in wanted:
+            source = self._source(platform)
+            if reasons[source] is None:
+                interpreted = {} if source == platform else {"interpret": True}
+                kernels[platform] = functools.partial(self.kernels[source], **options, **interpreted)
             else:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reason)
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[source])
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
@@ -99,7 +104,7 @@ class Operation:
     ) -> str | None:
         """Why the platform's kernel does not support these arrays (or their shapes); None if it does."""
         try:
-            jax.eval_shape(functools.partial(self._kernel(platform), **options), *arrays)
+            jax.eval_shape(functools.partial(self.kernels[self._source(platform)], **options), *arrays)
         except NotImplementedError as reason:
             return str(reason)
         return None
@@ -130,7 +135,6 @@ class Operation:
             return self.preferred
         return get_args(Platform) if implementation == "pallas" else ()
 
-    def _kernel(self, platform: Platform) -> Callable[..., Any]:
-        """The platform's kernel, or the TPU's interpreted."""
-        interpreted = functools.partial(self.kernels["tpu"], interpret=True)
-        return self.kernels.get(platform, interpreted)
+    def _source(self, platform: Platform) -> Platform:
+        """The platform whose kernel is taken: its own, or the TPU's, which CPUs interpret."""
+        return platform if platform in self.kernels else "tpu"

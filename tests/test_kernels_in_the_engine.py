@@ -34,7 +34,7 @@ def shortest(method: str) -> Case:
     return min(cases, key=lambda case: case.arrays["tokens"].size)
 
 
-@pytest.mark.parametrize("method", some(["maskkv", "fast-dllm-dual", "d2cache", "elastic", "sparse-dllm"], 1))
+@pytest.mark.parametrize("method", some(["fast-dllm-dual", "maskkv", "d2cache", "elastic", "sparse-dllm"], 1))
 def test_recorded_traces_replay_with_kernels(method):
     METHODS[method](WithKernels(shortest(method).folder))
 

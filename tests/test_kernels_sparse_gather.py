@@ -29,17 +29,21 @@ def operands(shape: Shape, dtype=jnp.float32):
     size = shape.batch, shape.slots, shape.kv_heads, shape.head
     bits = np.uint32 if dtype == jnp.float32 else np.uint16
     k, v = (rng.integers(0, np.iinfo(bits).max, size, bits) for _ in range(2))
-    if dtype == jnp.bfloat16:  # interpreted on CPUs, jax 0.12 makes 0 of numbers too small for an exponent
-        k, v = (np.where(x & 0x7F80, x, x & 0x8000) for x in (k, v))
-    k, v = (jnp.asarray(x.view(dtype)) for x in (k, v))
-    k, v = (jnp.where(jnp.isnan(x), jnp.nan, x) for x in (k, v))  # XLA may change which NaN it is
-    k = k.at[:, 0, :, :3].set(jnp.asarray([jnp.nan, -jnp.inf, -0.0], dtype))
+    sign, exponent, quiet = (2**31, 0x7F800000, 2**22) if dtype == jnp.float32 else (2**15, 0x7F80, 2**6)
+    for x in (k, v):
+        x[(x & (sign - 1)) > exponent] = exponent | quiet  # XLA may change which NaN it is
+        if (
+            dtype == jnp.bfloat16
+        ):  # interpreted on CPUs, jax 0.12 makes 0 of numbers too small for an exponent
+            x[(x & exponent) == 0] &= sign
+    k, v = (x.view(dtype) for x in (k, v))
+    k[:, 0, :, :3] = np.asarray([np.nan, -np.inf, -0.0], dtype)
     most = min(shape.width, shape.slots)
     index = np.full((shape.batch, shape.kv_heads, shape.width), shape.slots, np.int32)
     for n, (b, h) in enumerate(np.ndindex(*index.shape[:2])):
         count = (most, 0)[n] if n < 2 else rng.integers(0, most + 1)
         index[b, h, :count] = np.sort(rng.choice(shape.slots, count, replace=False))
-    return k, v, jnp.asarray(index)
+    return jnp.asarray(k), jnp.asarray(v), jnp.asarray(index)
 
 
 def bits(x) -> np.ndarray:
@@ -55,7 +59,7 @@ def explicit(x, index) -> np.ndarray:
     return copies
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 2))
 @each_implementation
 def test_copies_bit_by_bit(name, shape, dtype):
     k, v, index = operands(shape, dtype)
