@@ -84,12 +84,12 @@ class Operation:
         check_implementation(implementation)
         xla = functools.partial(self.xla, **options)
         wanted = self._wanted(implementation)
-        reasons = {
-            of: self.unsupported(of, arrays, options) for of in dict.fromkeys(map(self._source, wanted))
+        sources: dict[Platform, Platform] = {platform: self._source(platform) for platform in wanted}
+        reasons: dict[Platform, str | None] = {
+            source: self.unsupported(source, arrays, options) for source in set(sources.values())
         }
         kernels = {}
-        for platform in wanted:
-            source = self._source(platform)
+        for platform, source in sources.items():
             if reasons[source] is None:
                 interpreted = {} if source == platform else {"interpret": True}
                 kernels[platform] = functools.partial(self.kernels[source], **options, **interpreted)

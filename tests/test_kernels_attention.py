@@ -75,6 +75,8 @@ def operands(shape: Shape, dtype=jnp.float32) -> Operands:
     if shape.queries > 1:
         q[:, 0], q[:, -1], lse[:, :, 0] = np.nan, np.nan, np.nan
         weight[:, 0], weight[:, -1] = 0, 0
+    if shape.queries > 2:
+        lse[:, 0, 1] = -np.inf  # a query that saw nothing sends nothing, whatever it may see now
     lse, weight = lse.astype(np.float32), weight.astype(np.float32)
     return Operands(*(None if x is None else jnp.asarray(x) for x in (q, k, v, lse, weight, mask, lengths)))
 
@@ -89,8 +91,12 @@ def visible(shape: Shape, mask, lengths) -> np.ndarray:
     return seen
 
 
-def explicit(shape: Shape, q, k, v, weight, mask, lengths):
-    """Attention, log-sum-exp, received and head mean, one head at a time, by float64 numpy."""
+def explicit(shape: Shape, q, k, v, weight, mask, lengths, idle=False):
+    """Attention, log-sum-exp, received and head mean, one head at a time, by float64 numpy.
+
+    Queries that are `idle` [b h q] send nothing, and have no weights in the mean.
+    """
+    idle = np.broadcast_to(idle, (shape.batch, shape.heads, shape.queries))
     q, k, v, weight = (np.asarray(x, np.float64) for x in (q, k, v, weight))
     seen = visible(shape, mask, lengths)
     out, lse = np.zeros(q.shape), np.full((shape.batch, shape.heads, shape.queries), -np.inf)
@@ -105,6 +111,7 @@ def explicit(shape: Shape, q, k, v, weight, mask, lengths):
             lse[b, h] = top + np.log(np.exp(scores - top[:, None]).sum(axis=-1))
             p = np.exp(scores - lse[b, h][:, None])
             out[b, :, h] = p @ v[b, some, group]
+            p[idle[b, h]] = 0
             given[b, group, some] += weight[b][weight[b] != 0] @ p[weight[b] != 0]
             mean[b][:, some] += p / shape.heads
     return out, lse, given, mean
@@ -121,7 +128,8 @@ def check(shape: Shape, arrays: Operands, found):
     out, lse, given, mean = found
     assert (out.dtype, lse.dtype) == (arrays.q.dtype, jnp.float32)
     assert (given.dtype, mean.dtype) == (jnp.float32, jnp.float32)
-    wanted = explicit(shape, arrays.q, arrays.k, arrays.v, arrays.weight, arrays.mask, arrays.lengths)
+    q, k, v, sent_lse, *rest = arrays
+    wanted = explicit(shape, q, k, v, *rest, idle=np.isneginf(sent_lse))
     real = slice(1, -1) if shape.queries > 1 else slice(None)  # the others are NaN
     tolerance = TOLERANCE if out.dtype == jnp.float32 else ROUNDED
     np.testing.assert_allclose(np.asarray(out[:, real], np.float32), wanted[0][:, real], **tolerance)
@@ -141,6 +149,12 @@ def test_equals_float64(name, shape, dtype, monkeypatch):
             run(*arrays)
         return
     check(shape, arrays, jax.jit(run)(*arrays))
+
+
+def test_xla_takes_a_mask_and_lengths_together_in_chunks():
+    arrays = operands(SMALL[0])
+    run = functools.partial(all_three, IMPLEMENTATIONS["xla in chunks of 4"])
+    check(SMALL[0], arrays, jax.jit(run)(*arrays))
 
 
 @pytest.mark.exhaustive
