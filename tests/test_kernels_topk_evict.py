@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -80,6 +80,8 @@ def test_equals_sorting(name, shape, ties):
 
 special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, np.inf])
 
+SIGNED_ZEROS = np.tile(np.where(np.arange(11) % 2, 0.0, -0.0).astype(np.float32), (2, 2, 1))  # all tie
+
 
 @settings(max_examples=20)
 @given(
@@ -87,6 +89,7 @@ special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 
     hnp.arrays(bool, (2, 11)),
     hnp.arrays(np.int32, (2, 2), elements=st.integers(0, 12)),
 )
+@example(SIGNED_ZEROS, np.ones((2, 11), bool), np.full((2, 2), 3, np.int32))
 def test_every_float_has_its_place(score, among, count):
     expected = explicit(score, among, count, 8)
     for name in IMPLEMENTATIONS:
