@@ -1,4 +1,18 @@
-"""The choice between implementations of an operation."""
+"""The choice between the implementations of an operation: XLA's, or the Pallas kernel of a platform.
+
+`implementation` means the same wherever it is given (an operation's function, `dllm_jax.load`,
+`Model.implementation`):
+
+- "xla": never a kernel.
+- "pallas": on every platform its kernel, wherever the kernel supports the call, and XLA's form elsewhere.
+  CPUs have no kernels of their own and interpret the TPU's, slowly.
+- None, the default: the kernel on the platforms where it was measured to be faster (`Operation.preferred`)
+  and supports the call, and XLA's form elsewhere.
+
+The platform is the one that a program is lowered for, so one traced program serves all of them. Why a kernel
+was not taken is logged (logger `pallas_kernels.choice`, level INFO), and `Operation.explain` says it
+beforehand.
+"""
 
 import dataclasses
 import functools
@@ -9,8 +23,6 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from pallas_kernels.refused import refuse
-
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "cuda", "tpu"]
 
@@ -18,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def check_implementation(implementation: Implementation | None):
-    """Refuses an unknown one.
+    """Refuses a name that is no implementation.
 
     Raises:
       ValueError: neither "xla" nor "pallas" nor None.
@@ -28,9 +40,9 @@ def check_implementation(implementation: Implementation | None):
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is first called, as Pallas' backends are.
+    """A function of a module that is imported when the function is first called, as Pallas' backends are.
 
-    Importing them takes time, and a platform's backend may be absent where another's is needed.
+    Importing them takes time, and the backend of one platform may be absent where another's is needed.
     """
 
     def call(*arrays, **options):
@@ -45,10 +57,10 @@ class Operation:
 
     Attributes:
       name: of the operation.
-      xla: takes every shape.
-      kernels: by platform; they take `interpret` besides, and raise NotImplementedError while being traced if
-        they do not support a shape. The first that does is interpreted on CPUs.
-      preferred: platforms whose kernel was measured to be faster than XLA.
+      xla: defines the meaning and takes every shape.
+      kernels: one per platform, TPUs' among them; same signature and an option `interpret` besides. A kernel
+        raises NotImplementedError, while it is traced, for a call that it does not support.
+      preferred: platforms whose kernel was measured to be faster than XLA's form.
     """
 
     name: str
@@ -64,52 +76,65 @@ class Operation:
         Args:
           arrays: pytrees of arrays.
           options: static keywords.
-          implementation: "xla"; "pallas"; None takes the kernel on `preferred` platforms if it supports
-            the shape, else XLA, and logs the reason.
+          implementation: see the docstring of this module.
 
         Raises:
           ValueError: another implementation.
-          NotImplementedError: with "pallas", while tracing if no kernel supports the shape, and while
-            lowering for a platform whose kernel does not; with the reasons.
         """
         check_implementation(implementation)
         xla = functools.partial(self.xla, **options)
-        if implementation == "xla":
+        wanted = self._wanted(implementation)
+        sources: dict[Platform, Platform] = {platform: self._source(platform) for platform in wanted}
+        reasons: dict[Platform, str | None] = {
+            source: self.unsupported(source, arrays, options) for source in set(sources.values())
+        }
+        kernels = {}
+        for platform, source in sources.items():
+            if reasons[source] is None:
+                interpreted = {} if source == platform else {"interpret": True}
+                kernels[platform] = functools.partial(self.kernels[source], **options, **interpreted)
+            else:
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[source])
+        if not kernels:
             return xla(*arrays)
-        asked = self.kernels if implementation == "pallas" else self.preferred
-        bound = {p: functools.partial(self.kernels[p], **options) for p in asked}
-        refused = {p: reason for p in bound if (reason := _refusal(bound[p], arrays))}
-        serving = {p: kernel for p, kernel in bound.items() if p not in refused}
-        if implementation == "pallas":
-            if not serving:
-                raise NotImplementedError("; ".join(f"{p}: {reason}" for p, reason in refused.items()))
-            interpreted = functools.partial(next(iter(serving.values())), interpret=True)
-            like = jax.eval_shape(interpreted, *arrays)
-            others = {p: lambda *_, why=f"{p}: {why}": refuse(why, like) for p, why in refused.items()}
-            return jax.lax.platform_dependent(*arrays, **{"cpu": interpreted, **serving, **others})
-        for p, reason in refused.items():
-            log.info("%s: on %s XLA instead of a kernel: %s", self.name, p, reason)
-        return jax.lax.platform_dependent(*arrays, **serving, default=xla)
+        return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
 
-    def explain(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> dict[Platform, str]:
-        """What `run(.., None)` takes on each platform for arrays (or their shapes), and why not a kernel."""
+    def unsupported(
+        self, platform: Platform, arrays: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> str | None:
+        """Why the platform's kernel does not support these arrays (or their shapes); None if it does."""
+        try:
+            jax.eval_shape(functools.partial(self.kernels[self._source(platform)], **options), *arrays)
+        except NotImplementedError as reason:
+            return str(reason)
+        return None
+
+    def explain(
+        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
+    ) -> dict[Platform, str]:
+        """What `run` takes on each platform for arrays (or their shapes), and why if that is not a kernel."""
+        check_implementation(implementation)
+        wanted = self._wanted(implementation)
 
         def why(platform: Platform) -> str:
-            if platform not in self.kernels:
+            if implementation == "xla":
+                return "xla: as asked for"
+            if platform not in wanted and platform not in self.kernels:
                 return "xla: no kernel for this platform"
-            refusal = _refusal(functools.partial(self.kernels[platform], **options), arrays)
-            if refusal:
-                return f"xla: {refusal}"
-            if platform in self.preferred:
-                return "pallas"
-            return "xla: the kernel was not measured to be faster"
+            if reason := self.unsupported(platform, arrays, options):
+                return f"xla: {reason}"
+            if platform not in wanted:
+                return "xla: the kernel was not measured to be faster"
+            return "pallas" if platform in self.kernels else "pallas, interpreted"
 
         return {platform: why(platform) for platform in get_args(Platform)}
 
+    def _wanted(self, implementation: Implementation | None) -> tuple[Platform, ...]:
+        """The platforms that take a kernel if it supports the call."""
+        if implementation is None:
+            return self.preferred
+        return get_args(Platform) if implementation == "pallas" else ()
 
-def _refusal(kernel: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
-    try:
-        jax.eval_shape(kernel, *arrays)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    def _source(self, platform: Platform) -> Platform:
+        """The platform whose kernel is taken: its own, or the TPU's, which CPUs interpret."""
+        return platform if platform in self.kernels else "tpu"

@@ -37,5 +37,5 @@ def in_both_dtypes(shapes: Iterable[Any], usual: int) -> list[Any]:
 
 
 def explaining(operation: Operation):
-    """What `operation` takes for arrays or their shapes."""
-    return lambda *arrays, **options: operation.explain(arrays, options)
+    """What `operation` takes by default for arrays or their shapes."""
+    return lambda *arrays, **options: operation.explain(arrays, options, None)

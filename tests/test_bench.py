@@ -209,10 +209,20 @@ def test_data_sheet_of_a_device(kind, key):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)
 def test_kernel_operands_fit_every_implementation(family):
     case = family.make(family.small[0], jnp.float32)
-    results = [jax.eval_shape(kernels.function(family, i, case), *case.arrays) for i in ("reference", "xla")]
-    first, second = (jax.tree.map(lambda a: (a.shape, a.dtype), result) for result in results)
-    assert first == second
+    implementations = ("xla", "pallas", "reference") if family.reference else ("xla", "pallas")
+    results = [jax.eval_shape(kernels.function(family, i, case), *case.arrays) for i in implementations]
+    first, *others = (jax.tree.map(lambda a: (a.shape, a.dtype), result) for result in results)
+    assert all(other == first for other in others)
     assert case.bytes(results[0]) > 0
+
+
+def test_a_kernel_that_does_not_support_its_operands_is_not_timed_as_xla():
+    family = next(family for family in FAMILIES if family.operation.name == "attention")
+    narrow = family.make(family.small[0]._replace(head=20), jnp.float32)
+    with pytest.raises(NotImplementedError, match="head width 20"):
+        kernels.function(family, "pallas", narrow)
+    with pytest.raises(NotImplementedError, match="XLA's form is the reference"):
+        kernels.function(family, "reference", narrow)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)

@@ -34,7 +34,7 @@ def shortest(method: str) -> Case:
     return min(cases, key=lambda case: case.arrays["tokens"].size)
 
 
-@pytest.mark.parametrize("method", some(["maskkv", "fast-dllm-dual", "d2cache", "elastic", "sparse-dllm"], 1))
+@pytest.mark.parametrize("method", some(["fast-dllm-dual", "maskkv", "d2cache", "elastic", "sparse-dllm"], 1))
 def test_recorded_traces_replay_with_kernels(method):
     METHODS[method](WithKernels(shortest(method).folder))
 
@@ -79,7 +79,7 @@ def test_a_generation_has_kernels_only_if_asked(policy):
         return str(jax.make_jaxpr(generate)(prompt))
 
     found = program("pallas")
-    assert "name=row_attention" in found
+    assert "name=attention" in found
     assert ("name=received" in found) == (policy in ("MaskKV", "ElasticCache"))
     assert ("name=head_mean" in found) == (policy == "D2Cache")
     assert "pallas_call" not in program(None)
@@ -111,9 +111,9 @@ def test_explain():
     assert {row.implementation for row in by_default.rows if row.platform == "cpu"} == {
         "xla: no kernel for this platform"
     }
-    assert {(row.operation, row.rows) for row in by_default.rows} == {
-        ("row_attention", 4),
-        ("row_attention", 16),
+    assert {(row.operation, row.queries) for row in by_default.rows} == {
+        ("attention", 4),
+        ("attention", 16),
     }
     assert ("received", "not called by this policy") in by_default.unused
     assert ("topk_evict", "not used by the engine") in by_default.unused
@@ -123,24 +123,24 @@ def test_explain():
     assert ("cpu", "pallas, interpreted") in wanted
     assert ("cuda", f"xla: head width {model.spec.head} is not in (16, 32, 64, 128)") in wanted
     lines = str(asked).splitlines()
-    assert lines[0].split() == ["operation", "query", "rows", "platform", "implementation"]
+    assert lines[0].split() == ["operation", "queries", "platform", "implementation"]
     assert lines[-1] == "token_confidence: not used by the engine"
 
 
 def test_explain_tells_what_each_policy_calls():
     called = lambda policy: {row.operation for row in explained(tiny("llada"), policy=policy()).rows}
-    assert called(dj.policies.MaskKV) == {"row_attention", "received"}
-    assert called(dj.policies.D2Cache) == {"row_attention", "head_mean"}
+    assert called(dj.policies.MaskKV) == {"attention", "received"}
+    assert called(dj.policies.D2Cache) == {"attention", "head_mean"}
     cache = explained(tiny("llada"), policy=dj.policies.DLLMCache()).rows
     assert len(set(cache)) == len(cache)
 
 
 def test_explain_looks_at_the_masks_of_each_step():
-    """Padded Dream: rows of a whole step see different slots; those of Sparse-dLLM's other steps do not."""
+    """Padded Dream: the queries of a full step see different slots, those of Sparse-dLLM's others do not."""
     rows = explained(tiny("dream"), "pallas", dj.policies.SparseDLLM(), padded=True).rows
     reasons = collections.defaultdict(set)
     for row in rows:
         if row.platform == "tpu":
-            reasons[row.rows].add(row.implementation)
-    assert reasons[16] == {"xla: the mask differs between query rows"}
+            reasons[row.queries].add(row.implementation)
+    assert reasons[16] == {"xla: the mask differs between query positions"}
     assert "pallas" in set().union(*reasons.values())

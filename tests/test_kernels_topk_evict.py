@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -20,9 +20,9 @@ from .kernel_cases import explaining, some
 explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
-    "reference": reference.topk_evict,
-    "xla": xla.topk_evict,
     **{platform: functools.partial(kernel, interpret=True) for platform, kernel in KERNELS.items()},
+    "xla": xla.topk_evict,
+    "reference": reference.topk_evict,
 }
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
@@ -66,7 +66,7 @@ def jitted(name, width, pool=1):
             *zip(SMALL, [True, False] * len(SMALL), strict=False),
             *zip(SMALL, [False, True] * len(SMALL), strict=False),
         ],
-        2,
+        1,
     ),
     ids=str,
 )
@@ -80,6 +80,8 @@ def test_equals_sorting(name, shape, ties):
 
 special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, np.inf])
 
+SIGNED_ZEROS = np.tile(np.where(np.arange(11) % 2, 0.0, -0.0).astype(np.float32), (2, 2, 1))  # all tie
+
 
 @settings(max_examples=20)
 @given(
@@ -87,20 +89,25 @@ special = st.sampled_from([-np.inf, -1e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 
     hnp.arrays(bool, (2, 11)),
     hnp.arrays(np.int32, (2, 2), elements=st.integers(0, 12)),
 )
+@example(SIGNED_ZEROS, np.ones((2, 11), bool), np.full((2, 2), 3, np.int32))
 def test_every_float_has_its_place(score, among, count):
-    expected = explicit(score, among, count, 8, pool=3)
+    expected = explicit(score, among, count, 8)
     for name in IMPLEMENTATIONS:
-        np.testing.assert_array_equal(jitted(name, 8, 3)(score, among, count), expected, err_msg=name)
+        np.testing.assert_array_equal(jitted(name, 8)(score, among, count), expected, err_msg=name)
 
 
-@pytest.mark.parametrize("name", some(IMPLEMENTATIONS, 1))
+@pytest.mark.parametrize("name", some(reversed(IMPLEMENTATIONS), 1))
 def test_is_what_selection_computes(name):
     score, among, count = operands(Shape(2, 3, 40, 12), ties=True)
+
+    @jax.jit
+    def of_head(score, count):
+        best = selection.best(selection.max_pool(score, among, 3), jnp.minimum(count, 12))
+        return rows.compact(best, 12)
+
     found = jitted(name, 12, 3)(score, among, count)
     for head in range(3):
-        pooled = selection.max_pool(score[:, head], among, 3)
-        best = selection.best(pooled, jnp.minimum(count[:, head], 12))
-        np.testing.assert_array_equal(found[:, head], rows.compact(best, 12))
+        np.testing.assert_array_equal(found[:, head], of_head(score[:, head], count[:, head]))
 
 
 @pytest.mark.exhaustive
@@ -123,8 +130,7 @@ def test_what_a_kernel_does_not_serve_is_said():
     assert explain(*shapes, width=4)["cuda"] == "xla: 32769 positions: at most 32768"
     shapes = abstract(Shape(1, 1, 2**17 + 1, 4))
     assert explain(*shapes, width=4)["tpu"] == "xla: 131073 positions: at most 131072"
-    with pytest.raises(NotImplementedError, match="131073 positions"):
-        jax.eval_shape(functools.partial(topk_evict, width=4, implementation="pallas"), *shapes)
+    assert "131073 positions" in OPERATION.explain(tuple(shapes), dict(width=4), "pallas")["cpu"]
 
 
 @pytest.mark.parametrize(

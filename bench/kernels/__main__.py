@@ -69,9 +69,21 @@ class Options:
 
 
 def function(family: Family, implementation: str, case: Operands) -> Callable[..., Any]:
-    """The jitted implementation."""
+    """The jitted implementation.
+
+    Raises:
+      NotImplementedError: there is no such implementation for these operands, and why.
+    """
     if implementation == "reference":
+        if family.reference is None:
+            raise NotImplementedError("XLA's form is the reference")
         return jax.jit(functools.partial(family.reference, **case.options))
+    if (
+        implementation == "pallas"
+    ):  # which takes XLA's form, silently, where a kernel does not support the call
+        platform = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
+        if reason := family.operation.unsupported(platform, case.arrays, case.options):  # type: ignore[arg-type]
+            raise NotImplementedError(reason)
     choose = lambda *arrays: family.operation.run(arrays, case.options, implementation)  # type: ignore[arg-type]
     return jax.jit(choose)
 

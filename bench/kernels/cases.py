@@ -7,11 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels.received_attention.reference as received_reference
-import pallas_kernels.received_attention.shapes as received_shapes
-import pallas_kernels.row_attention.reference as row_reference
-import pallas_kernels.row_attention.shapes as row_shapes
-import pallas_kernels.sparse_gather.reference as gather_reference
+import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
 import pallas_kernels.token_confidence.reference as token_reference
 import pallas_kernels.token_confidence.shapes as token_shapes
@@ -50,14 +46,14 @@ class Family:
 
     Attributes:
       operation: all its implementations.
-      reference: its meaning in plain jnp.
+      reference: a plainer form than XLA's that defines its meaning, None where XLA's is that.
       small: shapes for CPUs.
       models: shapes of real models, by name.
       make: operands of a shape, in a dtype.
     """
 
     operation: Operation
-    reference: Callable[..., Any]
+    reference: Callable[..., Any] | None
     small: list[Any]
     models: Mapping[str, Any]
     make: Callable[[Any, Any], Operands]
@@ -71,36 +67,35 @@ def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def _queries(shape: row_shapes.Shape, dtype: Any) -> tuple[Any, ...]:
+def _queries(shape: attention_shapes.Shape, dtype: Any) -> tuple[Any, ...]:
     """q, k, v, mask, lengths; every tenth slot is hidden by a mask, the last tenth by lengths."""
     batch, slots, kv_heads = shape.batch, shape.slots, shape.kv_heads
-    q = _normal(0, (batch, shape.rows, shape.heads, shape.head), dtype)
+    q = _normal(0, (batch, shape.queries, shape.heads, shape.head), dtype)
     k, v = (_normal(seed, (batch, slots, kv_heads, shape.head), dtype) for seed in (1, 2))
     mask = lengths = None
-    if shape.seen in ("keys", "keys per head", "both"):
-        per_head = shape.seen != "keys"
+    if shape.visible in ("keys", "keys per head", "both"):
         kept = jnp.arange(slots) % 10 != 9
-        mask = jnp.broadcast_to(kept, (batch, kv_heads, slots) if per_head else (batch, slots))
-    if shape.seen in ("lengths", "both"):
+        mask = jnp.broadcast_to(kept, (batch, 1 if shape.visible == "keys" else kv_heads, 1, slots))
+    if shape.visible in ("lengths", "both"):
         lengths = jnp.full((batch, kv_heads), max(slots * 9 // 10, 1), jnp.int32)
     return q, k, v, mask, lengths
 
 
-def _product(shape: row_shapes.Shape) -> float:
+def _product(shape: attention_shapes.Shape) -> float:
     """FLOPs of the scores, hidden slots included."""
-    return 2.0 * shape.batch * shape.rows * shape.slots * shape.heads * shape.head
+    return 2.0 * shape.batch * shape.queries * shape.slots * shape.heads * shape.head
 
 
-def _attention(shape: row_shapes.Shape, dtype: Any) -> Operands:
+def _attention(shape: attention_shapes.Shape, dtype: Any) -> Operands:
     return Operands(_queries(shape, dtype), flops=2 * _product(shape))
 
 
-def _afterwards(weighted: bool) -> Callable[[row_shapes.Shape, Any], Operands]:
-    def make(shape: row_shapes.Shape, dtype: Any) -> Operands:
+def _afterwards(weighted: bool) -> Callable[[attention_shapes.Shape, Any], Operands]:
+    def make(shape: attention_shapes.Shape, dtype: Any) -> Operands:
         q, k, _, mask, lengths = _queries(shape, dtype)
         # any number serves as log-sum-exp here: the work is the same
-        lse = jnp.full((shape.batch, shape.heads, shape.rows), 10.0, jnp.float32)
-        weight = (jnp.ones((shape.batch, shape.rows), jnp.float32),) if weighted else ()
+        lse = jnp.full((shape.batch, shape.heads, shape.queries), 10.0, jnp.float32)
+        weight = (jnp.ones((shape.batch, shape.queries), jnp.float32),) if weighted else ()
         return Operands((q, k, lse, *weight, mask, lengths), flops=_product(shape))
 
     return make
@@ -126,22 +121,22 @@ def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
 
 
 def _confidence(shape: token_shapes.Shape, dtype: Any) -> Operands:
-    hidden = _normal(0, (shape.batch, shape.rows, shape.width), dtype)
+    hidden = _normal(0, (shape.batch, shape.positions, shape.width), dtype)
     head = 0.02 * _normal(1, (shape.vocabulary, shape.width), dtype)
     options = dict(valid=shape.valid or shape.vocabulary, forbidden=shape.forbidden)
-    flops = 2.0 * shape.batch * shape.rows * shape.width * shape.vocabulary
+    flops = 2.0 * shape.batch * shape.positions * shape.width * shape.vocabulary
     return Operands((hidden, head), options, flops)
 
 
-def _family(name: str, reference: Callable[..., Any], shapes: Any, make: Any) -> Family:
+def _family(name: str, reference: Callable[..., Any] | None, shapes: Any, make: Any) -> Family:
     return Family(OPERATION[name], reference, shapes.SMALL, shapes.MODELS, make)
 
 
 FAMILIES = (
-    _family("row_attention", row_reference.row_attention, row_shapes, _attention),
-    _family("received", received_reference.received, received_shapes, _afterwards(True)),
-    _family("head_mean", received_reference.head_mean, received_shapes, _afterwards(False)),
-    _family("sparse_gather", gather_reference.sparse_gather, gather_shapes, _gather),
+    _family("attention", None, attention_shapes, _attention),
+    _family("received", None, attention_shapes, _afterwards(True)),
+    _family("head_mean", None, attention_shapes, _afterwards(False)),
+    _family("sparse_gather", None, gather_shapes, _gather),
     _family("topk_evict", topk_reference.topk_evict, topk_shapes, _evict),
     _family("token_confidence", token_reference.token_confidence, token_shapes, _confidence),
 )

@@ -1,4 +1,4 @@
-"""Which implementation every operation takes, and why."""
+"""Which implementation each operation takes in a generation, and why; `pallas_kernels.choice` decides."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,27 +11,29 @@ from dllm_jax.decoding.request import step_widths
 from dllm_jax.decoding.step import computed_rows, network
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import Mask
-from dllm_jax.nn.kernels import SEAMS, choices
+from dllm_jax.nn.kernels import SEAMS
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
-from pallas_kernels import OPERATIONS, Operation, received_attention, row_attention
+from pallas_kernels import OPERATIONS, Operation
+from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
+from pallas_kernels.choice import Platform
 
 
-class Taken(NamedTuple):
-    """What an operation takes on one platform.
+class Choice(NamedTuple):
+    """The implementation that an operation takes on one platform.
 
     Attributes:
       operation: its name.
-      rows: query rows that it is called with.
+      queries: query positions of each sequence that it is called with.
       platform: "cpu", "cuda" or "tpu".
-      implementation: what it takes, and why if that is not a kernel.
+      implementation: "pallas", "pallas, interpreted", or "xla: " and why that is not a kernel.
     """
 
     operation: str
-    rows: int
+    queries: int
     platform: str
     implementation: str
 
@@ -41,15 +43,15 @@ class Explanation:
     """A table; `print` it.
 
     Attributes:
-      rows: one for each operation, number of query rows and platform.
+      rows: one for each operation, number of queries and platform.
       unused: (operation, why it is not called).
     """
 
-    rows: tuple[Taken, ...]
+    rows: tuple[Choice, ...]
     unused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        table = [("operation", "query rows", "platform", "implementation"), *self.rows]
+        table = [("operation", "queries", "platform", "implementation"), *self.rows]
         cells = [[str(cell) for cell in row] for row in table]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
@@ -65,10 +67,14 @@ class Call(NamedTuple):
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     mask: jax.ShapeDtypeStruct | None
 
+    def explain(self, model: Model) -> dict[Platform, str]:
+        """What the operation takes on each platform, as `dllm_jax.nn.kernels` calls it."""
+        return self.operation.explain((*self.arrays, self.mask, None), {}, model.implementation)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recording(Layer):
-    """A layer that records which operations are called.
+    """A layer that records which operations are called with what.
 
     Attributes:
       calls: those made so far.
@@ -84,7 +90,7 @@ class Recording(Layer):
         mask: Mask | None = None,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
         """As `Layer.attention`."""
-        self._note(row_attention.OPERATION, mask, q, k, v)
+        self._note(ATTENTION, mask, q, k, v)
         return super().attention(q, k, v, mask)
 
     def received(
@@ -96,7 +102,7 @@ class Recording(Layer):
         mask: Mask | None = None,
     ) -> Float[Array, "b k s"]:
         """As `Layer.received`."""
-        self._note(received_attention.RECEIVED, mask, q, k, lse, weight)
+        self._note(RECEIVED, mask, q, k, lse, weight)
         return super().received(q, k, lse, weight, mask)
 
     def head_mean(
@@ -107,7 +113,7 @@ class Recording(Layer):
         mask: Mask | None = None,
     ) -> Float[Array, "b q s"]:
         """As `Layer.head_mean`."""
-        self._note(received_attention.HEAD_MEAN, mask, q, k, lse)
+        self._note(HEAD_MEAN, mask, q, k, lse)
         return super().head_mean(q, k, lse, mask)
 
     def _note(self, operation: Operation, mask: Mask | None, *arrays: Array) -> None:
@@ -133,9 +139,9 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
     widths = (*step_widths(policy, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
     rows = dict.fromkeys(
-        Taken(call.operation.name, call.arrays[0].shape[1], platform, implementation)
+        Choice(call.operation.name, call.arrays[0].shape[1], platform, implementation)
         for call in calls
-        for platform, implementation in choices(*call, model.implementation).items()
+        for platform, implementation in call.explain(model).items()
     )
     called = {call.operation.name for call in calls}
     seams = {operation.name for operation in SEAMS}

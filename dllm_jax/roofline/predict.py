@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.nn.query_chunks import SCORE_BYTES
+from dllm_jax.nn.attention import SCORE_BYTES
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies import Policy

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.sparse_gather import xla
-from pallas_kernels.sparse_gather.reference import check_shapes
+from pallas_kernels.sparse_gather.xla import check_shapes
 
 __all__ = ["OPERATION", "sparse_gather"]
 
@@ -24,13 +24,16 @@ def sparse_gather(
     index: Int[Array, "b k w"],
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-    """See `pallas_kernels.sparse_gather.reference.sparse_gather`, which defines the meaning.
+    """The pairs that each kv head keeps, as `pallas_kernels.sparse_gather.xla.sparse_gather` defines them.
 
     Args:
       k: keys.
       v: values, in the same dtype.
       index: slot of each copy; s where there is none, which writes zeros.
-      implementation: see `pallas_kernels.choice.Operation.run`.
+      implementation: see `pallas_kernels.choice`.
+
+    Raises:
+      ValueError: shapes that do not go together, or another implementation.
     """
     check_shapes(k, v, index)
     return OPERATION.run((k, v, index), {}, implementation)

@@ -1,4 +1,4 @@
-"""`sparse_gather` for NVIDIA GPUs (Pallas, Triton): one program per 64 copies of a head.
+"""`sparse_gather` for NVIDIA GPUs (Pallas, Triton): a program makes 64 copies of a head's keys and values.
 
 Never run on a GPU yet, only interpreted, and lowered for CUDA; Pallas' Triton backend is deprecated since
 jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_gather.reference import check_shapes
+from pallas_kernels.sparse_gather.xla import check_shapes
 
 TILE = 64  # copies
 
@@ -23,7 +23,7 @@ def sparse_gather(
     index: Int[Array, "b k w"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-    """As the reference; reads only the rows that are kept.
+    """As `xla.sparse_gather`; only the pairs that are kept are read.
 
     Raises:
       NotImplementedError: a head width that is no power of two, no copies, or other dtypes than float32 and
@@ -40,11 +40,15 @@ def sparse_gather(
         raise NotImplementedError("no copies")
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -width % TILE)), constant_values=slots)
     copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
+    # The j-th tile of head h: which slots to copy, and where the copies go. K and V are whole; programs load
+    # from them.
+    slots_to_copy = pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h, j))
+    of_copies = pl.BlockSpec((1, TILE, 1, head), lambda b, h, j: (b, j, h, 0))
     found = pl.pallas_call(
         functools.partial(_kernel, slots=slots),
         grid=(batch, kv_heads, index.shape[2] // TILE),
-        in_specs=[pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h, j)), pl.BlockSpec(), pl.BlockSpec()],
-        out_specs=[pl.BlockSpec((1, TILE, 1, head), lambda b, h, j: (b, j, h, 0))] * 2,
+        in_specs=[slots_to_copy, pl.BlockSpec(), pl.BlockSpec()],
+        out_specs=[of_copies, of_copies],
         out_shape=[copies, copies],
         compiler_params=plt.CompilerParams(num_warps=4),
         interpret=interpret,
@@ -54,10 +58,11 @@ def sparse_gather(
 
 
 def _kernel(index_ref, k_ref, v_ref, *out_refs, slots):
+    """Loads 64 slots wherever they lie, by their indices; where there is none, zeros take their place."""
     b, h = pl.program_id(0), pl.program_id(1)
     place = index_ref[0, 0][:, None]
     real = place < slots
     column = jax.lax.broadcasted_iota(jnp.int32, (1, k_ref.shape[3]), 1)
     for source, target in zip((k_ref, v_ref), out_refs, strict=True):
-        rows = source.at[b, jnp.where(real, place, 0), h, column]
-        target[0, :, 0, :] = plt.load(rows, mask=real, other=0.0)
+        scattered = source.at[b, jnp.where(real, place, 0), h, column]
+        target[0, :, 0, :] = plt.load(scattered, mask=real, other=0.0)

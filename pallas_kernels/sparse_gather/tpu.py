@@ -1,8 +1,8 @@
-"""`sparse_gather` for TPUs (Pallas, Mosaic): all rows of a head lie in VMEM, and are copied one by one.
+"""`sparse_gather` for TPUs (Pallas, Mosaic): all slots of a head lie in VMEM, and are copied one by one.
 
-A DMA per row does not compile in bfloat16, two rows of which share each 32-bit word; a grid step per row
+A DMA per slot does not compile in bfloat16, two slots of which share each 32-bit word; a grid step per slot
 moves little; and with one-hot products 0 times NaN is no zero. Here a head's K or V comes in as a whole, and
-rows are read and written as words, bfloat16 cut out of its word: bits move, nothing is computed.
+slots are read and written as words, bfloat16 cut out of its word: bits move, nothing is computed.
 """
 
 import functools
@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_gather.reference import check_shapes
+from pallas_kernels.sparse_gather.xla import check_shapes
 
-LANES, SUBLANES = 128, 16  # 16 rows are one bfloat16 tile, two float32 tiles
-CHUNK = 256  # rows turned into words at a time
-MOST_BYTES = 2**23  # of a head's rows, and of its copies: one to move, one to load or store, one of words
+LANES, SUBLANES = 128, 16  # of a tile in VMEM: 16 x 128 numbers are one bfloat16 tile, two float32 tiles
+CHUNK = 256  # slots turned into words at a time
+MOST_BYTES = 2**23  # of a head's slots, and of its copies: one to move, one to load or store, one of words
 VMEM_BYTES = 56 * 2**20
 
 
@@ -27,7 +27,7 @@ def sparse_gather(
     index: Int[Array, "b k w"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-    """As the reference; all of K and V is read once, and wanted heads first, see `row_attention`.
+    """As `xla.sparse_gather`; all of K and V is read once, and wanted heads first, see `attention/tpu.py`.
 
     Raises:
       NotImplementedError: a head's keys or its copies exceed 8 MiB (bfloat16, d = 128: 32 768 slots), no
@@ -40,13 +40,17 @@ def sparse_gather(
 
 
 def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b k w"], interpret: bool):
+    """The copies of keys or values [b k w d]; one program of the grid makes those of one kv head."""
     batch, heads, slots, head = x.shape
     count, per_word = index.shape[2], 4 // x.dtype.itemsize
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -count % SUBLANES)), constant_values=slots)
     width = index.shape[2]
     chunk = min(CHUNK, pl.cdiv(slots, SUBLANES) * SUBLANES)
     filled = pl.cdiv(slots, chunk) * chunk
-    of_head = lambda rows: pl.BlockSpec((1, 1, rows, head), lambda b, h: (b, h, 0, 0))
+
+    # All slots of kv head h, filled up to whole chunks; and all its copies.
+    of_head = lambda count: pl.BlockSpec((1, 1, count, head), lambda b, h: (b, h, 0, 0))
+    # Which slots to copy, as scalars: a line per sequence and head, since SMEM takes a line as a whole.
     lists = pl.BlockSpec((1, 1, width), lambda b, h: (b * heads + h, 0, 0), memory_space=pltpu.SMEM)
     return pl.pallas_call(
         functools.partial(_kernel, slots=slots, chunk=chunk),
@@ -54,7 +58,8 @@ def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b k w"], interpret: b
         in_specs=[lists, of_head(filled)],
         out_specs=of_head(width),
         out_shape=jax.ShapeDtypeStruct((batch, heads, count, head), x.dtype),
-        scratch_shapes=[pltpu.VMEM((rows // per_word, head), jnp.int32) for rows in (filled, width)],
+        # The slots and the copies as words: of bfloat16, two slots share a word.
+        scratch_shapes=[pltpu.VMEM((count // per_word, head), jnp.int32) for count in (filled, width)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -64,29 +69,32 @@ def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b k w"], interpret: b
 
 
 def _kernel(index_ref, x_ref, out_ref, source, target, *, slots, chunk):
+    """Turns a head's slots into words, moves the words of each copy, and turns them back."""
     per_word = 4 // x_ref.dtype.itemsize
 
+    # bitcast takes two neighbouring bfloat16 slots into the low and the high half of a word.
     @pl.loop(0, x_ref.shape[2] // chunk)
     def _(i):
-        rows = x_ref[0, 0, pl.ds(pl.multiple_of(i * chunk, SUBLANES), chunk), :]
+        part = x_ref[0, 0, pl.ds(pl.multiple_of(i * chunk, SUBLANES), chunk), :]
         words = pl.ds(pl.multiple_of(i * (chunk // per_word), SUBLANES // 2), chunk // per_word)
-        source[words, :] = pltpu.bitcast(rows, jnp.int32)
+        source[words, :] = pltpu.bitcast(part, jnp.int32)
 
+    # Copies j, or 2j and 2j + 1 in the halves of one word.
     @pl.loop(0, target.shape[0])
     def _(j):
-        rows = [_row(source, index_ref[0, 0, j * per_word + n], slots, per_word) for n in range(per_word)]
-        target[pl.ds(j, 1), :] = rows[0] if per_word == 1 else rows[0] | (rows[1] << 16)
+        bits = [_slot(source, index_ref[0, 0, j * per_word + n], slots, per_word) for n in range(per_word)]
+        target[pl.ds(j, 1), :] = bits[0] if per_word == 1 else bits[0] | (bits[1] << 16)
 
     out_ref[0, 0] = pltpu.bitcast(target[...], out_ref.dtype)
 
 
-def _row(source, place, slots, per_word):
-    """Row `place` of what `source` holds as words, in their low bits; 0 beyond the slots."""
+def _slot(source, place, slots, per_word):
+    """The numbers of slot `place` of what `source` holds as words, in their low bits; 0 beyond the slots."""
     place, real = jnp.minimum(place, slots - 1), place < slots
-    row = source[pl.ds(place >> (per_word - 1), 1), :]
+    words = source[pl.ds(place >> (per_word - 1), 1), :]
     if per_word == 2:
-        row = (row >> jnp.broadcast_to((place & 1) * 16, row.shape)) & 0xFFFF
-    return jnp.where(real, row, 0)
+        words = (words >> jnp.broadcast_to((place & 1) * 16, words.shape)) & 0xFFFF
+    return jnp.where(real, words, 0)
 
 
 def _check_supported(k: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:

@@ -1,4 +1,4 @@
-"""The best token of each row and how sure the model is of it, straight from hidden rows."""
+"""The best token of each position and how sure the model is of it, straight from the hidden states."""
 
 from jaxtyping import Array, Float
 
@@ -25,14 +25,17 @@ def token_confidence(
     forbidden: int | None = None,
     implementation: Implementation | None = None,
 ) -> TokenConfidence:
-    """See `pallas_kernels.token_confidence.reference.token_confidence`, which defines the meaning.
+    """The best tokens and their confidences, as `reference.token_confidence` defines them.
 
     Args:
-      hidden: rows after the final norm.
+      hidden: hidden states after the final norm.
       head: vocabulary head, in the same dtype.
-      valid: size of the vocabulary; rows of the head from there on are padding.
+      valid: size of the vocabulary; what the head holds from there on is padding. None means all of it.
       forbidden: a token that is never the best one, though it counts in the softmax ([MASK]).
-      implementation: see `pallas_kernels.choice.Operation.run`.
+      implementation: see `pallas_kernels.choice`.
+
+    Raises:
+      ValueError: `valid` or `forbidden` out of range, or another implementation.
     """
     options = dict(valid=vocabulary_size(head, valid, forbidden), forbidden=forbidden)
     return OPERATION.run((hidden, head), options, implementation)

@@ -1,4 +1,7 @@
-"""Confidence accumulated over vocabulary tiles, shared by every implementation."""
+"""Confidence summed up over tiles of the vocabulary, shared by XLA's form and the kernels.
+
+As in the online softmax, sums are relative to the largest logit so far, and rescaled when a larger one comes.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +13,7 @@ NO_TOKEN = 2**30
 
 
 class OnlineConfidence(NamedTuple):
-    """Sums over the tiles seen, one column per row; of n ranges of tokens apart, see `merge`, or of all.
+    """Sums over the tiles seen, one column per position; of n ranges of tokens apart, see `merge`, or of all.
 
     Attributes:
       token: lowest id with the largest logit.
@@ -21,26 +24,26 @@ class OnlineConfidence(NamedTuple):
       weighted: sum of e (logit - top).
     """
 
-    token: Int[Array, "*n r 1"]
-    best: Float[Array, "*n r 1"]
-    second: Float[Array, "*n r 1"]
-    top: Float[Array, "*n r 1"]
-    total: Float[Array, "*n r 1"]
-    weighted: Float[Array, "*n r 1"]
+    token: Int[Array, "*n c 1"]
+    best: Float[Array, "*n c 1"]
+    second: Float[Array, "*n c 1"]
+    top: Float[Array, "*n c 1"]
+    total: Float[Array, "*n c 1"]
+    weighted: Float[Array, "*n c 1"]
 
 
-def init(rows: int) -> OnlineConfidence:
+def init(positions: int) -> OnlineConfidence:
     """The state before the first tile."""
-    column = lambda value: jnp.full((rows, 1), value, jnp.float32)
+    column = lambda value: jnp.full((positions, 1), value, jnp.float32)
     nothing = column(-jnp.inf)
-    token = jnp.zeros((rows, 1), jnp.int32)
+    token = jnp.zeros((positions, 1), jnp.int32)
     return OnlineConfidence(token, nothing, nothing, column(LOWEST), column(0), column(0))
 
 
 def update(
     before: OnlineConfidence,
-    logits: Float[Array, "r t"],
-    ids: Int[Array, "r t"],
+    logits: Float[Array, "c t"],
+    ids: Int[Array, "c t"],
     first: int | Int[Array, ""],
     valid: int,
     forbidden: int | None,
@@ -55,6 +58,7 @@ def update(
       valid: size of the vocabulary.
       forbidden: a token that cannot be the best one.
     """
+    # The best two of this tile; a tie with earlier tiles goes to those, which have lower ids.
     new = (ids >= first) & (ids < valid)
     logits = jnp.where(new, logits, -jnp.inf)
     candidates = logits if forbidden is None else jnp.where(ids == forbidden, -jnp.inf, logits)
@@ -62,6 +66,8 @@ def update(
     token = jnp.min(jnp.where(candidates == best, ids, NO_TOKEN), axis=1, keepdims=True)
     second = jnp.max(jnp.where(ids == token, -jnp.inf, candidates), axis=1, keepdims=True)
 
+    # Softmax and entropy: with a new largest logit, e shrinks by exp(shift), and e (logit - top) by that and
+    # e shift.
     top = jnp.maximum(before.top, jnp.max(logits, axis=1, keepdims=True))
     shift = before.top - top
     scale = jnp.exp(shift)
@@ -79,7 +85,9 @@ def update(
 
 
 def merge(parts: OnlineConfidence) -> OnlineConfidence:
-    """One state from those of several ranges of tokens [n r 1], the ranges ascending."""
+    """One state from those of several ranges of tokens [n c 1], the ranges ascending."""
+    # The first range with the best logit wins; the second best token is its second, or the best of another
+    # range.
     first = jnp.argmax(parts.best, axis=0, keepdims=True)
     winner = jnp.arange(parts.best.shape[0])[:, None, None] == first
     top = jnp.max(parts.top, axis=0)
@@ -97,8 +105,9 @@ def merge(parts: OnlineConfidence) -> OnlineConfidence:
 
 def finalize(
     running: OnlineConfidence,
-) -> tuple[Int[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"], Float[Array, "r 1"]]:
+) -> tuple[Int[Array, "c 1"], Float[Array, "c 1"], Float[Array, "c 1"], Float[Array, "c 1"]]:
     """Token, probability, margin and negative entropy after the last tile."""
+    # p = e / total, and sum p log p = sum e (logit - top) / total - log total.
     probability = jnp.exp(running.best - running.top) / running.total
     other = jnp.exp(running.second - running.top) / running.total
     entropy = running.weighted / running.total - jnp.log(running.total)

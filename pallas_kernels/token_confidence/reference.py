@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 
 class TokenConfidence(NamedTuple):
-    """The best token of each row and three confidences, larger = surer, as in `dllm_jax.samplers.scores`.
+    """The best token of each position and three confidences (larger: surer), see `dllm_jax.samplers.scores`.
 
     Attributes:
       token: arg-max of the logits, `forbidden` left out, ties to the lowest id; int32.
@@ -29,18 +29,21 @@ def token_confidence(
     valid: int | None = None,
     forbidden: int | None = None,
 ) -> TokenConfidence:
-    """The best token of each row of logits = hidden head^T and its confidences.
+    """The best token of each position by logits = hidden head^T, and its confidences.
 
     Logits are float32 and stay so (`unembed` rounds them to the model's dtype). What stands in
-    the head from row `valid` on has no influence, NaN included, nor has one row of `hidden` on another.
+    the head from token `valid` on has no influence, NaN included, nor has one position on another.
     Departure from `scores.negative_entropy`: that one adds 1e-10 to p within the logarithm, as the references
     do, which adds at most 1e-10 v (1.3e-5 for LLaDA) to its sum.
 
     Args:
-      hidden: rows after the final norm.
+      hidden: hidden states after the final norm.
       head: vocabulary head, in the same dtype.
-      valid: size of the vocabulary; rows of the head from there on are padding.
+      valid: size of the vocabulary; what the head holds from there on is padding. None means all of it.
       forbidden: a token that is never the best one, though it counts in the softmax ([MASK]).
+
+    Raises:
+      ValueError: `valid` or `forbidden` out of range.
     """
     valid = vocabulary_size(head, valid, forbidden)
     logits = product(hidden, head)[..., :valid]
@@ -71,7 +74,7 @@ def _at(values: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array,
 
 
 def vocabulary_size(head: Float[Array, "v m"], valid: int | None, forbidden: int | None) -> int:
-    """How many rows of the head are tokens: `valid`, or all of them.
+    """How many lines of the head are tokens: `valid`, or all of them.
 
     Raises:
       ValueError: valid is larger than the head or leaves no token that may be chosen.

@@ -22,16 +22,16 @@ def token_confidence(
     The head is sliced, never copied or padded: the last tile begins early and skips what was seen.
     """
     valid = vocabulary_size(head, valid, forbidden)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = min(tile or max(LOGIT_BYTES // max(4 * rows.shape[0], 1), 128), head.shape[0])
+    positions = hidden.reshape(-1, hidden.shape[-1])
+    tile = min(tile or max(LOGIT_BYTES // max(4 * positions.shape[0], 1), 128), head.shape[0])
     last = head.shape[0] - tile
 
     def step(running, first):
         begin = jnp.minimum(first, last)
-        logits = product(rows, jax.lax.dynamic_slice_in_dim(head, begin, tile))
+        logits = product(positions, jax.lax.dynamic_slice_in_dim(head, begin, tile))
         ids = jnp.broadcast_to(begin + jnp.arange(tile, dtype=jnp.int32), logits.shape)
         return online.update(running, logits, ids, first, valid, forbidden), None
 
     firsts = jnp.arange(0, valid, tile, dtype=jnp.int32)
-    running, _ = jax.lax.scan(step, online.init(rows.shape[0]), firsts)
+    running, _ = jax.lax.scan(step, online.init(positions.shape[0]), firsts)
     return TokenConfidence(*(x.reshape(hidden.shape[:-1]) for x in online.finalize(running)))

@@ -26,7 +26,7 @@ def topk_evict(
     pool: int = 1,
     implementation: Implementation | None = None,
 ) -> Int[Array, "b k {width}"]:
-    """See `pallas_kernels.topk_evict.reference.topk_evict`, which defines the meaning.
+    """Positions of the best scores, as `pallas_kernels.topk_evict.reference.topk_evict` defines them.
 
     Args:
       score: importance of each position for each kv head, float32; larger is kept first.
@@ -34,7 +34,10 @@ def topk_evict(
       count: how many each head keeps; at most `width` are.
       width: static width of the result.
       pool: odd window of the maximum over neighbours; 1 pools nothing.
-      implementation: see `pallas_kernels.choice.Operation.run`.
+      implementation: see `pallas_kernels.choice`.
+
+    Raises:
+      ValueError: an invalid width or window, scores that are not float32, or another implementation.
     """
     check_options(score, width, pool)
     return OPERATION.run((score, among, count), dict(width=width, pool=pool), implementation)

@@ -1,6 +1,9 @@
-"""The best of each row without sorting: bit by bit, the value of the last one kept, then its position.
+"""The best scores of each head without sorting, by bisection.
 
-Only comparisons, counts and loops, so the same code is XLA's implementation and the body of the kernels.
+A head keeps all scores above some threshold, and of those equal to it the first ones. Bit by bit, from the
+highest, the threshold is found as the largest value that enough scores reach, then the position behind its
+last tie kept. Only comparisons, counts and loops, so the same code is XLA's implementation and the body of
+the kernels.
 """
 
 import jax
@@ -10,17 +13,20 @@ from jaxtyping import Array, Bool, Float, Int
 SIGN = -(2**31)
 
 
-def best(score: Float[Array, "r l"], count: Int[Array, "r 1"]) -> Bool[Array, "r l"]:
-    """The `count` largest of each row, ties to the lower index, never one of -inf."""
+def best(score: Float[Array, "n l"], count: Int[Array, "n 1"]) -> Bool[Array, "n l"]:
+    """The `count` largest of each of n heads, ties to the lower position, never one of -inf."""
     keys = _ordered(score)
 
+    # The largest integer that at least `count` keys reach.
     def value_bit(i, threshold):
-        higher = threshold ^ jax.lax.shift_left(
-            jnp.int32(1), 31 - i
-        )  # bit 31 is the sign: from below up to 0
+        # Bit 31 is the sign: setting it leads from below up to 0.
+        higher = threshold ^ jax.lax.shift_left(jnp.int32(1), 31 - i)
         return jnp.where(_count(keys >= higher) >= count, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, value_bit, jnp.full_like(count, SIGN))
+
+    # What is above it is kept; the ties fill up, lowest positions first: `end` is the furthest that is not
+    # too far.
     above = keys > threshold
     ties = keys == threshold
     missing = count - _count(above)
@@ -40,11 +46,11 @@ def kernel(score_ref, count_ref, keep_ref):
     keep_ref[...] = best(score_ref[...], count_ref[...]).astype(jnp.int32)
 
 
-def _ordered(score: Float[Array, "r l"]) -> Int[Array, "r l"]:
+def _ordered(score: Float[Array, "n l"]) -> Int[Array, "n l"]:
     """Integers in the order of the floats; 0 and -0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 
 
-def _count(true: Bool[Array, "r l"]) -> Int[Array, "r 1"]:
+def _count(true: Bool[Array, "n l"]) -> Int[Array, "n 1"]:
     return jnp.sum(true.astype(jnp.int32), axis=1, keepdims=True, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""`topk_evict` for NVIDIA GPUs (Pallas, Triton): one program per row, which stays in registers.
+"""`topk_evict` for NVIDIA GPUs (Pallas, Triton): one program per head, whose scores stay in registers.
 
 Never run on a GPU yet, only interpreted, and lowered for CUDA; Pallas' Triton backend is deprecated since
 jax 0.11.
@@ -36,16 +36,17 @@ def topk_evict(
     return xla.topk_evict(score, among, count, width, pool, functools.partial(_best, interpret=interpret))
 
 
-def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool) -> Bool[Array, "r l"]:
-    rows, length = score.shape
+def _best(score: Float[Array, "n l"], count: Int[Array, "n 1"], interpret: bool) -> Bool[Array, "n l"]:
+    heads, length = score.shape
     padding = max(pl.next_power_of_2(length), 32 * WARPS) - length
     padded = jnp.pad(score, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-    row = lambda columns: pl.BlockSpec((1, columns), lambda i: (i, 0))
+    # All scores of head i, filled up to a power of two with -inf, and how many it keeps.
+    of_head = lambda columns: pl.BlockSpec((1, columns), lambda i: (i, 0))
     keep = pl.pallas_call(
         bisection.kernel,
-        grid=(rows,),
-        in_specs=[row(padded.shape[1]), row(1)],
-        out_specs=row(padded.shape[1]),
+        grid=(heads,),
+        in_specs=[of_head(padded.shape[1]), of_head(1)],
+        out_specs=of_head(padded.shape[1]),
         out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,

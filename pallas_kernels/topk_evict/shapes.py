@@ -13,8 +13,8 @@ class Shape(NamedTuple):
     pool: int = 1
 
 
-SMALL = [  # interpreted on a CPU; the first two in every test run
-    Shape(3, 3, 257, 40, pool=5),  # more than one tile of rows
+SMALL = [  # interpreted on a CPU; the first in every test run
+    Shape(3, 3, 257, 40, pool=5),  # more than one tile of heads
     Shape(1, 7, 9, 4),
     Shape(1, 1, 1, 1),
     Shape(2, 4, 130, 130, pool=3),

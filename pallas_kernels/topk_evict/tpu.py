@@ -1,4 +1,4 @@
-"""`topk_evict` for TPUs (Pallas, Mosaic): all rounds of the bisection on 8 rows that stay in VMEM."""
+"""`topk_evict` for TPUs (Pallas, Mosaic): all rounds of the bisection on 8 heads that stay in VMEM."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.topk_evict import bisection, xla
 
-LANES, ROWS = 128, 8
+LANES, HEADS = 128, 8  # of a tile
 MOST_BYTES = 2**22  # of scores held at once; with the mask and what is loaded meanwhile about five times that
 VMEM_BYTES = 48 * 2**20
 
@@ -28,19 +28,21 @@ def topk_evict(
     Raises:
       NotImplementedError: more than 131 072 positions.
     """
-    if ROWS * score.shape[2] * 4 > MOST_BYTES:
-        raise NotImplementedError(f"{score.shape[2]} positions: at most {MOST_BYTES // (4 * ROWS)}")
+    if HEADS * score.shape[2] * 4 > MOST_BYTES:
+        raise NotImplementedError(f"{score.shape[2]} positions: at most {MOST_BYTES // (4 * HEADS)}")
     return xla.topk_evict(score, among, count, width, pool, functools.partial(_best, interpret=interpret))
 
 
-def _best(score: Float[Array, "r l"], count: Int[Array, "r 1"], interpret: bool) -> Bool[Array, "r l"]:
-    rows, length = score.shape
+def _best(score: Float[Array, "n l"], count: Int[Array, "n 1"], interpret: bool) -> Bool[Array, "n l"]:
+    heads, length = score.shape
     padded = jnp.pad(score, ((0, 0), (0, -length % LANES)), constant_values=-jnp.inf)
-    wide = pl.BlockSpec((ROWS, padded.shape[1]), lambda i: (i, 0))
+    # All scores of the i-th 8 heads (sequences apart), filled up to whole tiles with -inf, and how many each
+    # keeps.
+    wide = pl.BlockSpec((HEADS, padded.shape[1]), lambda i: (i, 0))
     keep = pl.pallas_call(
         bisection.kernel,
-        grid=(pl.cdiv(rows, ROWS),),
-        in_specs=[wide, pl.BlockSpec((ROWS, 1), lambda i: (i, 0))],
+        grid=(pl.cdiv(heads, HEADS),),
+        in_specs=[wide, pl.BlockSpec((HEADS, 1), lambda i: (i, 0))],
         out_specs=wide,
         out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_BYTES),

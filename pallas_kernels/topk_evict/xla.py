@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.topk_evict import bisection
 from pallas_kernels.topk_evict.reference import check_options, pooled
 
-Best = Callable[[Float[Array, "r l"], Int[Array, "r 1"]], Bool[Array, "r l"]]
+Best = Callable[[Float[Array, "n l"], Int[Array, "n 1"]], Bool[Array, "n l"]]
 
 
 def topk_evict(
@@ -19,7 +19,7 @@ def topk_evict(
     pool: int = 1,
     best: Best = bisection.best,
 ) -> Int[Array, "b k {width}"]:
-    """As the reference; `best` marks the `count` largest of each row."""
+    """As the reference; `best` marks the `count` largest of each head."""
     check_options(score, width, pool)
     index, packed = pooled(score, among, pool)
     length = score.shape[2]

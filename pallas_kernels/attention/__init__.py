@@ -1,0 +1,87 @@
+"""Attention, and what its weights show afterwards: what each key received, and their mean over heads."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention import xla
+from pallas_kernels.attention.xla import Mask, check_shapes
+from pallas_kernels.choice import Implementation, Operation, imported
+
+__all__ = ["ATTENTION", "HEAD_MEAN", "RECEIVED", "attention", "head_mean", "received"]
+
+
+ATTENTION, RECEIVED, HEAD_MEAN = (
+    Operation(
+        name=plain.__name__,
+        xla=plain,
+        kernels={
+            "tpu": imported("pallas_kernels.attention.tpu", plain.__name__),
+            "cuda": imported("pallas_kernels.attention.gpu", plain.__name__),
+        },
+    )
+    for plain in (xla.attention, xla.received, xla.head_mean)
+)
+
+
+def attention(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """Softmax attention and its log-sum-exp, as `pallas_kernels.attention.xla.attention` defines them.
+
+    Args:
+      q: queries; head i reads kv head i // (h // k).
+      k: keys.
+      v: values.
+      mask: True where a query may attend; None means everywhere.
+      lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
+      implementation: see `pallas_kernels.choice`.
+
+    Raises:
+      ValueError: shapes that do not go together, or another implementation.
+    """
+    check_shapes(q, k, mask, lengths)
+    return ATTENTION.run((q, k, v, mask, lengths), {}, implementation)
+
+
+def received(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    weight: Float[Array, "b q"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "b k s"]:
+    """Attention that each key receives, as `pallas_kernels.attention.xla.received` defines it.
+
+    Args:
+      q: queries.
+      k: keys.
+      lse: log-sum-exp of the scaled scores, from `attention`.
+      weight: of each query position.
+      mask: as given to `attention`, like the rest.
+      lengths: each kv head may read its first `lengths` slots.
+      implementation: see `pallas_kernels.choice`.
+
+    Raises:
+      ValueError: shapes that do not go together, or another implementation.
+    """
+    check_shapes(q, k, mask, lengths)
+    return RECEIVED.run((q, k, lse, weight, mask, lengths), {}, implementation)
+
+
+def head_mean(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "b q s"]:
+    """Attention weights averaged over query heads; arguments and errors as of `received`."""
+    check_shapes(q, k, mask, lengths)
+    return HEAD_MEAN.run((q, k, lse, mask, lengths), {}, implementation)

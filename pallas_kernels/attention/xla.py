@@ -1,0 +1,243 @@
+"""Attention that returns its log-sum-exp, and statistics of its weights recomputed from that, by XLA.
+
+These functions define the meaning of the operations; the kernels in `tpu.py` and `gpu.py` compute the same.
+One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
+per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
+`head_mean`). Where the scores of all queries would take more than `SCORE_BYTES`, they are computed for a
+chunk of queries at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num, PyTree
+
+Mask = Bool[Array, "#b #k #q s"]
+
+SCORE_BYTES = 2**28  # float32 scores of a chunk of queries: 256 MiB
+
+
+def attention(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """Softmax attention with grouped query heads; scale 1/sqrt(d), scores and softmax in float32.
+
+    Args:
+      q: queries; head i reads kv head i // (h // k). No query influences another.
+      k: keys, rotated.
+      v: values.
+      mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
+        hold anything, NaN included.
+      lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
+      chunk: queries at a time; None means as many as `SCORE_BYTES` allows.
+
+    Returns:
+      out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
+      nothing gives 0 and -inf.
+    """
+    mask, queries = _both(mask, lengths, k), q.shape[1]
+    if not k.shape[1]:
+        return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
+    if mask is not None:  # 0 * NaN is NaN
+        v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
+
+    def attend(mask, q):
+        probabilities, lse = _softmax(_scores(q, k, mask))
+        out = _einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
+        return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+    chunk = chunk or _chunk(q, k)
+    if queries <= chunk:
+        return attend(mask, q)
+    out, lse = _over_chunks(attend, chunk, mask, q)
+    return _joined(out, 1, queries), _joined(lse, 2, queries)
+
+
+def received(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    weight: Float[Array, "b q"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "b k s"]:
+    """Attention that each key receives from the weighted queries, summed over a kv head's query heads.
+
+    Query positions of weight 0 may hold anything, NaN included, and so may slots that no query may attend to,
+    which receive 0.
+
+    Args:
+      q: queries, as given to `attention`.
+      k: keys, as given to `attention`.
+      lse: log-sum-exp of the scaled scores, from `attention`.
+      weight: of each query position, float32.
+      mask: as given to `attention`.
+      lengths: as given to `attention`.
+      chunk: queries at a time; None means as many as `SCORE_BYTES` allows.
+    """
+
+    def send(mask, q, lse, weight):
+        weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
+        weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
+        return _einsum("bkgqs,bq->bks", weights, weight)
+
+    mask, chunk = _both(mask, lengths, k), chunk or _chunk(q, k)
+    by_query = q, jnp.swapaxes(lse, 1, 2), weight
+    if q.shape[1] <= chunk:
+        return send(mask, *by_query)
+    return jnp.sum(_over_chunks(send, chunk, mask, *by_query), axis=0)
+
+
+def head_mean(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "b q s"]:
+    """Attention weights averaged over all query heads (attention rollout), float32.
+
+    Arguments as of `received`. Slots that no query may attend to can hold anything and have weight 0.
+    """
+
+    def mean(mask, q, lse):
+        return jnp.mean(_probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask), axis=(1, 2))
+
+    mask, chunk = _both(mask, lengths, k), chunk or _chunk(q, k)
+    by_query = q, jnp.swapaxes(lse, 1, 2)
+    if q.shape[1] <= chunk:
+        return mean(mask, *by_query)
+    return _joined(_over_chunks(mean, chunk, mask, *by_query), 1, q.shape[1])
+
+
+def weights(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], mask: Mask | None = None
+) -> Float[Array, "b h q s"]:
+    """All attention weights of a few queries, float32; 0 for a query that may attend to nothing."""
+    b, queries, heads = q.shape[:3]
+    return _softmax(_scores(q, k, mask))[0].reshape(b, heads, queries, k.shape[1])
+
+
+def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
+    """Each kv head may read its first `lengths` of `slots` cached pairs."""
+    return jnp.arange(slots) < lengths[:, :, None, None]
+
+
+def check_shapes(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    mask: Mask | None,
+    lengths: Int[Array, "b k"] | None,
+) -> None:
+    """Refuses arrays whose shapes do not fit together.
+
+    Raises:
+      ValueError: query heads that are not a multiple of the kv heads, or a mask or lengths of another shape.
+    """
+    batch, slots, kv_heads, head = k.shape
+    if q.shape[0] != batch or q.shape[3] != head or q.shape[2] % kv_heads:
+        raise ValueError(f"queries {q.shape} do not go with keys {k.shape}")
+    full = batch, kv_heads, q.shape[1], slots
+    if mask is not None and (
+        len(mask.shape) != 4
+        or mask.shape[3] != slots
+        or any(found not in (1, wanted) for found, wanted in zip(mask.shape, full, strict=True))
+    ):
+        raise ValueError(f"mask {mask.shape} must be {full}, or 1 along any axis but the last")
+    if lengths is not None and lengths.shape != (batch, kv_heads):
+        raise ValueError(f"lengths {lengths.shape} must be {(batch, kv_heads)}")
+
+
+def queries_at_once(batch: int, heads: int, slots: int) -> int:
+    """How many queries have scores that fit into `SCORE_BYTES`: a power of two, at least 16."""
+    fitting = SCORE_BYTES // max(4 * batch * heads * slots, 1)
+    return max(16, 1 << max(fitting.bit_length() - 1, 0))
+
+
+def _chunk(q, k) -> int:
+    return queries_at_once(q.shape[0], q.shape[2], k.shape[1])
+
+
+def _both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:
+    """What both the mask and the lengths allow; None if neither is given."""
+    if lengths is None:
+        return mask
+    within = length_mask(lengths, k.shape[1])
+    return within if mask is None else mask & within
+
+
+def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
+    """Scaled products of the g query heads of each kv head; -inf where masked."""
+    b, queries, heads, head = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(b, queries, kv_heads, heads // kv_heads, head)
+    scores = _einsum("bqkgd,bskd->bkgqs", grouped, k, out=jnp.float32) * head**-0.5
+    return scores if mask is None else jnp.where(mask[:, :, None], scores, -jnp.inf)
+
+
+def _softmax(
+    scores: Float[Array, "b k g q s"],
+) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"]]:
+    """Probabilities and log-sum-exp of the scores; 0 and -inf where all of them are -inf."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    safe = jnp.where(total > 0, total, 1.0)
+    return weights / safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+
+
+def _probabilities(q, k, lse, mask) -> Float[Array, "b k g q s"]:
+    """exp(score - lse); 0 for a query that may attend to nothing."""
+    scores = _scores(q, k, mask)
+    lse = lse.reshape(*scores.shape[:4], 1)
+    return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, jnp.inf))
+
+
+def _einsum(formula: str, x: Float[Array, "..."], y: Float[Array, "..."], out=None) -> Float[Array, "..."]:
+    """`jnp.einsum`, float32 at full precision (no TF32), narrower types at the hardware's default."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=out)
+
+
+def _over_chunks(
+    function: Callable[..., PyTree[Array]],
+    chunk: int,
+    mask: Mask | None,
+    *arrays: Num[Array, "b q ..."],
+) -> Any:
+    """`function(mask, *arrays)` for each chunk of the queries, results stacked [n ...].
+
+    Args:
+      function: of a mask and arrays of `chunk` queries.
+      chunk: queries at a time; the last chunk is padded with zeros that may attend to nothing.
+      mask: queries on axis 2, or 1 for all of them; None stays None.
+      *arrays: queries on axis 1.
+    """
+    split = [_split(array, 1, chunk) for array in arrays]
+    if mask is None or mask.shape[2] == 1:
+        return jax.lax.map(lambda parts: function(mask, *parts), split)
+    return jax.lax.map(lambda parts: function(*parts), [_split(mask, 2, chunk), *split])
+
+
+def _joined(stacked: Num[Array, "n *rest"], axis: int, queries: int) -> Array:
+    """[n ... chunk ...] as [... queries ...], the queries on `axis`."""
+    parts = jnp.moveaxis(stacked, 0, axis)
+    whole = parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(whole, 0, queries, axis=axis)
+
+
+def _split(array: Array, axis: int, chunk: int) -> Array:
+    """[... queries ...] as [n ... chunk ...], padded with zeros."""
+    n = -(-array.shape[axis] // chunk)
+    widths = [(0, n * chunk - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
+    parts = jnp.pad(array, widths).reshape(*array.shape[:axis], n, chunk, *array.shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis, 0)

@@ -1,0 +1,293 @@
+"""`attention`, `received` and `head_mean`: every implementation against float64 numpy.
+
+`tests/test_attention.py` tests XLA's form on its own: masks that differ by query, chunks of queries,
+gradients.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received
+from pallas_kernels.attention.shapes import DECODING, MODELS, SMALL, Shape
+
+from . import ahead_of_time
+from .kernel_cases import explaining, in_both_dtypes, some
+
+OPERATIONS = {"attention": ATTENTION, "received": RECEIVED, "head_mean": HEAD_MEAN}
+explain = explaining(ATTENTION)
+IMPLEMENTATIONS = {
+    **{
+        platform: {
+            name: functools.partial(of.kernels[platform], interpret=True) for name, of in OPERATIONS.items()
+        }
+        for platform in ("tpu", "cuda")
+    },
+    "xla": {name: of.xla for name, of in OPERATIONS.items()},
+    "xla in chunks of 4": {name: functools.partial(of.xla, chunk=4) for name, of in OPERATIONS.items()},
+}
+# float32 sums of up to 700 terms, scores up to about 15, off by 1e-6 of that, in an exponent; bfloat16
+# operands have exact float32 products. In bfloat16 weights and results are rounded to 8 bits: off by 1/128 at
+# most.
+TOLERANCE = dict(rtol=5e-5, atol=1e-5)
+ROUNDED = dict(rtol=1 / 128, atol=1 / 128)
+
+
+class Operands(NamedTuple):
+    """Arrays of all three operations; None where there is no mask or no lengths."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    lse: jax.Array
+    weight: jax.Array
+    mask: jax.Array | None
+    lengths: jax.Array | None
+
+
+def operands(shape: Shape, dtype=jnp.float32) -> Operands:
+    """Random operands; what may hold anything holds NaN.
+
+    The first kv head has length 0, the last one is full, and the second half of the first mask is False. The
+    first and the last of several queries are NaN, as is the first one's log-sum-exp, and have weight 0; so
+    are the invisible slots.
+    """
+    rng = np.random.default_rng(shape.slots)
+    batch, slots, kv_heads = shape.batch, shape.slots, shape.kv_heads
+    q = rng.standard_normal((batch, shape.queries, shape.heads, shape.head)) * 3
+    k, v = rng.standard_normal((2, batch, slots, kv_heads, shape.head))
+    weight = rng.random((batch, shape.queries))
+    mask = lengths = None
+    if shape.visible in ("lengths", "both"):
+        lengths = rng.integers(0, slots + 1, (batch, kv_heads), dtype=np.int32)
+        lengths.flat[0], lengths.flat[-1] = 0, slots
+    if shape.visible in ("keys", "keys per head", "both"):
+        mask = rng.random((batch, kv_heads if shape.visible == "keys per head" else 1, 1, slots)) < 0.6
+        mask[0, 0, 0, slots // 2 :] = False
+    hidden = ~np.moveaxis(visible(shape, mask, lengths), 1, 2)
+    k[hidden], v[hidden] = np.nan, np.nan
+    q, k, v = (np.asarray(x, dtype) for x in (q, k, v))  # rounded before the log-sum-exp is taken
+    lse = explicit(shape, q, k, v, weight, mask, lengths)[1]
+    if shape.queries > 1:
+        q[:, 0], q[:, -1], lse[:, :, 0] = np.nan, np.nan, np.nan
+        weight[:, 0], weight[:, -1] = 0, 0
+    if shape.queries > 2:
+        lse[:, 0, 1] = -np.inf  # a query that saw nothing sends nothing, whatever it may see now
+    lse, weight = lse.astype(np.float32), weight.astype(np.float32)
+    return Operands(*(None if x is None else jnp.asarray(x) for x in (q, k, v, lse, weight, mask, lengths)))
+
+
+def visible(shape: Shape, mask, lengths) -> np.ndarray:
+    """Bool[b k s]."""
+    seen = np.ones((shape.batch, shape.kv_heads, shape.slots), bool)
+    if mask is not None:
+        seen &= np.asarray(mask)[:, :, 0]
+    if lengths is not None:
+        seen &= np.arange(shape.slots) < np.asarray(lengths)[..., None]
+    return seen
+
+
+def explicit(shape: Shape, q, k, v, weight, mask, lengths, idle=False):
+    """Attention, log-sum-exp, received and head mean, one head at a time, by float64 numpy.
+
+    Queries that are `idle` [b h q] send nothing, and have no weights in the mean.
+    """
+    idle = np.broadcast_to(idle, (shape.batch, shape.heads, shape.queries))
+    q, k, v, weight = (np.asarray(x, np.float64) for x in (q, k, v, weight))
+    seen = visible(shape, mask, lengths)
+    out, lse = np.zeros(q.shape), np.full((shape.batch, shape.heads, shape.queries), -np.inf)
+    given = np.zeros((shape.batch, shape.kv_heads, shape.slots))
+    mean = np.zeros((shape.batch, shape.queries, shape.slots))
+    for b, h in np.ndindex(shape.batch, shape.heads):
+        group = h * shape.kv_heads // shape.heads
+        some = seen[b, group]
+        if some.any():
+            scores = q[b, :, h] @ k[b, some, group].T / np.sqrt(shape.head)
+            top = scores.max(axis=-1)
+            lse[b, h] = top + np.log(np.exp(scores - top[:, None]).sum(axis=-1))
+            p = np.exp(scores - lse[b, h][:, None])
+            out[b, :, h] = p @ v[b, some, group]
+            p[idle[b, h]] = 0
+            given[b, group, some] += weight[b][weight[b] != 0] @ p[weight[b] != 0]
+            mean[b][:, some] += p / shape.heads
+    return out, lse, given, mean
+
+
+def all_three(of, q, k, v, lse, weight, mask, lengths):
+    """The results of one implementation, as one program."""
+    out, found_lse = of["attention"](q, k, v, mask, lengths)
+    given = of["received"](q, k, lse, weight, mask, lengths)
+    return out, found_lse, given, of["head_mean"](q, k, lse, mask, lengths)
+
+
+def check(shape: Shape, arrays: Operands, found):
+    out, lse, given, mean = found
+    assert (out.dtype, lse.dtype) == (arrays.q.dtype, jnp.float32)
+    assert (given.dtype, mean.dtype) == (jnp.float32, jnp.float32)
+    q, k, v, sent_lse, *rest = arrays
+    wanted = explicit(shape, q, k, v, *rest, idle=np.isneginf(sent_lse))
+    real = slice(1, -1) if shape.queries > 1 else slice(None)  # the others are NaN
+    tolerance = TOLERANCE if out.dtype == jnp.float32 else ROUNDED
+    np.testing.assert_allclose(np.asarray(out[:, real], np.float32), wanted[0][:, real], **tolerance)
+    np.testing.assert_allclose(lse[..., real], wanted[1][..., real], **TOLERANCE)
+    np.testing.assert_allclose(given, wanted[2], **TOLERANCE)
+    np.testing.assert_allclose(mean[:, real], wanted[3][:, real], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
+@pytest.mark.parametrize("name", some(IMPLEMENTATIONS, 2))
+def test_equals_float64(name, shape, dtype, monkeypatch):
+    monkeypatch.setattr(gpu, "PROGRAMS", 8)  # so that a program for 700 slots walks over several tiles
+    arrays = operands(shape, dtype)
+    run = functools.partial(all_three, IMPLEMENTATIONS[name])
+    if name == "cuda" and shape.head == 24:
+        with pytest.raises(NotImplementedError, match="head width 24"):
+            run(*arrays)
+        return
+    check(shape, arrays, jax.jit(run)(*arrays))
+
+
+def test_xla_takes_a_mask_and_lengths_together_in_chunks():
+    arrays = operands(SMALL[0])
+    run = functools.partial(all_three, IMPLEMENTATIONS["xla in chunks of 4"])
+    check(SMALL[0], arrays, jax.jit(run)(*arrays))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL[:2], 2))
+def test_as_many_programs_as_tiles(shape, dtype):
+    """Short caches leave one tile to each program of the GPU."""
+    arrays = operands(shape, dtype)
+    check(shape, arrays, jax.jit(functools.partial(all_three, IMPLEMENTATIONS["cuda"]))(*arrays))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("offset", [-3e4, 3e4])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_large_scores_do_not_overflow(name, offset):
+    shape = Shape(1, 1, 2, 1, 64, 150)
+    q, k, v, _, weight, *rest = operands(shape)
+    q, k = q.at[..., 0].set(8.0), k.at[..., 0].set(offset)
+    # scores near 3e4 are 2^-9 apart in float32
+    wanted = explicit(shape, q, k, v, weight, *rest)
+    out, lse = jax.jit(IMPLEMENTATIONS[name]["attention"])(q, k, v, *rest)
+    np.testing.assert_allclose(out, wanted[0], atol=0.05)
+    np.testing.assert_allclose(lse, wanted[1], rtol=1e-6)
+
+
+@pytest.mark.exhaustive  # for one shape, `test_kernels_in_the_engine.py` does so in every run
+@pytest.mark.parametrize("implementation", ["pallas", None, "xla"])
+def test_every_choice_gives_the_same(implementation):
+    chosen = dict(attention=attention, received=received, head_mean=head_mean)
+    of = {name: functools.partial(run, implementation=implementation) for name, run in chosen.items()}
+    arrays = operands(SMALL[3])
+    check(SMALL[3], arrays, jax.jit(functools.partial(all_three, of))(*arrays))
+
+
+def test_what_a_kernel_does_not_serve_is_said():
+    for name, operation in OPERATIONS.items():
+        said = explaining(operation)(*abstract(name, SMALL[-1], jnp.float32))
+        assert "head width 24" in said["cuda"]
+        assert "not measured" in said["tpu"]
+    half = explain(*abstract("attention", SMALL[0], jnp.float16))
+    assert half["tpu"] == "xla: q float16, v float16, k float16: all float32 or all bfloat16"
+    narrow = explain(*abstract("attention", Shape(1, 2, 2, 2, 20, 8), jnp.float32))
+    assert narrow["tpu"].startswith("xla: head width 20")
+    assert "no slots" in explain(*abstract("attention", Shape(1, 2, 2, 2, 64, 0), jnp.float32))["cuda"]
+    q, k, v, _, lengths = abstract("attention", SMALL[0], jnp.float32)
+    by_query = jax.ShapeDtypeStruct((1, 1, SMALL[0].queries, SMALL[0].slots), jnp.bool_)
+    assert explain(q, k, v, by_query, lengths)["tpu"] == "xla: the mask differs between query positions"
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(1, 2, 2, 1, 16, 0), Shape(1, 0, 2, 1, 16, 3)], ids=["slots", "queries"]
+)
+def test_nothing_to_attend_to_or_nobody_to_attend(shape):
+    q, k = (jnp.ones(x.shape) for x in abstract("attention", shape, jnp.float32)[:2])
+    out, lse = jax.jit(ATTENTION.xla)(q, k, k)
+    assert (out.shape, lse.shape) == (q.shape, (1, 2, shape.queries))
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -jnp.inf)
+    reason = "xla: no slots" if shape.queries else "xla: no queries"
+    assert explain(q, k, k)["tpu"] == explain(q, k, k)["cuda"] == reason
+
+
+def test_a_platform_whose_kernel_does_not_support_a_call_takes_xla_though_others_do_not(caplog):
+    narrow = abstract("attention", SMALL[-1], jnp.float32)
+    with caplog.at_level("INFO", logger="pallas_kernels"):
+        traced = jax.jit(functools.partial(attention, implementation="pallas")).trace(*narrow)
+    assert "attention: on cuda XLA instead of a kernel: head width 24 is not in" in caplog.text
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_shapes_that_do_not_go_together(unannotated):
+    q, k, v, lse, weight, mask, lengths = operands(SMALL[0])
+    for run in (attention, head_mean):
+        with pytest.raises(ValueError, match=r"queries \(2, 5, 7, 128\) do not go with keys"):
+            run(q[:, :, :7], k, v)
+    with pytest.raises(ValueError, match=r"queries \(2, 5, 7, 128\) do not go with keys"):
+        received(q[:, :, :7], k, lse, weight)
+    for wrong in (mask[..., 1:], mask[:, 0, 0], jnp.ones((2, 3, 1, 150), bool)):
+        with pytest.raises(ValueError, match=r"mask \(2, .*\) must be \(2, 2, 5, 150\), or 1 along any axis"):
+            attention(q, k, v, wrong)
+    with pytest.raises(ValueError, match=r"lengths \(2, 1\) must be \(2, 2\)"):
+        attention(q, k, v, mask, lengths[:, :1])
+
+
+def abstract(of: str, shape: Shape, dtype) -> list:
+    """Operands of one operation as shapes."""
+    struct = jax.ShapeDtypeStruct
+    q = struct((shape.batch, shape.queries, shape.heads, shape.head), dtype)
+    k = struct((shape.batch, shape.slots, shape.kv_heads, shape.head), dtype)
+    lse = struct((shape.batch, shape.heads, shape.queries), jnp.float32)
+    weight = struct((shape.batch, shape.queries), jnp.float32)
+    masks = {"keys": 1, "both": 1, "keys per head": shape.kv_heads}
+    heads = masks.get(shape.visible)
+    mask = None if heads is None else struct((shape.batch, heads, 1, shape.slots), jnp.bool_)
+    lengths = struct((shape.batch, shape.kv_heads), jnp.int32)
+    seen = [mask, lengths if shape.visible in ("lengths", "both") else None]
+    return {"attention": [q, k, k], "received": [q, k, lse, weight], "head_mean": [q, k, lse]}[of] + seen
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*SMALL[:1], *DECODING.values(), *SMALL[1:]], 5))
+def test_attention_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimised):
+    def by_heads(q, k, v, *seen):
+        """A cache that lies in memory as the kernel wants it."""
+        return ATTENTION.kernels["tpu"](q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), *seen)
+
+    q, k, _, *seen = abstract("attention", shape, dtype)
+    heads_first = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, shape.slots, shape.head), dtype)
+    program = ahead_of_time.compiled_for_v5e(by_heads, q, heads_first, heads_first, *seen)
+    assert "tpu_custom_call" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < max(k.size, 2**20)  # no copy of K or V, no scores
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(MODELS.values()), *SMALL], 4))
+@pytest.mark.parametrize("of", ["received", "head_mean"])
+def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised):
+    def by_heads(q, k, *rest):
+        """Keys that lie in memory as the kernel wants them."""
+        return OPERATIONS[of].kernels["tpu"](q, jnp.swapaxes(k, 1, 2), *rest)
+
+    q, _, *rest = abstract(of, shape, dtype)
+    heads_first = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, shape.slots, shape.head), dtype)
+    program = ahead_of_time.compiled_for_v5e(by_heads, q, heads_first, *rest)
+    assert "tpu_custom_call" in program.as_text()
+    # no weights: queries by kv head, and columns, which take 512 bytes for each query
+    queries = shape.batch * shape.queries * shape.heads
+    most = queries * (2 * shape.head * q.dtype.itemsize + 1024) + 2**20
+    assert program.memory_analysis().temp_size_in_bytes < most
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:6]], 4))
+@pytest.mark.parametrize("of", OPERATIONS)
+def test_lowers_for_cuda(of, shape, dtype):
+    with ahead_of_time.h100():
+        traced = jax.jit(OPERATIONS[of].kernels["cuda"]).trace(*abstract(of, shape, dtype))
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
