@@ -34,7 +34,7 @@ def test_the_demonstration_answers_and_measures(tmp_path):
 def test_bad_options_are_refused():
     run = subprocess.run([sys.executable, "-m", "dllm_jax", "--prompts", "0"], capture_output=True, text=True)
     assert run.returncode != 0
-    assert "prompts=0 must be at least 1" in run.stderr
+    assert "prompts=0 must be a whole number of at least 1" in run.stderr
 
 
 def test_order_is_the_step_of_decoding():
