@@ -11,12 +11,17 @@ from transformers import AutoTokenizer
 from dllm_jax import embedded
 from dllm_jax.demo.show import END, grid, order
 from dllm_jax.tasks import tokenizer
+from tests.conftest import CACHE
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
-    cheaply = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # as conftest.py does for other tests
+    cheaply = os.environ | {  # as conftest.py does for other tests
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
     run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=cheaply)
     assert run.returncode == 0, run.stderr
     tables = json.loads(report.read_text())["tables"]
