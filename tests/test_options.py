@@ -163,7 +163,7 @@ class Everything(Options):
     anything: Any = None
     either: int | str = 1
     pair: tuple[int, int] = (1, 2)
-    made: Any = dataclasses.field(default=None, init=False)
+    made: int = dataclasses.field(default=2.5, init=False)  # no argument, so not checked
     constant: ClassVar[int] = 2.5
 
 
