@@ -26,8 +26,8 @@ from rich.table import Table
 from bench.shared.models import shape
 from dllm_jax import ModelSpec
 from dllm_jax.checkpoint.conversion import LIBRARIES
-from dllm_jax.checkpoint.families import family_of, spec_to_config
-from dllm_jax.checkpoint.names.table import foreign_shape, units
+from dllm_jax.checkpoint.families import spec_to_config, units_of
+from dllm_jax.checkpoint.names.table import hf_shape
 from dllm_jax.checkpoint.writer import plan, write
 from dllm_jax.provenance import now, versions
 
@@ -56,18 +56,18 @@ def synthesise(path: Path, spec: ModelSpec, shards: int) -> int:
     """Writes a random bfloat16 checkpoint one tensor at a time; returns the bytes of its weights."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(spec_to_config(spec, "bfloat16")))
-    parts = units(spec, family_of(spec).names)
-    size = sum(int(np.prod(foreign_shape(spec, e))) for unit in parts for e in unit.entries) * BF16.itemsize
-    write(path, plan(spec, parts, BF16, int(size / shards * 1.05)), _random_tensors(spec))
+    parts = units_of(spec)
+    size = sum(int(np.prod(hf_shape(spec, e))) for unit in parts for e in unit.entries) * BF16.itemsize
+    write(path, plan(spec, BF16, int(size / shards * 1.05)), _random_tensors(spec))
     return size
 
 
 def _random_tensors(spec: ModelSpec) -> Iterator[np.ndarray]:
     """Random signs and mantissas with exponents from 2^-7 to 2^-4: incompressible, finite, cheap to draw."""
     rng = np.random.default_rng(0)
-    for unit in units(spec, family_of(spec).names):
+    for unit in units_of(spec):
         for entry in unit.entries:
-            bits = rng.integers(0, 2**16, foreign_shape(spec, entry), dtype=np.uint16)
+            bits = rng.integers(0, 2**16, hf_shape(spec, entry), dtype=np.uint16)
             yield ((bits & 0x81FF) + np.uint16(120 << 7)).view(BF16)
 
 

@@ -6,7 +6,7 @@ import tyro
 from rich.console import Console
 
 from dllm_jax.checkpoint import Tolerance, verify
-from dllm_jax.checkpoint.report import table
+from dllm_jax.checkpoint.verification import report
 from dllm_jax.command_line import plain_errors
 
 
@@ -28,7 +28,7 @@ def main(
     """
     with plain_errors():
         found = verify(a, b, tokens, seed, tolerance)
-    Console().print(table(found))
+    Console().print(report(found))
     raise SystemExit(0 if found.ok else 1)
 
 

@@ -1,4 +1,4 @@
-"""What command lines share."""
+"""How command lines report bad input."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Bad input ends the program with exit code 2 and the message alone, without a traceback."""
+    """Ends the program on bad input with exit code 2 and the message alone, without a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -297,7 +297,7 @@ def _sequence(item: Any, marks: list[Any]) -> Rule | None:
             raise ValueError
         return tuple(map(rule.read, items))
 
-    words = f"{rule.several}, at least {least}" if least else rule.several
+    words = f"{'one' if least == 1 else least} or more {rule.several}" if least else rule.several
     if any(isinstance(mark, PerLayer) for mark in marks):
         words = f"{rule.several}, one per layer"
     return Rule(read, words, f"sequences of {words}")

@@ -11,12 +11,12 @@ NOT_INSTALLED = "not installed"  # dllm_jax itself, run from a checkout
 
 
 class Device(NamedTuple):
-    """The devices of this process.
+    """The devices of this process, all of one kind.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: the model, e.g. "NVIDIA H100 80GB HBM3".
-      count: how many.
+      count: how many devices there are.
     """
 
     platform: str
@@ -25,18 +25,18 @@ class Device(NamedTuple):
 
 
 def device() -> Device:
-    """The default device and how many there are."""
+    """Describes the default device and counts the devices."""
     first = jax.devices()[0]
     return Device(first.platform, first.device_kind, jax.device_count())
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Installed version of each distribution, or `NOT_INSTALLED`."""
+    """The installed version of each distribution by name, or `NOT_INSTALLED`."""
     return {name: _version(name) for name in names}
 
 
 def now() -> str:
-    """Date and time in UTC, ISO 8601, to the second."""
+    """The current date and time in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

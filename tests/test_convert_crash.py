@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from dllm_jax.checkpoint import convert, export
 from dllm_jax.checkpoint import converted
+from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.source import open_checkpoint
 
 job, source, destination, overwrite = json.loads(sys.argv[1])
@@ -60,7 +61,7 @@ def die_at(moment):
 
 def whole():
     checkpoint = open_checkpoint(destination)
-    for unit in checkpoint.units:
+    for unit in units_of(checkpoint.spec):
         checkpoint.read(unit)
 
 

@@ -11,12 +11,17 @@ from transformers import AutoTokenizer
 from dllm_jax import embedded
 from dllm_jax.demo.show import END, grid, order
 from dllm_jax.tasks import tokenizer
+from tests.conftest import CACHE
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
-    cheaply = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # as conftest.py does for other tests
+    cheaply = os.environ | {  # as conftest.py does for other tests
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
     run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=cheaply)
     assert run.returncode == 0, run.stderr
     tables = json.loads(report.read_text())["tables"]
@@ -34,7 +39,7 @@ def test_the_demonstration_answers_and_measures(tmp_path):
 def test_bad_options_are_refused():
     run = subprocess.run([sys.executable, "-m", "dllm_jax", "--prompts", "0"], capture_output=True, text=True)
     assert run.returncode != 0
-    assert "prompts=0 must be at least 1" in run.stderr
+    assert "prompts=0 must be a whole number of at least 1" in run.stderr
 
 
 def test_order_is_the_step_of_decoding():

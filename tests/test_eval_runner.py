@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_jax import embedded, policies, samplers, tasks
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.checkpoint.files import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.results.record import fingerprint, provenance, totals
 from dllm_jax.eval.run import runner as runner_module

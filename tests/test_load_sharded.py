@@ -41,6 +41,12 @@ def check(path, alone, mesh):
     assert local(layers["down"]) == (3, 48 // ways, 32)
     assert local(layers["mlp_norm"]) == (3, 32)
     chex.assert_trees_all_equal(alone.params, model.params, strict=True)
+    split = [name for name, leaf in named.items() if not leaf.sharding.is_fully_replicated]
+    (line,) = (line for line in repr(model).splitlines() if "mesh " in line)
+    axes, names = line.removeprefix("  mesh    ").split("; split over it: ")
+    assert axes == ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    assert sorted(names.split(", ")) == sorted(split or ["nothing"]), (names, split)
+    assert "mesh" not in repr(alone)
     return model
 
 

@@ -97,8 +97,8 @@ def test_every_field_refuses_another_type(kind, field, value):
         (lambda: samplers.Confidence(top_p=0), r"top_p=0 must be a number in \(0, 1\], or None"),
         (lambda: samplers.DreamSchedule(eps=1), r"eps=1 must be a number in \(0, 1\)"),
         (lambda: samplers.Confidence(alg="x"), "alg='x' must be one of 'prob', 'margin', 'entropy'"),
-        (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be whole numbers of at least 1, at least 1"),
-        (lambda: Ladder(64), "rungs=64 must be whole numbers"),
+        (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be one or more whole numbers of at least 1"),
+        (lambda: Ladder(64), "rungs=64 must be one or more whole numbers"),
         (lambda: Ladder((64, 32)), r"rungs=\(64, 32\) must ascend, such as"),
         (lambda: dj.generate(tiny("llada"), [1, 2], length=8.0), "response=8.0 must be a whole number"),
         (lambda: dj.generate(tiny("llada"), [1, 2], buckets=[64, 128]), r"buckets=\[64, 128\] must be"),
@@ -163,7 +163,7 @@ class Everything(Options):
     anything: Any = None
     either: int | str = 1
     pair: tuple[int, int] = (1, 2)
-    made: Any = dataclasses.field(default=None, init=False)
+    made: int = dataclasses.field(default=2.5, init=False)  # no argument, so not checked
     constant: ClassVar[int] = 2.5
 
 
@@ -259,7 +259,7 @@ REFUSED = [
     ("profile", np.ones(()), "finite numbers, one per layer$"),
     ("profile", None, "finite numbers, one per layer$"),
     ("counts", (1, -1), "whole numbers of at least 0$"),
-    ("parts", (Part(),), "Parts, at least 2$"),
+    ("parts", (Part(),), "2 or more Parts$"),
     ("words", ("a", "c"), "each one of 'a', 'b'$"),
 ]
 

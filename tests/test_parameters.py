@@ -1,5 +1,8 @@
 """Shapes, counts and initial values of the parameters."""
 
+import dataclasses
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.nn import sharding
-from dllm_jax.nn.parameters import INIT_STD, abstract, count, initialise
+from dllm_jax.nn.parameters import INIT_STD, abstract, count, describe, initialise
 from tests.models import FAMILIES, spec, tiny
 
 drawn = jax.jit(initialise, static_argnums=0)
@@ -113,3 +116,51 @@ def test_a_tied_head_is_the_embedding():
 def test_a_spec_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         spec("llada", **changes)
+
+
+PRINTED = """\
+Model(llada, {size} parameters, {dtype})
+  embed   [v m]
+  layers  attn_norm [n m], q [n m h d], k [n m k d], v [n m k d], o [n h d m], mlp_norm [n m], \
+gate [n m f], up [n m f], down [n f m]
+  norm    [m]
+  head    [v m]"""
+
+
+def printed(params) -> str:
+    lengths = sharding.sizes(spec("llada"))
+    shapes = re.sub(r"\[(.*?)\]", lambda m: f"[{' '.join(str(lengths[a]) for a in m[1].split())}]", PRINTED)
+    return shapes.format(size=f"{count(params):,}", dtype=params["embed"].dtype)
+
+
+def test_a_model_prints_a_line_per_group_of_parameters():
+    model = tiny("llada")
+    assert repr(model) == printed(model.params)
+    assert (
+        repr(dataclasses.replace(model, implementation="xla"))
+        == printed(model.params) + "\n  attention by xla"
+    )
+    assert len(repr(tiny("dream", tied=True)).splitlines()) == 4
+    assert re.search(r"q_bias \[\d+ \d+ \d+\], k_bias", repr(tiny("dream")))
+    mixed = dataclasses.replace(model, params=model.params | {"norm": jnp.ones(32, jnp.bfloat16)})
+    assert "parameters, bfloat16, float32)" in repr(mixed)
+
+
+def test_models_without_values_print_alike():
+    described = spec("llada")
+    shapes = abstract(described, jnp.bfloat16)
+    assert repr(dj.Model(shapes, described)) == printed(shapes)
+    traced = []
+
+    @jax.jit
+    def program(model):
+        traced.append(repr(model))
+        return model.params["norm"]
+
+    model = tiny("llada")
+    jax.eval_shape(program, model)
+    assert traced == [printed(model.params)]
+    axes = jax.tree.map(lambda _: None, model)  # as in vmap(in_axes=...): no arrays at all
+    assert repr(axes).startswith("Model(llada, 0 parameters, no dtype)\n  embed   None\n")
+    assert repr(dj.Model({}, described)) == "Model(llada, 0 parameters, no dtype)"
+    assert describe(0) == ["params=0"]

@@ -209,7 +209,7 @@ def test_the_pyramid_preset_descends_at_the_prompts_of_its_paper(prompt):
         ("policy = 'SparseDLM()'", "x.toml, t: .*SparseDLM is not one of .*SparseDLLM"),
         (
             "policy = 'Policy()'\nwidth = 3",
-            "x.toml, t: 'width' is not among the fields policy, source, sampler",
+            "x.toml, t: 'width' is not among the fields sampler, length, block, steps, policy",
         ),
         ("policy = 'Policy()'\nsampler = 'open(1)'", "open is not one of"),
         ("policy = 'Policy()'\nlength = 7\nblock = 2", "length=7 must be a multiple of block=2"),

@@ -133,13 +133,13 @@ def test_exact_ignores_white_space_around_an_answer_only():
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        (Recall, {"alphabet": 1}, r"alphabet=1 must lie in \[2, 40\]"),
+        (Recall, {"alphabet": 1}, r"alphabet=1 must be a whole number in 2\.\.40"),
         (Recall, {"digits": 0}, "digits=0"),
         (Recall, {"filler": -1}, "filler=-1"),
         (Recall, {"hold_out": 1}, "hold_out=1"),
-        (Chain, {"letters": 41}, r"letters=41 must lie in \[2, 40\]"),
+        (Chain, {"letters": 41}, r"letters=41 must be a whole number in 2\.\.40"),
         (Chain, {"hold_out": 0}, "hold_out=0"),
-        (FewShot, {"kinds": 10}, r"kinds=10 must lie in \[2, 9\]"),
+        (FewShot, {"kinds": 10}, r"kinds=10 must be a whole number in 2\.\.9"),
         (FewShot, {"wrong": -1}, "wrong=-1"),
         (FewShot, {"hold_out": 1}, "hold_out=1"),
     ],

@@ -23,7 +23,7 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
     config = TrainConfig(steps=10, learning_rate=1e-3, muon=0.1, warmup=0, weight_decay=0.0)
     gradient = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
     step = optimiser(config)
-    updates, _ = step.update(gradient, step.init(params), params)
+    updates, _ = jax.jit(step.update)(gradient, jax.jit(step.init)(params), params)
     shapes = {"q": (2, 32, -1), "o": (2, -1, 32), "gate": (2, 32, 48), "down": (2, 48, 32)}
     for name, shape in shapes.items():
         u = updates["layers"][name].reshape(shape)
@@ -32,7 +32,7 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
         assert 0.5 < float(jnp.quantile(singular, 0.2)) < float(singular.max()) < 1.5, name
     adamw = optax.adamw(1e-3, b2=config.beta2, weight_decay=0.0, nesterov=True)
     clipped = jax.tree.map(lambda g: g / optax.tree.norm(gradient), gradient)
-    expected, _ = adamw.update(clipped, adamw.init(params), params)
+    expected, _ = jax.jit(adamw.update)(clipped, jax.jit(adamw.init)(params), params)
     for name in ("embed", "norm"):
         np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
 

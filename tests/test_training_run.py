@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.nn.model import Model
-from dllm_jax.training import Batch, Batches, TrainConfig, begin, log, train, train_step
+from dllm_jax.training import Batch, Batches, TrainConfig, begin, train, train_step
+from dllm_jax.training.run_directory import read_log
 from tests.models import cast, tiny
 
 CONFIG = TrainConfig(steps=10, learning_rate=3e-3, warmup=2, decay=3, review_every=2, save_every=4)
@@ -73,7 +74,7 @@ def test_the_log_survives_a_torn_line(tmp_path):
     file.write_text(file.read_text() + '{"step": 11}\n{"step": 1')
     run = train(tiny("llada"), Counting(), CONFIG, directory=tmp_path, progress=False)
     assert run.log == entries
-    assert log.read(file) == entries
+    assert read_log(file) == entries
 
 
 def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():

@@ -8,14 +8,13 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from dllm_jax.checkpoint import Tolerance, convert, verify
-from dllm_jax.checkpoint.report import table, verdict
-from dllm_jax.checkpoint.verification import compare_logits
+from dllm_jax.checkpoint.verification import compare_logits, report
 from tests.checkpoints import save_sharded, tiny, write_hf
 
 
 def printed(found) -> str:
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(table(found))
+    console.print(report(found))
     return console.export_text()
 
 
@@ -79,7 +78,7 @@ def test_another_spec_is_different(tmp_path):
     found = verify(source, convert(source, tmp_path / "jax", rope_factor=4.0), tokens=8)
     assert found.spec == ("rope_base: 500000.0 / 2000000.0",)
     assert not found.differing
-    assert verdict(found) == "different"
+    assert found.verdict == "different"
     other = verify(source, write_hf(tmp_path / "dream", tiny("dream")))
     assert (other.tensors, other.ok) == (0, False)
     assert "not compared: the shapes differ" in printed(other)

@@ -8,13 +8,13 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class Requirement:
     """A key whose value changes the arithmetic, of which only some values are supported.
 
     Attributes:
       key: name in config.json.
       allowed: supported values.
-      needed: whether leaving it out means something unsupported.
+      needed: whether an absent key means something unsupported.
     """
 
     key: str
@@ -34,22 +34,22 @@ class Config:
     where: str
     values: dict[str, Any]
 
-    def integer(self, key: str, otherwise: int | None = None) -> int:
-        """An integer; `otherwise` stands in where the key is absent or null.
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The integer at a key; `default` replaces an absent key or null.
 
         Raises:
-          ValueError: absent without a stand-in, or not an integer.
+          ValueError: the key is absent and has no default, or its value is not an integer.
         """
-        value = self._value(key, otherwise)
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{self.where}: {key}={value!r} must be an integer")
         return value
 
     def number(self, key: str) -> float:
-        """A finite positive number, as a float.
+        """The finite positive number at a key.
 
         Raises:
-          ValueError: absent, not a number, or not positive and finite.
+          ValueError: the key is absent, or its value is not a positive finite number.
         """
         value = self._value(key, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -58,19 +58,19 @@ class Config:
             raise ValueError(f"{self.where}: {key}={value!r} must be positive and finite")
         return float(value)
 
-    def flag(self, key: str, otherwise: bool | None = None) -> bool:
-        """true or false; `otherwise` stands in where the key is absent or null.
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """The truth value at a key; `default` replaces an absent key or null.
 
         Raises:
-          ValueError: absent without a stand-in, or not a truth value.
+          ValueError: the key is absent and has no default, or its value is neither true nor false.
         """
-        value = self._value(key, otherwise)
+        value = self._value(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {key}={value!r} must be true or false")
         return value
 
     def head_width(self, width_key: str, heads_key: str) -> int:
-        """Width over heads.
+        """Width of one head: the model's width divided by its query heads.
 
         Raises:
           ValueError: the heads do not divide the width.
@@ -80,33 +80,31 @@ class Config:
             raise ValueError(f"{self.where}: {width_key}={width} must be a multiple of {heads_key}={heads}")
         return width // heads
 
-    def end_of_turn(self, rows: int, known: dict[int, int]) -> int | None:
-        """`eot_token_id` if given, else the published models' id, told by their vocabulary size."""
+    def end_of_turn(self, vocab: int, known: dict[int, int]) -> int | None:
+        """Token id of end-of-turn: `eot_token_id`, or that of the published model of this vocabulary size."""
         if "eot_token_id" not in self.values:
-            return known.get(rows)
+            return known.get(vocab)
         return None if self.values["eot_token_id"] is None else self.integer("eot_token_id")
 
-    def check(self, table: tuple[Fixed, ...]):
-        """Raises ValueError listing every key of the table with an unsupported value."""
+    def check(self, requirements: tuple[Requirement, ...]):
+        """Raises ValueError that lists every key whose value no requirement allows."""
         lines = []
-        for fixed in table:
-            supported = " or ".join(json.dumps(value) for value in fixed.allowed)
-            if fixed.key not in self.values:
-                if fixed.needed:
-                    lines.append(f"{fixed.key} is missing; supported: {supported}")
-            elif not any(_same(self.values[fixed.key], value) for value in fixed.allowed):
-                lines.append(
-                    f"{fixed.key}={self.values[fixed.key]!r} is not supported; supported: {supported}"
-                )
+        for requirement in requirements:
+            key, supported = requirement.key, " or ".join(map(json.dumps, requirement.allowed))
+            if key not in self.values:
+                if requirement.needed:
+                    lines.append(f"{key} is missing; supported: {supported}")
+            elif not any(_same(self.values[key], value) for value in requirement.allowed):
+                lines.append(f"{key}={self.values[key]!r} is not supported; supported: {supported}")
         if lines:
             raise ValueError("\n  ".join([f"{self.where}: not a model this library runs", *lines]))
 
-    def _value(self, key: str, otherwise):
+    def _value(self, key: str, default):
         value = self.values.get(key)
-        if value is None and otherwise is None:
+        if value is None and default is None:
             state = "null" if key in self.values else "missing"
             raise ValueError(f"{self.where}: required key {key!r} is {state}")
-        return otherwise if value is None else value
+        return default if value is None else value
 
 
 def read_config(path: Path) -> Config:

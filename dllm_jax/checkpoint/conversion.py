@@ -1,4 +1,4 @@
-"""Hugging Face directory -> converted directory, one unit in memory at a time."""
+"""Converting a Hugging Face directory for this library, one unit in memory at a time."""
 
 import json
 import os
@@ -9,13 +9,11 @@ import numpy as np
 
 from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
 from dllm_jax.checkpoint.dtypes import choose
-from dllm_jax.checkpoint.files import PROVENANCE, keep, kept_files, sha256
+from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
 from dllm_jax.checkpoint.hf import INDEX, HFCheckpoint, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
-from dllm_jax.checkpoint.locate import locate
-from dllm_jax.checkpoint.progress import progress
-from dllm_jax.checkpoint.source import stream
-from dllm_jax.checkpoint.staging import check_apart, staged
+from dllm_jax.checkpoint.source import locate, progress, stream
+from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.provenance import now, versions
 
 LIBRARIES = ("dllm-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors")
@@ -59,13 +57,13 @@ def convert(
     written = choose(dtype, checkpoint.dtypes, str(found))
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
-        staged(target, overwrite) as partial,
+        atomic_directory(target, overwrite) as partial,
         progress("convert", checkpoint, written, show_progress) as advance,
     ):
         for unit, arrays in stream(checkpoint, written, check_finite):
             write_unit(partial, unit, arrays)
             advance(unit)
-        keep(found, partial)
+        copy_auxiliary_files(found, partial)
         history = _provenance(checkpoint, str(source), written, rope_factor)
         (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
         write_spec(partial, spec, written)
@@ -77,7 +75,7 @@ def _provenance(
 ) -> dict[str, Any]:
     weights = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
-    files = (*kept_files(checkpoint.path), *index, *weights)
+    files = (*auxiliary_files(checkpoint.path), *index, *weights)
     return {
         "source": source,
         "date": now(),

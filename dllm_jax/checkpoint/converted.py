@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.dtypes import supported
-from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.names.table import Unit, units
+from dllm_jax.checkpoint.families import units_of
+from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.nn.spec import ModelSpec
 
 SPEC = "spec.json"
@@ -42,11 +42,6 @@ class ConvertedCheckpoint:
     path: Path
     spec: ModelSpec
     dtype: np.dtype
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What can be read, in order."""
-        return units(self.spec, family_of(self.spec).names)
 
     @property
     def dtypes(self) -> set[np.dtype]:
@@ -97,7 +92,7 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
         spec = ModelSpec(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path / SPEC}: {error}") from error
-    missing = [u.name for u in units(spec, family_of(spec).names) if not (path / PARAMS / u.name).is_dir()]
+    missing = [u.name for u in units_of(spec) if not (path / PARAMS / u.name).is_dir()]
     if missing:
         raise ValueError(f"{path / PARAMS} lacks {', '.join(missing)}")
     return ConvertedCheckpoint(path, spec, supported(written.get("dtype")))

@@ -1,4 +1,4 @@
-"""The dtypes parameters may have, and bitwise comparison of arrays."""
+"""The dtypes of parameters: their names in files, which are supported, and bitwise comparison of arrays."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
+SAFETENSORS = {  # by their names in safetensors files: the formats a weight may be stored in
+    "F32": np.dtype(jnp.float32),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(jnp.float16),
+}
 
 
 def supported(dtype: Any) -> np.dtype:
-    """The dtype as numpy's.
+    """NumPy's form of a dtype that models run in.
 
     Raises:
       ValueError: not float32 or bfloat16. Models do not run in float16; files that hold it load as either.
@@ -25,10 +30,10 @@ def supported(dtype: Any) -> np.dtype:
 
 
 def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
-    """The dtype to load: the one asked for, else the stored one.
+    """The dtype to load: `dtype`, or the stored one if that is None.
 
     Raises:
-      ValueError: unsupported, or none asked for where the files hold several or an unsupported one.
+      ValueError: an unsupported dtype, or None where the files hold several or an unsupported one.
     """
     if dtype is not None:
         return supported(dtype)
@@ -43,7 +48,7 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal shape, dtype and every bit (so NaN equals itself and 0.0 differs from -0.0)."""
+    """Whether shape, dtype and every bit are equal: NaN equals itself, and 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = np.dtype(f"u{a.dtype.itemsize}")

@@ -1,23 +1,22 @@
-"""Converted directory, or a model in memory -> Hugging Face directory, one unit in memory at a time."""
+"""Writing a converted directory, or a model in memory, as a Hugging Face directory, unit by unit."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.families import spec_to_config
-from dllm_jax.checkpoint.files import keep
-from dllm_jax.checkpoint.locate import locate
-from dllm_jax.checkpoint.memory import InMemory
-from dllm_jax.checkpoint.names.table import Unit, to_foreign
-from dllm_jax.checkpoint.progress import progress
-from dllm_jax.checkpoint.source import Source, stream
-from dllm_jax.checkpoint.staging import check_apart, staged
+from dllm_jax.checkpoint.files import copy_auxiliary_files
+from dllm_jax.checkpoint.names.table import Unit, to_hf
+from dllm_jax.checkpoint.source import Source, locate, progress, stream
+from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -56,8 +55,8 @@ def export(
         raise ValueError(f"{found} is no converted directory (no spec.json and params/ as `convert` writes)")
     checkpoint = open_converted(found)
     original = read_config(found / "config.json") if (found / "config.json").is_file() else None
-    with staged(target, overwrite) as partial:
-        keep(found, partial)
+    with atomic_directory(target, overwrite) as partial:
+        copy_auxiliary_files(found, partial)
         with progress("export", checkpoint, checkpoint.dtype, show_progress) as advance:
             _write(partial, checkpoint, original, shard_bytes, advance)
     return target
@@ -89,11 +88,40 @@ def save_hf(
     target, original = Path(destination), None
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
-    with staged(target, overwrite) as partial:
+    with atomic_directory(target, overwrite) as partial:
         if keep_from is not None:
-            keep(Path(keep_from), partial)
+            copy_auxiliary_files(Path(keep_from), partial)
         _write(partial, InMemory(model), original, shard_bytes, lambda unit: None)
     return target
+
+
+@dataclasses.dataclass(frozen=True)
+class InMemory:
+    """A model in memory as a `Source`, read unit by unit like a checkpoint on disk."""
+
+    model: Model
+
+    @property
+    def path(self) -> Path:
+        """A name for error messages: a model has no directory."""
+        return Path("model")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's spec."""
+        return self.model.spec
+
+    @property
+    def dtypes(self) -> set[np.dtype]:
+        """The dtypes of the parameters."""
+        return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(self.model.params)}
+
+    def read(self, unit: Unit) -> dict[str, np.ndarray]:
+        """The parameters of one unit by name, fetched from the device."""
+        params = self.model.params
+        if unit.layer is None:
+            return {entry.leaf: np.asarray(params[entry.leaf]) for entry in unit.entries}
+        return {entry.leaf: np.asarray(params["layers"][entry.leaf][unit.layer]) for entry in unit.entries}
 
 
 def _write(
@@ -107,7 +135,7 @@ def _write(
     values = spec_to_config(spec, str(dtype), original)
     if original is None or values != original.values:
         (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    shards = plan(spec, source.units, dtype, shard_bytes)
+    shards = plan(spec, dtype, shard_bytes)
     tensors = _tensors(spec, stream(source, dtype), advance)
     write(path, shards, tensors)
     next(tensors, None)  # all are written; this lets the last unit count as done
@@ -120,5 +148,5 @@ def _tensors(
 ) -> Iterator[np.ndarray]:
     for unit, arrays in read:
         for entry in unit.entries:
-            yield to_foreign(spec, entry, arrays[entry.leaf])
+            yield to_hf(spec, entry, arrays[entry.leaf])
         advance(unit)

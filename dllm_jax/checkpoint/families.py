@@ -6,7 +6,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.names import dream, llada
-from dllm_jax.checkpoint.names.table import TensorName
+from dllm_jax.checkpoint.names.table import TensorName, Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
 
@@ -45,6 +45,15 @@ def family_of(spec: ModelSpec) -> Family:
     if spec.family not in FAMILIES:
         raise ValueError(f"family={spec.family!r} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[spec.family]
+
+
+def units_of(spec: ModelSpec) -> tuple[Unit, ...]:
+    """The units of every checkpoint of this spec, in the order they are read and written.
+
+    Raises:
+      ValueError: unknown family.
+    """
+    return units(spec, family_of(spec).names)
 
 
 def config_to_spec(config: Config) -> ModelSpec:

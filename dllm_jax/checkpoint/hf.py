@@ -3,27 +3,21 @@
 import dataclasses
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dllm_jax.checkpoint.config import Config, read_config
-from dllm_jax.checkpoint.dtypes import same_bits
-from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of
-from dllm_jax.checkpoint.names.table import Unit, check, foreign_shape, to_ours, units
+from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
+from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
+from dllm_jax.checkpoint.names.table import Unit, check, hf_shape, to_ours
 from dllm_jax.nn.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {  # safetensors' names of the formats a weight may be stored in
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-}
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """Where one tensor lies: its file, shape and safetensors dtype name."""
+class TensorLocation:
+    """Where a tensor is stored: its file, its shape there and its dtype by safetensors' name."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,17 +38,16 @@ class HFCheckpoint:
     path: Path
     config: Config
     spec: ModelSpec
-    stored: dict[str, Stored]
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What can be read, in order."""
-        return units(self.spec, family_of(self.spec).names)
+    stored: dict[str, TensorLocation]
 
     @property
     def dtypes(self) -> set[np.dtype]:
-        """Dtypes the weights are stored in."""
-        return {DTYPES[self.stored[entry.name].dtype] for unit in self.units for entry in unit.entries}
+        """The dtypes that weights are stored in; other tensors of the files do not count."""
+        return {
+            SAFETENSORS[self.stored[entry.name].dtype]
+            for unit in units_of(self.spec)
+            for entry in unit.entries
+        }
 
     def read(self, unit: Unit) -> dict[str, np.ndarray]:
         """Our parameters of one unit, in the stored dtype; views of the tensors as they lie in the file.
@@ -94,7 +87,7 @@ def open_hf(path: Path) -> HFCheckpoint:
     """
     config = read_config(path / "config.json")
     spec = config_to_spec(config)
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorLocation] = {}
     for file in weight_files(path):
         for name, tensor in _header(file).items():
             if name in stored:
@@ -103,11 +96,11 @@ def open_hf(path: Path) -> HFCheckpoint:
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     names = family_of(spec).names
     check(spec, names, IGNORED, shapes, str(path))
-    needed = {e.name: foreign_shape(spec, e) for unit in units(spec, names) for e in unit.entries}
-    odd = [f"{name}: {stored[name].dtype}" for name in needed if stored[name].dtype not in DTYPES]
+    needed = {e.name: hf_shape(spec, e) for unit in units_of(spec) for e in unit.entries}
+    odd = [f"{name}: {stored[name].dtype}" for name in needed if stored[name].dtype not in SAFETENSORS]
     if odd:
         raise ValueError(
-            "\n  ".join([f"{path}: dtypes that are not supported; supported: {', '.join(DTYPES)}", *odd])
+            "\n  ".join([f"{path}: dtypes that are not supported; supported: {', '.join(SAFETENSORS)}", *odd])
         )
     return HFCheckpoint(path, config, spec, stored)
 
@@ -136,12 +129,13 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, TensorLocation]:
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             return {
-                name: Stored(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
+                name: TensorLocation(file, tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from error

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint as a `Model`, filled unit by unit on the device."""
+"""Loading a checkpoint as a `Model`, filled unit by unit on the device."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def load(
 
 
 def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
-    """The spec with its rotary base multiplied.
+    """The spec with its rotary base multiplied by the factor (NTK scaling, LongLLaDA arXiv:2506.14429).
 
     Raises:
       ValueError: the factor is not a positive finite number.

@@ -1,46 +1,74 @@
-"""The interface of every kind of checkpoint, and reading one as a stream of units."""
+"""Finding a checkpoint, a directory or an id on the Hugging Face hub, and reading it unit by unit."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import huggingface_hub
 import numpy as np
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.checkpoint.converted import is_converted, open_converted
+from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
-from dllm_jax.checkpoint.locate import locate
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.nn.spec import ModelSpec
+
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A checkpoint that is read unit by unit."""
+    """A checkpoint of one kind, read unit by unit; `units_of(source.spec)` are the units."""
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The checkpoint's directory, which error messages name."""
         ...
 
     @property
     def spec(self) -> ModelSpec:
-        """The model it holds."""
-        ...
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What can be read, in order."""
+        """The model that the checkpoint holds."""
         ...
 
     @property
     def dtypes(self) -> set[np.dtype]:
-        """Dtypes the weights are stored in."""
+        """The dtypes that weights are stored in."""
         ...
 
     def read(self, unit: Unit) -> dict[str, np.ndarray]:
-        """Our parameters of one unit in the stored dtype."""
+        """The parameters of one unit by name, in our layout and the stored dtype."""
         ...
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint, downloaded if `path` is a hub id rather than a directory.
+
+    Raises:
+      FileNotFoundError: neither; says what was tried.
+      NotADirectoryError: a file.
+    """
+    here = Path(path).expanduser()
+    if here.is_dir():
+        return here
+    if here.exists():
+        raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory")
+    if not re.fullmatch(HUB_ID, str(path)) or str(path).startswith("."):
+        raise FileNotFoundError(f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name)")
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"{str(path)!r}: no such directory here ({here.absolute()}), and fetching it from the "
+            f"Hugging Face hub failed: {reason}"
+        ) from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Source:
@@ -56,16 +84,44 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
 def stream(
     source: Source, dtype: np.dtype, check_finite: bool = False
 ) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
-    """Every unit in turn, cast to `dtype`; finally refuses NaN and infinity if `check_finite`.
+    """Reads every unit in turn, cast to `dtype`; refuses NaN and infinity at the end if `check_finite`.
 
     Raises:
       ValueError: (check_finite, after the last unit) naming all tensors with NaN or infinity.
     """
     bad = []
-    for unit in source.units:
+    for unit in units_of(source.spec):
         arrays = {leaf: array.astype(dtype, copy=False) for leaf, array in source.read(unit).items()}
         if check_finite:
             bad += [entry.name for entry in unit.entries if not np.isfinite(arrays[entry.leaf]).all()]
         yield unit, arrays
     if bad:
         raise ValueError(f"{source.path}: NaN or infinite values in {', '.join(bad)}")
+
+
+@contextlib.contextmanager
+def progress(title: str, source: Source, dtype: np.dtype, show: bool) -> Iterator[Callable[[Unit], None]]:
+    """Draws a bar of bytes and tensors on standard error if `show`; yields `advance`, called per unit."""
+    size = {unit.name: _bytes(source, unit, dtype) for unit in units_of(source.spec)}
+    tensors = sum(len(unit.entries) for unit in units_of(source.spec))
+    done = 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tensors]} tensors"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(title, total=sum(size.values()), tensors=f"0/{tensors}")
+
+        def advance(unit: Unit):
+            nonlocal done
+            done += len(unit.entries)
+            bar.update(task, advance=size[unit.name], tensors=f"{done}/{tensors}")
+
+        yield advance
+
+
+def _bytes(source: Source, unit: Unit, dtype: np.dtype) -> int:
+    return sum(int(np.prod(shape)) for shape in unit.shapes(source.spec).values()) * dtype.itemsize

@@ -12,7 +12,7 @@ MARKERS = ("config.json", "spec.json")
 
 
 @contextlib.contextmanager
-def staged(destination: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty directory beside `destination` and renames it when the block ends.
 
     With `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are

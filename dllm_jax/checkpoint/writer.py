@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from dllm_jax.checkpoint.dtypes import SAFETENSORS
+from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import INDEX
-from dllm_jax.checkpoint.names.table import Unit, foreign_shape
+from dllm_jax.checkpoint.names.table import hf_shape
 from dllm_jax.nn.spec import ModelSpec
 
 SHARD_BYTES = 2 * 10**9
-CODES = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +38,19 @@ class Shard:
     def header(self) -> bytes:
         """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        code = next(code for code, dtype in SAFETENSORS.items() if dtype == self.dtype)
         start = 0
         for name, shape in self.tensors:
             end = start + _size(shape, self.dtype)
-            entries[name] = {"dtype": CODES[self.dtype], "shape": list(shape), "data_offsets": [start, end]}
+            entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
             start = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
 
-def plan(spec: ModelSpec, units: tuple[Unit, ...], dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
-    """Distributes the tensors, in order, over files of at most `limit` bytes.
+def plan(spec: ModelSpec, dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
+    """Distributes the tensors of a checkpoint, in order, over files of at most `limit` bytes.
 
     Raises:
       ValueError: the limit is not positive.
@@ -58,8 +59,8 @@ def plan(spec: ModelSpec, units: tuple[Unit, ...], dtype: np.dtype, limit: int) 
         raise ValueError(f"shard_bytes={limit} must be at least 1")
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = 0
-    for entry in (entry for unit in units for entry in unit.entries):
-        shape = foreign_shape(spec, entry)
+    for entry in (entry for unit in units_of(spec) for entry in unit.entries):
+        shape = hf_shape(spec, entry)
         if shards[-1] and filled + _size(shape, dtype) > limit:
             shards.append([])
             filled = 0

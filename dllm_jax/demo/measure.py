@@ -31,20 +31,26 @@ class Questions:
     prompt: Int[np.ndarray, "b p"]
     mask: Bool[np.ndarray, "b p"]
 
+    @classmethod
+    def of(cls, tokenizer: Any, examples: list[Example], pad_id: int) -> "Questions":
+        """The examples as one left-padded batch."""
+        prompt, mask = prompt_arrays(tokenizer, examples, pad_id)
+        return cls(examples, prompt, mask)
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One row of the demonstration's table.
 
     Attributes:
       policy: its constructor call.
       sampler: its constructor call.
-      accuracy: share of exactly right answers.
+      accuracy: fraction of exactly right answers.
       forwards: network passes per prompt.
-      computed: positions fed through the network per answer token (tokens before end-of-text).
-      tokens_per_second: answer tokens of the batch by the median time of a run, compilation excluded.
-      speed_up: that over the first row's.
-      compile_seconds: tracing and compilation.
+      computed: positions that pass through the network per answer token (tokens before end-of-text).
+      tokens_per_second: answer tokens of the batch over the median time of a run, compilation excluded.
+      speed_up: tokens per second relative to the first row's.
+      compile_seconds: time of tracing and compiling.
     """
 
     policy: str
@@ -57,26 +63,20 @@ class Row:
     compile_seconds: float
 
 
-def questions(tokenizer: Any, examples: list[Example], pad_id: int) -> Questions:
-    """The examples as one left-padded batch."""
-    prompt, mask = prompt_arrays(tokenizer, examples, pad_id)
-    return Questions(examples, prompt, mask)
-
-
 def measure(
     model: Model,
     tokenizer: Any,
-    asked: Questions,
+    questions: Questions,
     grid: list[tuple[Policy, Sampler]],
     repeats: int = 3,
     **options: Any,
 ) -> list[Row]:
-    """A row for each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
+    """Measures each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
 
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      asked: the prompts.
+      questions: the prompts and their answers.
       grid: what to compare; speed-ups are over the first.
       repeats: timed runs of each, of which the median counts.
       **options: length, block and steps of `generate`.
@@ -84,7 +84,9 @@ def measure(
 
     def run(policy: Policy, sampler: Sampler) -> tuple[Output, float]:
         start = time.perf_counter()
-        out = generate(model, asked.prompt, prompt_mask=asked.mask, policy=policy, sampler=sampler, **options)
+        out = generate(
+            model, questions.prompt, prompt_mask=questions.mask, policy=policy, sampler=sampler, **options
+        )
         jax.block_until_ready(out)
         return out, time.perf_counter() - start
 
@@ -96,7 +98,7 @@ def measure(
         Row(
             policy=repr(policy),
             sampler=call(sampler, always=("threshold",)),
-            accuracy=_accuracy(model, tokenizer, asked, out),
+            accuracy=_accuracy(model, tokenizer, questions, out),
             forwards=float(np.mean(out.stats.nfe)),
             computed=float(np.sum(out.stats.computed) / max(np.sum(out.stats.answer), 1)),
             tokens_per_second=rate,
@@ -107,7 +109,7 @@ def measure(
     ]
 
 
-def _accuracy(model: Model, tokenizer: Any, asked: Questions, out: Output) -> float:
-    responses: Int[Array, "b r"] = out.tokens[:, asked.prompt.shape[1] :]
+def _accuracy(model: Model, tokenizer: Any, questions: Questions, out: Output) -> float:
+    responses: Int[Array, "b r"] = out.tokens[:, questions.prompt.shape[1] :]
     answers = decode_answers(model, tokenizer, np.asarray(responses))
-    return float(np.mean(exact(answers, asked.examples)))
+    return float(np.mean(exact(answers, questions.examples)))

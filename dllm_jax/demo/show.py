@@ -16,14 +16,14 @@ COLD, WARM = np.array([60, 90, 220]), np.array([230, 120, 30])  # first and last
 
 
 def table(rows: list[Row], title: str) -> rich.table.Table:
-    """One line per policy and sampler."""
+    """A table with one row per policy and sampler."""
     shown = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
     shown.add_column("policy", no_wrap=True)
     shown.add_column("sampler", no_wrap=True)
     for name in (
         "exact\nmatch",
         "for-\nwards",
-        "rows /\ntoken",
+        "pos. /\ntoken",
         "tokens\n/ s",
         "speed-\nup",
         "com-\npile s",
@@ -49,18 +49,18 @@ def order(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int) -> Int[np.ndarray
 
 
 def grid(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int, tokenizer: Any) -> rich.text.Text:
-    """One line per step of a response; a token is coloured by the step at which it was decoded.
+    """A picture with one line per step of a response; tokens are coloured by the step that decoded them.
 
     Special tokens, such as end-of-text, are shown as END.
     """
-    born, last = order(tokens, mask_id), len(tokens) - 1
+    decoded_at, last = order(tokens, mask_id), len(tokens) - 1
     pieces = [tokenizer.convert_ids_to_tokens(int(i)) for i in tokens[-1]]
     pieces = [END if piece in tokenizer.all_special_tokens else piece for piece in pieces]
     widths = [len(piece) for piece in pieces]
     text = rich.text.Text()
     for step in range(last + 1):
         text.append(f"{step:4d}  ", style="dim")
-        for piece, width, decoded in zip(pieces, widths, born, strict=True):
+        for piece, width, decoded in zip(pieces, widths, decoded_at, strict=True):
             known = 0 < decoded <= step
             style = f"bold rgb({_colour(int(decoded), last)})" if known else "dim"
             text.append((piece if known else "·").center(width) + " ", style=style)
@@ -69,5 +69,5 @@ def grid(tokens: Int[np.ndarray, "t_plus_1 r"], mask_id: int, tokenizer: Any) ->
 
 
 def _colour(step: int, last: int) -> str:
-    share = (step - 1) / max(last - 1, 1)
-    return ",".join(str(int(c)) for c in COLD + share * (WARM - COLD))
+    fraction = (step - 1) / max(last - 1, 1)
+    return ",".join(str(int(c)) for c in COLD + fraction * (WARM - COLD))

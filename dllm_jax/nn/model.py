@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
-from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.parameters import Params, describe
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels.choice import Implementation, check_implementation
 
@@ -33,6 +33,12 @@ class Model:
 
     def __post_init__(self):
         check_implementation(self.implementation)
+
+    def __repr__(self) -> str:
+        size, *lines = describe(self.params)
+        if self.implementation is not None:
+            lines.append(f"attention by {self.implementation}")
+        return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
 
     @property
     def dtype(self) -> jnp.dtype:

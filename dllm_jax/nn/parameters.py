@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from dllm_jax.nn.sharding import AXES
 from dllm_jax.nn.spec import ModelSpec
 
 Params = dict[str, Any]
@@ -89,3 +92,47 @@ def abstract(spec: ModelSpec, dtype: Any = jnp.float32) -> PyTree[jax.ShapeDtype
 def count(params: PyTree[Array | jax.ShapeDtypeStruct]) -> int:
     """Number of scalars in a parameter tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def describe(params: Any) -> list[str]:
+    """The parameters for people: sizes and dtypes, a line per group with its shapes, and a line of the mesh.
+
+    Args:
+      params: arrays, traced ones, or `ShapeDtypeStruct`s; anything else in their place is written as it is.
+    """
+    if not isinstance(params, dict):
+        return [f"params={params!r}"]
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    leaves = [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in paths]
+    arrays = [leaf for _, leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    dtypes = ", ".join(sorted({str(array.dtype) for array in arrays})) or "no dtype"
+    lines = [f"{sum(array.size for array in arrays):,} parameters, {dtypes}"]
+    for name in _ordered(params, ("embed", "layers", "norm", "head")):
+        group = params[name]
+        if isinstance(group, dict):
+            shapes = ", ".join(f"{leaf} {_shape(group[leaf])}" for leaf in _ordered(group, tuple(AXES)))
+        else:
+            shapes = _shape(group)
+        lines.append(f"{name:<8}{shapes}")
+    return lines + _mesh_line(leaves)
+
+
+def _ordered(group: dict[str, Any], known: tuple[str, ...]) -> list[str]:
+    """The names of a group in the order of the computation, unknown ones last."""
+    return sorted(group, key=lambda name: known.index(name) if name in known else len(known))
+
+
+def _shape(array: Any) -> str:
+    return f"[{' '.join(map(str, array.shape))}]" if hasattr(array, "shape") else repr(array)
+
+
+def _mesh_line(leaves: list[tuple[str, Any]]) -> list[str]:
+    """The mesh that parameters are placed on, and which are split over it; nothing on a single device."""
+    # A traced array has no placement of its own, and refuses the question.
+    placed = [(n, getattr(x, "sharding", None)) for n, x in leaves if not isinstance(x, Tracer)]
+    meshes = {s.mesh.shape_tuple for _, s in placed if isinstance(s, NamedSharding)}
+    if not meshes:
+        return []
+    split = [n for n, s in placed if isinstance(s, NamedSharding) and not s.is_fully_replicated]
+    axes = "; ".join(", ".join(f"{axis}={size}" for axis, size in mesh) for mesh in sorted(meshes))
+    return [f"mesh    {axes}; split over it: {', '.join(split) or 'nothing'}"]

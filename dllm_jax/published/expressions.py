@@ -11,17 +11,17 @@ from dllm_jax.samplers import Sampler
 
 
 def policy(text: str) -> Policy:
-    """A policy by its constructor call, or its name alone for the paper's defaults."""
+    """Makes a policy of its constructor call, or of its name alone with the paper's defaults."""
     return construct(text, policies, Policy, eviction)
 
 
 def sampler(text: str) -> Sampler:
-    """A sampler by its constructor call, or its name alone for its defaults."""
+    """Makes a sampler of its constructor call, or of its name alone with its defaults."""
     return construct(text, samplers, Sampler)
 
 
 def call(value: Any, always: tuple[str, ...] = ()) -> str:
-    """The constructor call that makes a policy or sampler; `policy` and `sampler` read it back.
+    """Writes the constructor call that makes a policy or sampler; `policy` and `sampler` read it back.
 
     Args:
       value: a dataclass, or a literal.
@@ -29,15 +29,15 @@ def call(value: Any, always: tuple[str, ...] = ()) -> str:
     """
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    words = [
-        f"{field.name}={call(now)}" for field, now in given if now != field.default or field.name in always
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    arguments = [
+        f"{field.name}={call(now)}" for field, now in fields if now != field.default or field.name in always
     ]
-    return f"{type(value).__name__}({', '.join(words)})"
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
-    """The instance that a constructor call describes: names of the module, literals, nothing else.
+    """Makes the instance that a constructor call describes: names of the module, literals, nothing else.
 
     `;` may stand for `,` between arguments, for command lines that split at commas.
 

@@ -1,48 +1,67 @@
-"""One published setting of a policy, and the files that hold them (`configs/policies/*.toml`)."""
+"""Published settings of decoding and of policies, and the files of the latter (`configs/policies/*.toml`)."""
 
 import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
+from dllm_jax.options import Options, PositiveInt
 from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
 from dllm_jax.state.layout import Layout
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """Settings of a published experiment: `dj.generate(model, prompt, **preset.options())`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(Options):
+    """How a task was decoded: `dj.generate(model, prompt, **recipe.options())`.
+
+    Attributes are None where the source does not say: pass your own besides.
 
     Attributes:
-      policy: the cache policy.
-      source: where the settings are printed.
-      sampler: what is decoded when; this and the following are None where the source does not say.
+      sampler: how positions and tokens are chosen.
       length: response positions.
       block: positions per block.
       steps: denoising steps in all.
     """
 
-    policy: Policy
-    source: str
     sampler: Sampler | None = None
-    length: int | None = None
-    block: int | None = None
-    steps: int | None = None
+    length: PositiveInt | None = None
+    block: PositiveInt | None = None
+    steps: PositiveInt | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.length is not None:
             Layout.of(1, self.length, self.block, self.steps)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, as far as they are published."""
-        names = ("policy", "sampler", "length", "block", "steps")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset(Recipe):
+    """Settings of a published experiment: `dj.generate(model, prompt, **preset.options())`.
+
+    Attributes: besides those of `Recipe`,
+      policy: the cache policy.
+      source: where the settings are printed.
+    """
+
+    policy: Policy
+    source: str
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {"policy": self.policy, **super().options()}
 
 
 def read(path: Path) -> dict[str, Preset]:
-    """The presets of a file, by "checkpoint/task".
+    """Reads the presets of a file, by "checkpoint/task".
 
     A file names its paper and holds a list of settings: each has `checkpoints`, fields of `Preset` (policy
     and sampler as constructor calls), and `tasks`, whose own fields come on top, unless the file has them.
@@ -56,11 +75,11 @@ def read(path: Path) -> dict[str, Preset]:
         shared = {k: v for k, v in setting.items() if k not in ("checkpoints", "tasks")}
         tasks = setting.get("tasks", content.get("tasks", {}))
         for task, own in tasks.items():
-            made = _preset(content["paper"], shared | own, f"{path.name}, {task}")
+            preset = _preset(content["paper"], shared | own, f"{path.name}, {task}")
             for name in (f"{checkpoint}/{task}" for checkpoint in setting["checkpoints"]):
                 if name in found:
                     raise ValueError(f"{path.name}: {name} is given twice")
-                found[name] = made
+                found[name] = preset
     return found
 
 
@@ -72,11 +91,11 @@ def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:
     for name in ("policy", "source"):
         if name not in fields:
             raise ValueError(f"{where}: {name!r} is missing")
-    made: dict[str, Any] = fields | {"source": f"{paper}, {fields['source']}"}
+    values: dict[str, Any] = fields | {"source": f"{paper}, {fields['source']}"}
     try:
-        made["policy"] = expressions.policy(fields["policy"])
+        values["policy"] = expressions.policy(fields["policy"])
         if "sampler" in fields:
-            made["sampler"] = expressions.sampler(fields["sampler"])
-        return Preset(**made)
+            values["sampler"] = expressions.sampler(fields["sampler"])
+        return Preset(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

@@ -3,7 +3,6 @@
 The files are in `configs/`, of the repository or of the installed package.
 """
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -12,8 +11,8 @@ from pathlib import Path
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.published.preset import Preset, read
-from dllm_jax.samplers import Confidence, DreamSchedule, Sampler
+from dllm_jax.published.preset import Preset, Recipe, read
+from dllm_jax.samplers import Confidence, DreamSchedule
 
 INSTALLED = Path(__file__).parents[1] / "configs"
 CHECKOUT = Path(__file__).parents[2] / "configs"
@@ -25,36 +24,14 @@ class UnknownPreset(ValueError, KeyError):
     __str__ = Exception.__str__  # a KeyError quotes its message
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How to decode a task: `dj.generate(model, prompt, **recipe.options())`.
-
-    Attributes:
-      sampler: what the settings say beyond the following.
-      length: response positions; None where the file does not say: pass your own besides.
-      block: positions per block; None: all.
-      steps: denoising steps in all; None: one per position.
-    """
-
-    sampler: Sampler
-    length: int | None = None
-    block: int | None = None
-    steps: int | None = None
-
-    def options(self) -> dict[str, int | Sampler]:
-        """Keyword arguments of `generate`, as far as they are published."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
 class Presets(Mapping[str, Preset]):
-    """Policies of the literature by "method/checkpoint/task"; decoding recipes and models by method calls.
+    """Policies of the literature by "method/checkpoint/task"; methods give decoding recipes and models.
 
     A method is a file of `configs/policies`: "x", or "x-by-y" for what the paper of y printed for x.
     """
 
     def __getitem__(self, name: str) -> Preset:
-        """Settings of a policy, e.g. `presets["sparse-dllm/llada-8b-instruct/gsm8k"]`.
+        """Looks up settings of a policy, e.g. `presets["sparse-dllm/llada-8b-instruct/gsm8k"]`.
 
         Raises:
           UnknownPreset: unknown method, checkpoint or task; the message lists what there is.
@@ -78,7 +55,7 @@ class Presets(Mapping[str, Preset]):
         return f"Presets({', '.join(self.names('policies'))})"
 
     def model_spec(self, name: str) -> ModelSpec:
-        """The spec of a real model, "llada-8b" or "dream-7b", e.g. for random weights of its shape.
+        """Reads the spec of a published model ("llada-8b", "dream-7b"), e.g. for random weights of its shape.
 
         Raises:
           UnknownPreset: unknown name.
@@ -87,7 +64,7 @@ class Presets(Mapping[str, Preset]):
         return config_to_spec(Config(path.name, json.loads(path.read_text())))
 
     def recipe(self, checkpoint: str, task: str) -> Recipe:
-        """Published decoding settings, e.g. `recipe("llada-8b-instruct", "gsm8k")`.
+        """Reads published decoding settings, e.g. `recipe("llada-8b-instruct", "gsm8k")`.
 
         Raises:
           UnknownPreset: unknown checkpoint or task; the message lists what there is.
@@ -98,7 +75,7 @@ class Presets(Mapping[str, Preset]):
         settings = dict(tasks[task])
         geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
         sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
-        return Recipe(sampler, **geometry)
+        return Recipe(sampler=sampler, **geometry)
 
     def names(self, kind: str) -> list[str]:
         """Names of the files of a kind: "models", "generation" (checkpoints) or "policies" (methods)."""
@@ -107,7 +84,7 @@ class Presets(Mapping[str, Preset]):
         )
 
     def folder(self) -> Path:
-        """Where the files are."""
+        """The directory of the files: that of the installed package, or of the repository."""
         return INSTALLED if INSTALLED.is_dir() else CHECKOUT
 
     def _find(self, kind: str, name: str, suffix: str) -> Path:

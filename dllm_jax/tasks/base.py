@@ -1,10 +1,21 @@
 """What a task is: text prompts with one right answer, drawn from a seed, in two halves that cannot meet."""
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+import abc
+import zlib
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from annotated_types import Ge
+
+from dllm_jax.options import Options
 
 Split = Literal["train", "held_out"]
+HoldOut = Annotated[int, Ge(2)]  # one prompt in so many is held out, which leaves some to train on
+
+# The characters of the tasks: each kind has a job of its own, so that prompts can be read by eye.
+LETTERS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ"  # no vowels: no accidental words
+DIGITS = "0123456789"
+FILLER = "aeiou"
 
 
 class Example(NamedTuple):
@@ -29,11 +40,11 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """Short, for tables."""
+        """A short name, for tables."""
         ...
 
     def answer_length(self, size: int) -> int:
-        """Most characters of an answer to an example of the given size."""
+        """Largest number of characters in an answer to an example of the given size."""
         ...
 
     def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
@@ -49,14 +60,50 @@ class Task(Protocol):
         ...
 
 
+class ChecksumSplit(Options, abc.ABC):
+    """The part of a `Task` that splits by the prompt's checksum, so that the halves cannot meet.
+
+    A base of frozen dataclasses that have a field `hold_out`.
+
+    Attributes:
+      hold_out: one prompt in `hold_out` is held out.
+    """
+
+    hold_out: HoldOut
+
+    def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
+        """Draws examples until one lies in the half that is wanted.
+
+        Raises:
+          ValueError: a size that the task does not have.
+        """
+        self._check_size(size)
+        while True:
+            example = self._draw(rng, size)
+            if self.split_of(example) == split:
+                return example
+
+    def split_of(self, example: Example) -> Split:
+        """The half of an example: held out iff the checksum of its prompt is a multiple of `hold_out`."""
+        return "train" if zlib.crc32(example.prompt.encode()) % self.hold_out else "held_out"
+
+    @abc.abstractmethod
+    def _check_size(self, size: int):
+        """Raises ValueError for a size that the task does not have."""
+
+    @abc.abstractmethod
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws an example of either half."""
+
+
 def examples(task: Task, seed: int | tuple[int, ...], size: int, count: int, split: Split) -> list[Example]:
-    """`count` examples as a pure function of the arguments; they may repeat in tiny tasks."""
+    """Draws `count` examples as a pure function of the arguments; they may repeat in tiny tasks."""
     rng = np.random.default_rng([*(seed if isinstance(seed, tuple) else (seed,)), size])
     return [task.example(rng, size, split) for _ in range(count)]
 
 
 def exact(answers: list[str], wanted: list[Example]) -> list[bool]:
-    """Which answers equal the right one, surrounding white space aside.
+    """Tells which answers equal the right one, surrounding white space aside.
 
     Raises:
       ValueError: not one answer per example.

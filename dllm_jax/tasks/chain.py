@@ -1,16 +1,17 @@
 """A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `b>c;c>T;T>b;...`, step after step."""
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Interval
+from typing_extensions import override
 
-from dllm_jax.tasks.alphabet import LETTERS
-from dllm_jax.tasks.base import Example
-from dllm_jax.tasks.splits import HeldOut
+from dllm_jax.tasks.base import LETTERS, ChecksumSplit, Example, HoldOut
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain(HeldOut):
+class Chain(ChecksumSplit):
     """A derivation written out; the size is the number of steps, of four characters each.
 
     The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor, and each
@@ -21,24 +22,21 @@ class Chain(HeldOut):
       hold_out: one prompt in `hold_out` is held out.
     """
 
-    letters: int = 16
-    hold_out: int = 8
+    letters: Annotated[int, Interval(ge=2, le=len(LETTERS))] = 16
+    hold_out: HoldOut = 8
 
     name = "chain"
 
-    def __post_init__(self):
-        if not 2 <= self.letters <= len(LETTERS):
-            raise ValueError(f"letters={self.letters} must lie in [2, {len(LETTERS)}]")
-        super().__post_init__()
-
     def answer_length(self, size: int) -> int:
-        """Characters of an answer."""
+        """Number of characters in an answer."""
         return 4 * size
 
+    @override
     def _check_size(self, size: int):
         if not 1 <= size <= self.letters:
             raise ValueError(f"size={size} must lie in [1, {self.letters}], the letters of the ring")
 
+    @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         """Draws a ring and asks for the `size` steps from one of them on."""
         ring = [LETTERS[i] for i in rng.choice(len(LETTERS), self.letters, replace=False)]

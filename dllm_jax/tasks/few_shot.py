@@ -1,16 +1,18 @@
 """Classification by examples: `bz:3;Tk:8;bX:3;...;bq:` is answered with `3`."""
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Interval
+from typing_extensions import override
 
-from dllm_jax.tasks.alphabet import DIGITS, LETTERS
-from dllm_jax.tasks.base import Example
-from dllm_jax.tasks.splits import HeldOut
+from dllm_jax.options import NonNegativeInt
+from dllm_jax.tasks.base import DIGITS, LETTERS, ChecksumSplit, Example, HoldOut
 
 
 @dataclasses.dataclass(frozen=True)
-class FewShot(HeldOut):
+class FewShot(ChecksumSplit):
     """Which class does a new item belong to? The size is the number of examples of each kind.
 
     An item is two letters: the first decides its class, the second means nothing. Each prompt has its own
@@ -23,27 +25,22 @@ class FewShot(HeldOut):
       hold_out: one prompt in `hold_out` is held out.
     """
 
-    kinds: int = 4
-    wrong: int = 1
-    hold_out: int = 8
+    kinds: Annotated[int, Interval(ge=2, lt=len(DIGITS))] = 4
+    wrong: NonNegativeInt = 1
+    hold_out: HoldOut = 8
 
     name = "few-shot"
 
-    def __post_init__(self):
-        if not 2 <= self.kinds < len(DIGITS):
-            raise ValueError(f"kinds={self.kinds} must lie in [2, {len(DIGITS) - 1}]")
-        if self.wrong < 0:
-            raise ValueError(f"wrong={self.wrong} must not be negative")
-        super().__post_init__()
-
     def answer_length(self, size: int) -> int:
-        """Characters of an answer."""
+        """Number of characters in an answer, whatever the size."""
         return 1
 
+    @override
     def _check_size(self, size: int):
         if size <= 2 * self.wrong:
             raise ValueError(f"size={size} must exceed {2 * self.wrong}, twice wrong={self.wrong}")
 
+    @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         """Draws `size` examples of each kind, in random order, and a new item of one of them."""
         kinds = [LETTERS[i] for i in rng.choice(len(LETTERS), self.kinds, replace=False)]

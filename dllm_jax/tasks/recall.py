@@ -1,23 +1,25 @@
 """Key-value recall, a needle in a haystack: `b=407;aouT=211;...;T=` is answered with `211`."""
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Interval
+from typing_extensions import override
 
-from dllm_jax.tasks.alphabet import DIGITS, FILLER, LETTERS
-from dllm_jax.tasks.base import Example
-from dllm_jax.tasks.splits import HeldOut
+from dllm_jax.options import NonNegativeInt, PositiveInt
+from dllm_jax.tasks.base import DIGITS, FILLER, LETTERS, ChecksumSplit, Example, HoldOut
 
 TEMPLATE_TOKENS = 10  # of the chat template around a prompt
 SHORTEST = 42  # tokens of a needle's prompt: below, one pair to eight tokens does not fit
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall(HeldOut):
+class Recall(ChecksumSplit):
     """Look-up among distractors; the size is the number of pairs, each asked for with equal probability.
 
     Keys are distinct letters. A prompt of n pairs has n (3 + digits) + 2 + filler characters. No held-out
-    prompt is ever trained on, see `HeldOut`.
+    prompt is ever trained on, see `ChecksumSplit`.
 
     Attributes:
       alphabet: how many different letters occur as keys.
@@ -26,35 +28,28 @@ class Recall(HeldOut):
       hold_out: one prompt in `hold_out` is held out.
     """
 
-    alphabet: int = len(LETTERS)
-    digits: int = 3
-    filler: int = 0
-    hold_out: int = 8
+    alphabet: Annotated[int, Interval(ge=2, le=len(LETTERS))] = len(LETTERS)
+    digits: PositiveInt = 3
+    filler: NonNegativeInt = 0
+    hold_out: HoldOut = 8
 
     name = "recall"
 
-    def __post_init__(self):
-        if not 2 <= self.alphabet <= len(LETTERS):
-            raise ValueError(f"alphabet={self.alphabet} must lie in [2, {len(LETTERS)}]")
-        if self.digits < 1:
-            raise ValueError(f"digits={self.digits} must be at least 1")
-        if self.filler < 0:
-            raise ValueError(f"filler={self.filler} must not be negative")
-        super().__post_init__()
-
     def answer_length(self, size: int) -> int:
-        """Characters of an answer."""
+        """Number of characters in an answer, whatever the size."""
         return self.digits
 
+    @override
     def _check_size(self, size: int):
         if not 1 <= size <= self.alphabet:
             raise ValueError(f"size={size} must lie in [1, {self.alphabet}], the number of keys")
 
+    @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         """Draws `size` pairs and asks for one of them."""
         keys = [LETTERS[i] for i in rng.choice(self.alphabet, size, replace=False)]
-        digits = rng.integers(len(DIGITS), size=(size, self.digits))
-        values = ["".join(DIGITS[i] for i in row) for row in digits]
+        drawn = rng.integers(len(DIGITS), size=(size, self.digits))
+        values = ["".join(DIGITS[i] for i in digits) for digits in drawn]
         asked = int(rng.integers(size))
         pairs = [f"{key}={value};" for key, value in zip(keys, values, strict=True)]
         return Example(f"{self._strewn(rng, pairs)}{keys[asked]}=", values[asked])

@@ -1,19 +1,25 @@
-"""How often a model answers exactly, through the public decoder."""
+"""How a model answers examples, through the public decoder, and how often it does so exactly."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.chat import decode_answers, encode_chats
 from dllm_jax.decoding.generate import generate
 from dllm_jax.nn.model import Model
 from dllm_jax.tasks.base import Example, exact
-from dllm_jax.tasks.encoding import prompt_arrays
+
+
+def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p]."""
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+    ids, mask = encode_chats(tokenizer, chats, pad_id)
+    return np.asarray(ids), np.asarray(mask)
 
 
 def answers(model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options) -> list[str]:
-    """The model's answers.
+    """Decodes the model's answers to examples.
 
     Args:
       model: the model.
@@ -31,5 +37,5 @@ def answers(model: Model, tokenizer: Any, examples: list[Example], batch: int = 
 
 
 def accuracy(model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options) -> float:
-    """Share of exactly right answers, in [0, 1]; arguments as in `answers`."""
+    """Fraction of exactly right answers, in [0, 1]; the arguments are those of `answers`."""
     return float(np.mean(exact(answers(model, tokenizer, examples, batch, **options), examples)))

@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def build() -> Tokenizer:
-    """Printable ASCII by character; anything else is <|unk|>."""
+    """Builds the tokenizer: printable ASCII by character, and <|unk|> for anything else."""
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token=UNKNOWN))
     pattern = "|".join((*WORDS, r"[\s\S]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")  # pyright: ignore

@@ -12,10 +12,9 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.nn.model import Model
-from dllm_jax.training import log
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.saved import Checkpoints
+from dllm_jax.training.run_directory import Checkpoints, LogEntry, append_to_log, rewind_log
 from dllm_jax.training.source import Memory, Source
 from dllm_jax.training.state import TrainState, begin, train_step
 
@@ -23,7 +22,7 @@ LOG = "log.jsonl"
 
 
 class Run(NamedTuple):
-    """A finished run.
+    """The result of a run.
 
     Attributes:
       model: the trained model.
@@ -34,7 +33,7 @@ class Run(NamedTuple):
 
     model: Model
     memory: Memory
-    log: list[log.Entry]
+    log: list[LogEntry]
 
 
 def train(
@@ -60,14 +59,14 @@ def train(
       FloatingPointError: the loss is not finite.
     """
     state, memory = begin(model, config), source.begin()
-    entries: list[log.Entry] = []
+    entries: list[LogEntry] = []
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             checkpoints = stack.enter_context(Checkpoints(directory / "checkpoints"))
             state, memory = checkpoints.latest(state) or (state, memory)
-            entries = log.rewind(directory / LOG, int(state.step))
+            entries = rewind_log(directory / LOG, int(state.step))
         if int(state.step) > config.steps:
             raise ValueError(f"steps={config.steps}: {directory} already holds step {int(state.step)}")
         bar = stack.enter_context(_bar(progress))
@@ -86,7 +85,7 @@ class _Loop:
     bar: Progress
 
 
-def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[log.Entry]) -> Run:
+def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[LogEntry]) -> Run:
     config, spec = loop.config, loop.model.spec
     first = int(state.step)
     task = loop.bar.add_task("training", total=config.steps, completed=first, note="")
@@ -109,8 +108,8 @@ def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[log.Entry
 
 
 def _entry(
-    step: int, window: list[Metrics], tokens: int, seconds: float, memory: Memory, entries: list[log.Entry]
-) -> log.Entry:
+    step: int, window: list[Metrics], tokens: int, seconds: float, memory: Memory, entries: list[LogEntry]
+) -> LogEntry:
     loss, accuracy = (float(np.mean(values)) for values in zip(*jax.device_get(window), strict=True))
     if not math.isfinite(loss):
         raise FloatingPointError(f"the mean loss is {loss} at step {step}: try a lower learning_rate")
@@ -125,10 +124,10 @@ def _entry(
     }
 
 
-def _record(loop: _Loop, entry: log.Entry, entries: list[log.Entry]):
+def _record(loop: _Loop, entry: LogEntry, entries: list[LogEntry]):
     entries.append(entry)
     if loop.directory is not None:
-        log.append(loop.directory / LOG, entry)
+        append_to_log(loop.directory / LOG, entry)
 
 
 def _save(loop: _Loop, state: TrainState, memory: Memory):
@@ -136,7 +135,7 @@ def _save(loop: _Loop, state: TrainState, memory: Memory):
         loop.checkpoints.save(state, memory)
 
 
-def _note(entries: list[log.Entry]) -> str:
+def _note(entries: list[LogEntry]) -> str:
     if not entries:
         return ""
     last = entries[-1]

@@ -36,11 +36,11 @@ class Batch(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports, scalars.
+    """What one optimiser step reports, as scalars.
 
     Attributes:
       loss: the loss, an upper bound of the negative log-likelihood per answer token, in nats.
-      accuracy: share of the masked tokens whose most likely token is right.
+      accuracy: fraction of the masked tokens whose most likely token is right.
     """
 
     loss: Float[Array, ""]
@@ -53,7 +53,7 @@ def masked_diffusion_loss(
     """Mean over examples of 1/(t r) * sum over masked answer tokens of their cross entropy.
 
     Every example draws t, each of its r answer tokens is masked with probability t, and the model predicts
-    the masked ones from everything else. Only the rows that predict answers meet the vocabulary; for
+    the masked ones from everything else. Logits are computed only at the positions that predict answers; for
     shifted models (Dream) these stand one position to the left.
 
     Args:
@@ -66,13 +66,19 @@ def masked_diffusion_loss(
       the loss, twice (alone for `jax.grad`, and among the metrics).
     """
     spec, (b, r) = model.spec, batch.answer.shape
+
+    # Algorithm 2: mask each answer with a noise level of its own; prompts are never masked.
     learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
     t, masked = draw_masks(key, learnt, batch.t_min)
     tokens = jnp.concatenate([batch.prompt, jnp.where(masked, spec.mask_id, batch.answer)], axis=1)
+
+    # Logits of the answer positions, from the positions that predict them.
     hidden = encode(model, tokens, _valid(batch), remat)
     position = jnp.arange(batch.prompt.shape[1], tokens.shape[1])
     source = jnp.maximum(position - int(spec.shifted), 0)
     logits = unembed(model.params, spec, hidden[:, source]).astype(jnp.float32)
+
+    # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
     length = jnp.maximum(jnp.sum(learnt, axis=1), 1)
     loss = jnp.mean(jnp.sum(jnp.where(masked, -log_p, 0.0), axis=1) / (t * length))
@@ -99,7 +105,6 @@ def draw_masks(
 def _valid(batch: Batch) -> Bool[Array, "b l"] | None:
     if batch.prompt_mask is None and batch.answer_mask is None:
         return None
-    whole = lambda mask, ids: jnp.ones(ids.shape, bool) if mask is None else mask
-    return jnp.concatenate(
-        [whole(batch.prompt_mask, batch.prompt), whole(batch.answer_mask, batch.answer)], axis=1
-    )
+    mask_of = lambda ids, mask: jnp.ones(ids.shape, bool) if mask is None else mask
+    masks = mask_of(batch.prompt, batch.prompt_mask), mask_of(batch.answer, batch.answer_mask)
+    return jnp.concatenate(masks, axis=1)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from dllm_jax.nn.model import Model
 from dllm_jax.training.loss import Batch
 
@@ -32,23 +34,23 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
-    """A source without memory.
+class Batches(Source):
+    """A source without memory: a function of the step.
 
     Attributes:
-      at: step -> batch, e.g. `lambda step: batches[step % len(batches)]`.
+      at: gives the batch of a step, e.g. `lambda step: batches[step % len(batches)]`.
     """
 
     at: Callable[[int], Batch]
 
+    @override
     def begin(self) -> Memory:
-        """An empty memory."""
         return {}
 
+    @override
     def batch(self, memory: Memory, step: int) -> Batch:
-        """`at(step)`."""
         return self.at(step)
 
+    @override
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
-        """The memory unchanged."""
         return memory

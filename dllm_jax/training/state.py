@@ -15,7 +15,7 @@ from dllm_jax.training.loss import Batch, Metrics, masked_diffusion_loss
 
 
 class TrainState(NamedTuple):
-    """Everything that changes.
+    """Everything that changes during a run.
 
     Attributes:
       params: see `dllm_jax.nn.parameters`.

@@ -87,7 +87,7 @@ def maskkv(case: Case):
     stale = np.stack([log.stale for log in logs])
     exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])
     exactly("refresh_prompt", stale[:, 0, 0, 0], arrays["refresh_prompt"])
-    score = np.asarray(run[-1].record.trace.score)[..., layout.prompt :]
+    score = np.asarray(run[-1].record.trace.score)[: len(run), :, layout.prompt :]
     eligible = np.isfinite(arrays["confidence"]) & np.isfinite(score)
     closely("confidence", score, arrays["confidence"], where=eligible)
     for which, at in enumerate(arrays["selection_steps"]):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dllm_jax.checkpoint.config import Config, Fixed
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 
@@ -24,10 +24,10 @@ NAMES = (
     TensorName("model.norm.weight", "norm", "m"),
     TensorName("lm_head.weight", "head", "v m"),
 )
-FIXED = (
-    Fixed("hidden_act", ("silu",), needed=True),
-    Fixed("rope_scaling", (None,)),
-    Fixed("rope_parameters", (None,)),  # newer spelling of rope_theta and rope_scaling in one
+REQUIREMENTS = (
+    Requirement("hidden_act", ("silu",), needed=True),
+    Requirement("rope_scaling", (None,)),
+    Requirement("rope_parameters", (None,)),  # newer spelling of rope_theta and rope_scaling in one
 )
 END_OF_TURN = {152064: 151645}  # <|im_end|>
 
@@ -38,16 +38,16 @@ def read(config: Config) -> ModelSpec:
     Raises:
       ValueError: naming the key, its value and what is supported.
     """
-    config.check((*FIXED, *_sliding_window(config)))
+    config.check((*REQUIREMENTS, *_sliding_window(config)))
     vocab, heads = config.integer("vocab_size"), config.integer("num_attention_heads")
     head = config.head_width("hidden_size", "num_attention_heads")
-    config.check((Fixed("head_dim", (head, None)),))
+    config.check((Requirement("head_dim", (head, None)),))
     return ModelSpec(
         family="dream",
         layers=config.integer("num_hidden_layers"),
         width=config.integer("hidden_size"),
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", otherwise=heads),
+        kv_heads=config.integer("num_key_value_heads", default=heads),
         head=head,
         hidden=config.integer("intermediate_size"),
         vocab=vocab,
@@ -99,7 +99,7 @@ def template(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _sliding_window(config: Config) -> tuple[Fixed, ...]:
+def _sliding_window(config: Config) -> tuple[Requirement, ...]:
     """A window counts only where it is both set and switched on."""
-    switched_on = config.flag("use_sliding_window", otherwise=False)
-    return (Fixed("sliding_window", (None,)),) if switched_on else ()
+    switched_on = config.flag("use_sliding_window", default=False)
+    return (Requirement("sliding_window", (None,)),) if switched_on else ()

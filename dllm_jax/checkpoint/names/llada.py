@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dllm_jax.checkpoint.config import Config, Fixed
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 
@@ -24,22 +24,22 @@ NAMES = (
     TensorName("model.transformer.ln_f.weight", "norm", "m"),
     TensorName("model.transformer.ff_out.weight", "head", "v m"),
 )
-FIXED = (  # `needed` where the reference's own default is another architecture
-    Fixed("activation_type", ("silu",), needed=True),
-    Fixed("block_type", ("llama",), needed=True),
-    Fixed("layer_norm_type", ("rms",), needed=True),
-    Fixed("rope", (True,), needed=True),
-    Fixed("include_bias", (False,), needed=True),
-    Fixed("alibi", (False, None)),
-    Fixed("attention_layer_norm", (False, None)),
-    Fixed("bias_for_layer_norm", (False, None)),
-    Fixed("block_group_size", (1,)),
-    Fixed("clip_qkv", (None,)),
-    Fixed("input_emb_norm", (False, None)),
-    Fixed("layer_norm_with_affine", (True,)),
-    Fixed("multi_query_attention", (None, False)),
-    Fixed("rope_scaling", (None,)),
-    Fixed("scale_logits", (False, None)),
+REQUIREMENTS = (  # `needed` where the reference's own default is another architecture
+    Requirement("activation_type", ("silu",), needed=True),
+    Requirement("block_type", ("llama",), needed=True),
+    Requirement("layer_norm_type", ("rms",), needed=True),
+    Requirement("rope", (True,), needed=True),
+    Requirement("include_bias", (False,), needed=True),
+    Requirement("alibi", (False, None)),
+    Requirement("attention_layer_norm", (False, None)),
+    Requirement("bias_for_layer_norm", (False, None)),
+    Requirement("block_group_size", (1,)),
+    Requirement("clip_qkv", (None,)),
+    Requirement("input_emb_norm", (False, None)),
+    Requirement("layer_norm_with_affine", (True,)),
+    Requirement("multi_query_attention", (None, False)),
+    Requirement("rope_scaling", (None,)),
+    Requirement("scale_logits", (False, None)),
 )
 END_OF_TURN = {126464: 126348}  # <|eot_id|>
 
@@ -50,27 +50,27 @@ def read(config: Config) -> ModelSpec:
     Raises:
       ValueError: naming the key, its value and what is supported.
     """
-    config.check(FIXED)
-    rows = config.integer("embedding_size", otherwise=config.integer("vocab_size"))
+    config.check(REQUIREMENTS)
+    vocab = config.integer("embedding_size", default=config.integer("vocab_size"))
     heads = config.integer("n_heads")
     return ModelSpec(
         family="llada",
         layers=config.integer("n_layers"),
         width=config.integer("d_model"),
         heads=heads,
-        kv_heads=config.integer("n_kv_heads", otherwise=heads),
+        kv_heads=config.integer("n_kv_heads", default=heads),
         head=config.head_width("d_model", "n_heads"),
         hidden=config.integer("mlp_hidden_size"),  # mlp_ratio * d_model is not what the published models use
-        vocab=rows,
+        vocab=vocab,
         rope_base=config.number("rope_theta"),
         norm_eps=config.number("rms_norm_eps"),
         mask_id=config.integer("mask_token_id"),
         eos_id=config.integer("eos_token_id"),
-        eot_id=config.end_of_turn(rows, END_OF_TURN),
-        qkv_bias=config.flag("include_qkv_bias", otherwise=False),
+        eot_id=config.end_of_turn(vocab, END_OF_TURN),
+        qkv_bias=config.flag("include_qkv_bias", default=False),
         tied=config.flag("weight_tying"),
         shifted=False,
-        rope_in_f32=config.flag("rope_full_precision", otherwise=True),
+        rope_in_f32=config.flag("rope_full_precision", default=True),
         pad_rows_attend=True,
     )
 

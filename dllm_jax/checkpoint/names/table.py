@@ -61,24 +61,24 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
     return (lone.pop("embed"), *layers, *lone.values())
 
 
-def foreign_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
-    """Shape of the tensor in the checkpoint."""
+def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
+    """Shape of the tensor in the Hugging Face checkpoint, where some axes are merged."""
     length = sizes(spec)
     return tuple(int(np.prod([length[letter] for letter in group])) for group in entry.axes.split())
 
 
 def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarray:
-    """Checkpoint tensor -> our parameter (a view; merged axes split, then transposed)."""
+    """Our parameter of a checkpoint's tensor: a view with merged axes split, then transposed."""
     letters = entry.axes.replace(" ", "")
     order = [letters.index(letter) for letter in own_axes(entry.leaf)]
     return tensor.reshape(shape(spec, letters)).transpose(order)
 
 
-def to_foreign(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
-    """Our parameter -> checkpoint tensor; the inverse of `to_ours`."""
+def to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
+    """The checkpoint's tensor of one of our parameters: the inverse of `to_ours`."""
     own = own_axes(entry.leaf)
     order = [own.index(letter) for letter in entry.axes.replace(" ", "")]
-    return array.transpose(order).reshape(foreign_shape(spec, entry))
+    return array.transpose(order).reshape(hf_shape(spec, entry))
 
 
 def check(
@@ -100,10 +100,10 @@ def check(
     Raises:
       ValueError: listing every missing, misshaped and unmapped tensor with its shapes.
     """
-    expected = {e.name: foreign_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
+    expected = {e.name: hf_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
     extra = set(found) - set(expected)
     if spec.tied:  # a file may spell the tied head out; that it equals the embedding is checked when read
-        extra -= {e.name for e in table if e.leaf == "head" and found.get(e.name) == foreign_shape(spec, e)}
+        extra -= {e.name for e in table if e.leaf == "head" and found.get(e.name) == hf_shape(spec, e)}
     lines = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
     lines += [
         f"misshaped: {name} is {list(found[name])}, expected {list(expected[name])}"

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.locate import locate
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.checkpoint.files import read_tokenizer
+from dllm_jax.checkpoint.source import locate
 from dllm_jax.eval.results.record import fingerprint
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
