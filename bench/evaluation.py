@@ -18,6 +18,8 @@ import tyro
 from dllm_jax import embedded
 from dllm_jax.eval import cli
 from dllm_jax.eval.results import record
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.settings import Decoding
 
 POLICIES = ("Policy", "PrefixCache", "DualCache")
 DEPTHS = tuple(100 * i / 15 for i in range(16))
@@ -26,8 +28,11 @@ KEPT = ("kind", "settings", "model", "decoding", "batch", "device", "versions", 
 
 def run(name: str, prompts: int, runs: Path) -> list[dict[str, Any]]:
     """All records of a model."""
-    shape = lambda task, length, block: cli.Common(
-        name, policy=POLICIES, length=length, block=block, batch=16, out=runs / name / task
+    shape = lambda task, length, block: cli.Options(
+        Checkpoint(name),
+        Decoding(length=length, block=block, batch=16),
+        policy=POLICIES,
+        out=runs / name / task,
     )
     for block in (4, 8):
         cli.run_tasks(shape(f"chain-{block}", 32, block), "Chain", (7,), prompts)

@@ -10,7 +10,7 @@ import dllm_jax as dj
 from bench.policies.grid import LONG, SHORT, Setting, calibrated
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.eval.results.record import fingerprint
+from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.nn.parameters import initialise
 from dllm_jax.provenance import now

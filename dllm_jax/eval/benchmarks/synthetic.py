@@ -48,7 +48,7 @@ def response(task: Task, sizes: Sequence[int]) -> int:
 
 def request(runner: Runner, id: str, example: Example, group: str, needed: int) -> Request:
     """An example as a request for an answer of the runner's `length`, or else of `needed` positions."""
-    ids = chat_ids(runner.tokenizer, [{"role": "user", "content": example.prompt}])
+    ids = chat_ids(runner.lm.tokenizer, [{"role": "user", "content": example.prompt}])
     return Request(id, tuple(ids), runner.decoding.length or needed, group=group)
 
 

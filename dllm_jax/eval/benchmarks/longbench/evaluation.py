@@ -12,7 +12,7 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
 
-def tasks(names: Sequence[str]) -> list[LongBenchTask]:
+def tasks_named(names: Sequence[str]) -> list[LongBenchTask]:
     """The tasks of these names, or all of them if there are none.
 
     Raises:
@@ -41,8 +41,7 @@ def evaluate(
       data: the folder with `<task>.jsonl`.
       prompts: the published templates.
       chosen: the tasks.
-      truncate_to: longer prompts lose their middle; in tokens. The paper's max_length, published as 3500,
-        7500, 15500 or 31500: the model's window less 500 to 1000 tokens.
+      truncate_to: longer prompts lose their middle, see `truncate`; in tokens. None: never.
       limit: only the first samples of each task.
       length: response positions of every task, instead of the published ones (LongLLaDA decodes 512).
       journal: of an earlier run, to resume from.
@@ -59,7 +58,7 @@ def evaluate(
     requests = [
         Request(
             sample.id,
-            tuple(prompts.ids(task, sample, runner.tokenizer, truncate_to)),
+            tuple(prompts.ids(task, sample, runner.lm.tokenizer, truncate_to)),
             length or task.length,
             task.stop,
             task.name,
