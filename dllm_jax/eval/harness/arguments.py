@@ -123,8 +123,8 @@ def _batch(given: Mapping[str, Any]) -> int:
 def _check_device(name: str | None):
     """lm_eval's device is torch's; jax has its own, which must be what the user asks for."""
     platform = provenance.device().platform
-    asked, _, index = (name or platform).partition(":")
-    if {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked) == platform and index in ("", "0"):
+    wanted, _, index = (name or platform).partition(":")
+    if {"cuda": "gpu", "rocm": "gpu"}.get(wanted, wanted) == platform and index in ("", "0"):
         return
     reason = (
         f"device={name!r}, but jax computes on {platform}; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose it"

@@ -29,7 +29,7 @@ PACKAGES = (
     "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score rapidfuzz lm_eval".split()  # noqa: SIM905
 )
 FORMAT = 3
-FREE = ("versions.", "model.name")  # may differ: neither changes what is asked, nor how it is decoded
+FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
 
 
 def provenance(runner: Runner) -> Provenance:

@@ -52,7 +52,7 @@ def evaluate(
     """
     for task in chosen:
         _check_shape(runner, task, length or task.length)
-    asked: list[tuple[LongBenchTask, Sample]] = [
+    samples: list[tuple[LongBenchTask, Sample]] = [
         (task, sample) for task in chosen for sample in _checked(task, data)[:limit]
     ]
     requests = [
@@ -63,14 +63,14 @@ def evaluate(
             task.stop,
             task.name,
         )
-        for task, sample in asked
+        for task, sample in samples
     ]
     entries = runner.run(requests, journal)
     scores = [
         0.0 if entry["answer"] is None else task.score(entry["answer"], sample.answers, sample.classes)
-        for (task, sample), entry in zip(asked, entries, strict=True)
+        for (task, sample), entry in zip(samples, entries, strict=True)
     ]
-    return scored(requests, entries, scores, [sample.answers for _, sample in asked])
+    return scored(requests, entries, scores, [sample.answers for _, sample in samples])
 
 
 def _check_shape(runner: Runner, task: LongBenchTask, length: int):
