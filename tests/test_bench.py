@@ -33,6 +33,11 @@ from dllm_jax.roofline import Hardware
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    return models.random_model(models.shape("tiny"), "float32")
+
+
 def test_generate_tiny(tmp_path):
     out = tmp_path / "found.json"
     options = generate.Options(
@@ -72,14 +77,13 @@ def test_compile_time_tiny(tmp_path):
     assert row["hlo_kib"] > 0
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_said(tiny):
     options = generate.Options(grid=Grid(prompts=(16,), batches=(1,), length=8, block=4))
     run = options.run(16, 1, dj.policies.Policy())
-    model = models.random_model(models.shape("tiny"), "float32")
     small = dataclasses.replace(ROOF, capacity=1e3)
     with pytest.raises(MemoryError, match="by prediction"):
-        generation.prepare(model, run, small, Limits())
-    rows = list(generate.measure(model, options, small))
+        generation.prepare(tiny, run, small, Limits())
+    rows = list(generate.measure(tiny, options, small))
     assert all("by prediction" in row["error"] for row in rows)
     assert len(rows) == len(dj.policies.ALL)
 
@@ -154,7 +158,7 @@ def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):
     lines = ["| name | ms | s |", "| --- | ---: | ---: |", "| a | 1.5 | 0.0015 |", "| b | no memory |  |"]
     assert capsys.readouterr().out.splitlines() == lines
     assert runner.table_of(columns, [{"name": "a", "ms": 1.5}]).splitlines() == lines[:3]
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="ms"):
         runner.run([{"name": "a"}], columns, None, list)
 
 
@@ -194,10 +198,9 @@ def test_random_model():
         models.shape("huge")
 
 
-def test_steps_take_the_width_that_the_engine_would_give_them():
-    model = models.random_model(models.shape("tiny"), "float32")
+def test_steps_take_the_width_that_the_engine_would_give_them(tiny):
     run = measure.Run(16, 2, 8, 4, 8, dj.policies.DualCache(), dj.samplers.Confidence())
-    stepper = steps.Stepper(model, run.request(model))
+    stepper = steps.Stepper(tiny, run.request(tiny))
     assert stepper.coming(stepper.start()) is None
     state, width = stepper.first_partial()
     assert width == 4
@@ -297,7 +300,7 @@ def test_growth_has_a_knee():
     assert steep == pytest.approx(2, rel=0.05)
 
 
-def test_peer_needs_torch_or_decodes_as_many_tokens():
+def test_peer_needs_torch_or_decodes_as_many_tokens(tiny):
     torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
     from bench.peer_torch import __main__ as peer_torch
 
@@ -314,7 +317,7 @@ def test_peer_needs_torch_or_decodes_as_many_tokens():
         assert not torch.equal(full[:, 0], theirs.logits(changed, slice(None))[:, 0])  # not causal
         out = theirs.generate(tokens.clone(), options.run(), spec)
     assert torch.equal(out[:, :8], tokens[:, :8])
-    forward, whole = peer_torch.compare(models.random_model(spec, "float32"), theirs, options)
+    forward, whole = peer_torch.compare(tiny, theirs, options)
     assert (forward["of"], whole["of"]) == ("forward", "generation")
     assert forward["theirs_over_ours"]["low"] > 0
     assert len(whole["ours"]["values"]) == 1

@@ -116,7 +116,10 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
 
 def written(path):
     """A record of a run."""
-    assert cli.run_tasks(cli.Options(decoding=Decoding(batch=1), out=path.parent), "FewShot", (5,), 1) == 0
+    assert (
+        cli.run_tasks(cli.Options(decoding=Decoding(length=4, block=2), out=path.parent), "FewShot", (5,), 1)
+        == 0
+    )
     return path
 
 

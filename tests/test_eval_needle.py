@@ -124,11 +124,13 @@ def test_an_empty_grid_is_refused(tmp_path):
 
 
 def test_a_haystack_of_text(tmp_path):
-    options = cli.Options(decoding=SHORT, policy=("DualCache",), out=tmp_path)
-    grid = dict(lengths=(120,), depths=(0.0, 100.0), buffer=4, chat=True)
+    fields = {"text": "T=211;", "question": "T=", "keyword": "211", "template": "{context}{question}"}
+    (tmp_path / "needle.json").write_text(json.dumps(fields))
+    options = cli.Options(decoding=SHORT, out=tmp_path)
+    grid = dict(lengths=(40,), depths=(0.0, 100.0), buffer=4, needle_file=tmp_path / "needle.json", chat=True)
     assert cli.run_needle(HAYSTACK, options, scoring="keyword", **grid) == 0
-    found = record.read(tmp_path / "needle-DualCache.json")
-    assert len(found["requests"]) == 2
+    found = record.read(tmp_path / "needle-Policy.json")
+    assert [row["id"] for row in found["requests"]] == ["40 at 0 %", "40 at 100 %"]
     assert all(0 <= row["score"] <= 1 for row in found["requests"])
-    assert found["settings"]["scoring"] == "keyword"
-    assert (tmp_path / "needle-DualCache.png").exists()
+    assert (found["settings"]["scoring"], found["settings"]["keyword"]) == ("keyword", "211")
+    assert (tmp_path / "needle-Policy.png").exists()

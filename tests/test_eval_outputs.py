@@ -11,7 +11,8 @@ from dllm_jax.eval.run.settings import Decoding
 
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
-    options = cli.Options(decoding=Decoding(batch=1), out=tmp_path)
+    decoding = Decoding(length=4, block=2)
+    options = cli.Options(decoding=decoding, out=tmp_path)
     run = lambda task="FewShot", **changes: cli.run_tasks(
         dataclasses.replace(options, **changes), task, (5,), 1
     )
@@ -20,12 +21,12 @@ def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
     for changes, reason in (
         (dict(sampler="Threshold(0.9)"), r"decoding\.sampler was .Confidence.* and would be .Threshold"),
         (
-            dict(decoding=Decoding(batch=1, seed=1)),
+            dict(decoding=dataclasses.replace(decoding, seed=1)),
             r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out",
         ),
         (dict(checkpoint=Checkpoint("tiny-dream")), r"model\.identity was"),
         (dict(task="FewShot(kinds=3)"), r"settings\.task was"),
-        (dict(decoding=Decoding(batch=2)), "batch was 1 and would be 2"),
+        (dict(decoding=dataclasses.replace(decoding, batch=2)), "batch was 8 and would be 2"),
     ):
         with pytest.raises(ValueError, match=reason):
             run(**changes)

@@ -2,19 +2,20 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from dllm_jax import embedded, policies, samplers, tasks
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import provenance, totals
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel, fingerprint
+from dllm_jax.eval.run.checkpoint import Checkpoint, fingerprint
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import Request, Runner, cut
+from dllm_jax.eval.run.runner import Request, Runner, costs, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
-from tests.models import tiny
 
 QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}
 ANSWERS = ["211", "407", "211"]
@@ -52,18 +53,15 @@ def test_answers_come_in_order_and_are_measured(lm):
 
 
 def test_positions_that_single_layers_computed_count():
-    """A gamma above 1 refreshes all layers but the first, one of two, at every step after the first."""
-
-    class Letters:
-        def decode(self, ids, **options):
-            return "a"
-
-    chosen = Decoding(4, policy=policies.ElasticCache(window=2, gamma=1.5), batch=1, bucket=8)
-    ours = Runner(LanguageModel("tiny", tiny("llada"), Letters(), "weights"), chosen)
-    (entry,) = ours.run([Request("one", (1, 2, 3), 4)])
-    queried = entry["computed"] - entry["widened"]
-    assert entry["widened"] == (entry["forwards"] * 7 - queried) / 2 > 0
-    assert totals([entry])["computed"] == entry["computed"]
+    counts = lambda *values: np.asarray(values)
+    stats = Stats(
+        nfe=counts(4, 3), computed=counts(20, 12), widened=counts(0.5, 2.5), cache_ratio=counts(0.0, 0.0),
+        refreshes=counts(1, 1), decoded=counts(4, 4), answer=counts(3, 2),
+    )  # fmt: skip
+    found = costs(stats, 1, 0.25, cold=False)
+    assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)
+    assert (found["tokens"], found["tokens_with_eos"], found["seconds"]) == (2, 4, 0.25)
+    assert totals([{"key": "a", "answer": "a", "error": None, **found}])["computed"] == 14.5
 
 
 def test_a_draw_depends_on_the_seed_and_the_request_only(lm):
