@@ -5,19 +5,28 @@ python -m bench.compile_time llada-8b --layers 2 8 32 --policies Policy DualCach
 """
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.table
 import tyro
 
 import dllm_jax as dj
-from bench.shared import models, report
+from bench.shared import models, runner
 from bench.shared.measure import Run, program
 from dllm_jax.nn.parameters import abstract
+
+COLUMNS = (
+    "policy",
+    "layers",
+    "step_variants",
+    "lower_cpu_s",
+    "compile_cpu_s",
+    "wall_s",
+    "temporary_mib",
+    "hlo_kib",
+)
 
 
 def cost(spec: dj.ModelSpec, dtype: str, run: Run) -> dict[str, Any]:
@@ -50,7 +59,7 @@ def main(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     layers: tuple[int, ...] = (),
     policies: tuple[str, ...] = (),
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json: runner.JsonFile = None,
 ):
     """Compiles and prints.
 
@@ -63,15 +72,18 @@ def main(
       dtype: of the weights.
       layers: numbers of layers to try instead of the model's own.
       policies: class names, all if empty.
-      json_file: where the results go.
+      json: results go here.
     """
-    spec, rows = models.shape(name), []
-    for policy in models.policies_named(policies):
-        run = Run(prompt, batch, length, block, length, policy, dj.samplers.Threshold(0.9))
-        for n in layers or (spec.layers,):
-            rows.append(cost(dataclasses.replace(spec, layers=n), dtype, run))
-            jax.clear_caches()
-    where = report.provenance(dtype) | {
+    spec = models.shape(name)
+
+    def costs() -> Iterator[runner.Row]:
+        for policy in models.policies_named(policies):
+            run = Run(prompt, batch, length, block, length, policy, dj.samplers.Threshold(0.9))
+            for n in layers or (spec.layers,):
+                yield cost(dataclasses.replace(spec, layers=n), dtype, run)
+                jax.clear_caches()
+
+    where = runner.provenance(dtype) | {
         "model": name,
         "layers": spec.layers,
         "batch": batch,
@@ -79,12 +91,8 @@ def main(
         "length": length,
         "block": block,
     }
-    columns = [name for name in rows[0] if name != "sampler"]
-    table = rich.table.Table(*columns, title=", ".join(f"{k} {v}" for k, v in where.items()))
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in columns))
-    rich.console.Console().print(table)
-    report.write(json_file, where, rows=rows)
+    columns = {key: lambda row, key=key: row[key] for key in COLUMNS}
+    runner.run(costs(), columns, json, lambda rows: where | {"rows": rows})
 
 
 if __name__ == "__main__":

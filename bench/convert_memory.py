@@ -20,9 +20,8 @@ from typing import Annotated
 import ml_dtypes
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from bench.shared import runner
 from bench.shared.models import shape
 from dllm_jax import ModelSpec
 from dllm_jax.checkpoint.conversion import LIBRARIES
@@ -41,15 +40,6 @@ STAGES = {
     "load-hf": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({hf!r}).params)",
     "load-converted": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({jax!r}).params)",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """One stage: seconds of wall time and peak resident bytes."""
-
-    stage: str
-    seconds: float
-    peak_rss: int
 
 
 def synthesise(path: Path, spec: ModelSpec, shards: int) -> int:
@@ -71,8 +61,8 @@ def _random_tensors(spec: ModelSpec) -> Iterator[np.ndarray]:
             yield ((bits & 0x81FF) + np.uint16(120 << 7)).view(BF16)
 
 
-def measure(stage: str, code: str) -> Measured:
-    """Runs Python code in a process and samples its peak resident memory until it ends."""
+def measure(stage: str, code: str) -> runner.Row:
+    """Runs Python code in a process: seconds of wall time, and peak resident bytes sampled until it ends."""
     start, peak = time.perf_counter(), 0
     process = subprocess.Popen([sys.executable, "-c", code])
     while process.poll() is None:
@@ -80,7 +70,7 @@ def measure(stage: str, code: str) -> Measured:
         time.sleep(SAMPLE)
     if process.returncode:
         raise RuntimeError(f"stage {stage} ended with {process.returncode}")
-    return Measured(stage, round(time.perf_counter() - start, 1), peak)
+    return {"stage": stage, "seconds": round(time.perf_counter() - start, 1), "peak_rss": peak}
 
 
 def _peak_rss(pid: int) -> int:
@@ -93,7 +83,7 @@ def main(
     layers: int = 32,
     shards: int = 6,
     stages: tuple[str, ...] = ("convert", "export", "compare"),
-    output: Path = Path("bench/results/convert_memory.json"),
+    json: runner.JsonFile = Path("bench/results/convert_memory.json"),
 ):
     """Measures the stages at LLaDA-8B's shape; the loading stages hold the whole model in memory.
 
@@ -102,43 +92,38 @@ def main(
       layers: of the model; LLaDA-8B has 32.
       shards: safetensors files.
       stages: among convert, export, compare (export against the original), load-hf, load-converted.
-      output: JSON file with a list of runs; this one is appended.
+      json: file with a list of runs, to which this one is appended.
     """
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
     spec, work = shape("llada-8b", layers=layers), directory / "convert_memory"
     places = {"hf": str(work / "hf"), "jax": str(work / "jax"), "back": str(work / "back")}
+    earlier = runner.read(json, [])
     try:
         size = synthesise(work / "hf", spec, shards)
-        done = [measure(stage, STAGES[stage].format(**places)) for stage in stages]
+        limit = size // 2 + 2 * GIB
+        print(f"{size / 1e9:.2f} GB in {shards} shards; limit for convert: {limit / GIB:.2f} GiB")
+        about = {
+            "date": now(),
+            "device": f"CPU, {platform.machine()}, {platform.system()}",
+            "versions": {"python": platform.python_version()} | versions(LIBRARIES),
+            "dtype": str(BF16),
+            "spec": dataclasses.asdict(spec),
+            "shards": shards,
+            "checkpoint_bytes": size,
+            "limit_bytes": limit,
+        }
+        columns: runner.Columns = {
+            "stage": lambda row: row["stage"],
+            "seconds": lambda row: row["seconds"],
+            "peak RSS, GiB": lambda row: f"{row['peak_rss'] / GIB:.2f}",
+            "relative to the checkpoint": lambda row: f"{row['peak_rss'] / size:.2f}",
+        }
+        rows = (measure(stage, STAGES[stage].format(**places)) for stage in stages)
+        runner.run(rows, columns, json, lambda rows: [*earlier, about | {"stages": rows}])
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    _report(spec, shards, size, done, output)
-
-
-def _report(spec: ModelSpec, shards: int, size: int, done: list[Measured], output: Path):
-    limit = size // 2 + 2 * GIB
-    table = Table("stage", "seconds", "peak RSS, GiB", "share of the checkpoint")
-    for m in done:
-        table.add_row(m.stage, str(m.seconds), f"{m.peak_rss / GIB:.2f}", f"{m.peak_rss / size:.2f}")
-    Console().print(
-        f"{size / 1e9:.2f} GB in {shards} shards; limit for convert: {limit / GIB:.2f} GiB", table
-    )
-    run = {
-        "date": now(),
-        "device": f"CPU, {platform.machine()}, {platform.system()}",
-        "versions": {"python": platform.python_version()} | versions(LIBRARIES),
-        "dtype": str(BF16),
-        "spec": dataclasses.asdict(spec),
-        "shards": shards,
-        "checkpoint_bytes": size,
-        "limit_bytes": limit,
-        "stages": [dataclasses.asdict(m) for m in done],
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(output.read_text()) if output.is_file() else []
-    output.write_text(json.dumps([*earlier, run], indent=2) + "\n")
 
 
 if __name__ == "__main__":

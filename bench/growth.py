@@ -5,7 +5,6 @@ python -m bench.growth --measured bench/results/generate_h100.json
 python -m bench.growth --compile bench/results/compile_layers.json
 """
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +18,12 @@ from matplotlib.axes import Axes
 
 import dllm_jax as dj
 from dllm_jax import roofline
+from dllm_jax.eval.run.files import read_json
 from dllm_jax.roofline import HARDWARE
 
 PROMPTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 2, 4, 8, 16, 32)
-ROWS = tuple(range(8, 1025, 8))
+POSITIONS = tuple(range(8, 1025, 8))
 POLICIES = (
     dj.policies.Policy(),
     dj.policies.DualCache(),
@@ -41,9 +41,9 @@ def mean_step_ms(spec: dj.ModelSpec, policy: dj.policies.Policy, prompt: int, ba
     return 1e3 * roofline.work(spec, policy, layout, batch).on(HARDWARE[chip]).seconds / layout.steps
 
 
-def rows_ms(spec: dj.ModelSpec, rows: int, chip: str) -> float:
-    """Predicted milliseconds of a step of `rows` rows over 1280 slots, 32 of them with logits."""
-    step = roofline.Step(False, rows, max(1280, rows), min(rows, 32), rows)
+def positions_ms(spec: dj.ModelSpec, positions: int, chip: str) -> float:
+    """Predicted milliseconds of a step that computes so many positions over 1280 slots, 32 with logits."""
+    step = roofline.Step(False, positions, max(1280, positions), min(positions, 32), positions)
     return 1e3 * roofline.cost(step, spec, 1, 2).seconds(HARDWARE[chip])
 
 
@@ -61,7 +61,7 @@ def lines(axes: Axes, x: Iterable[int], curves: dict[str, Callable[[int], float]
 
 def measured_points(axes: Axes, files: tuple[Path, ...], x: str, fixed: dict[str, int]):
     """Mean step times of generations that bench.generate measured, as crosses."""
-    for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
+    for row in [row for file in files for row in read_json(file)["rows"]]:
         if row.get("seconds") and all(row[key] == value for key, value in fixed.items()):
             seconds = row["seconds"]["median"] / row["forwards"]
             axes.plot(row[x], 1e3 * seconds, "kx")
@@ -69,15 +69,15 @@ def measured_points(axes: Axes, files: tuple[Path, ...], x: str, fixed: dict[str
 
 
 def predicted_figure(model: str, chip: str, out: Path, measured: tuple[Path, ...]):
-    """Step time against prompt length, batch and computed rows."""
+    """Step time against prompt length, batch and computed positions."""
     spec = dj.presets.model_spec(model)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.8))
     name = lambda policy: "exact" if not policy.reuses else type(policy).__name__
     by = lambda fixed: {name(p): (lambda value, p=p: fixed(p, value)) for p in POLICIES}
     lines(left, PROMPTS, by(lambda p, x: mean_step_ms(spec, p, x, 1, chip)), "prompt tokens (batch 1)")
     lines(middle, BATCHES, by(lambda p, x: mean_step_ms(spec, p, 1024, x, chip)), "batch (prompt 1024)")
-    rows = {HARDWARE[c].name: (lambda value, c=c: rows_ms(spec, value, c)) for c in CHIPS}
-    lines(right, ROWS, rows, "computed rows (batch 1, 1280 slots)")
+    chips = {HARDWARE[c].name: (lambda value, c=c: positions_ms(spec, value, c)) for c in CHIPS}
+    lines(right, POSITIONS, chips, "computed positions (batch 1, 1280 slots)")
     if measured:
         measured_points(left, measured, "prompt", {"batch": 1})
         measured_points(middle, measured, "batch", {"prompt": 1024})
@@ -142,7 +142,7 @@ def main(
     for model in models:
         predicted_figure(model, chip, out, measured if model == models[0] else ())
     if compile_time:
-        compile_figure(json.loads(compile_time.read_text()), out)
+        compile_figure(read_json(compile_time), out)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,14 @@ import tyro
 
 import dllm_jax as dj
 from bench import compile_time, growth
+from bench import roofline as predictions
 from bench.generate import __main__ as generate
-from bench.generate import prepared, tables
-from bench.generate import row as generate_row
-from bench.generate.prepared import Limits
+from bench.generate import generation, tables
+from bench.generate.generation import Generation, Limits
 from bench.kernels import __main__ as kernels
 from bench.kernels.cases import FAMILIES
-from bench.roofline import __main__ as predictions
-from bench.roofline.forecast import Forecast
-from bench.shared import device, measure, models, steps
-from bench.shared.grid import Grid
+from bench.shared import device, measure, models, runner, steps
+from bench.shared.measure import Grid
 from dllm_jax import roofline
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.nn.parameters import abstract
@@ -35,13 +33,18 @@ from dllm_jax.roofline import Hardware
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    return models.random_model(models.shape("tiny"), "float32")
+
+
 def test_generate_tiny(tmp_path):
     out = tmp_path / "found.json"
     options = generate.Options(
         shape="tiny",
         grid=Grid(("DualCache",), prompts=(16,), batches=(1,), length=8, block=4),
         limits=Limits(repeats=2),
-        out=out,
+        json=out,
     )
     generate.main(options)
     report = json.loads(out.read_text())
@@ -68,25 +71,24 @@ def test_generate_tiny(tmp_path):
 def test_compile_time_tiny(tmp_path):
     out = tmp_path / "found.json"
     options = dict(prompt=8, length=4, block=2, dtype="float32", layers=(1,), policies=("DualCache",))
-    compile_time.main("tiny", **options, json_file=out)
+    compile_time.main("tiny", **options, json=out)
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["policy"], row["layers"], row["step_variants"]) == ("DualCache()", 1, 2)
     assert row["hlo_kib"] > 0
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_said(tiny):
     options = generate.Options(grid=Grid(prompts=(16,), batches=(1,), length=8, block=4))
     run = options.run(16, 1, dj.policies.Policy())
-    model = models.random_model(models.shape("tiny"), "float32")
     small = dataclasses.replace(ROOF, capacity=1e3)
     with pytest.raises(MemoryError, match="by prediction"):
-        prepared.prepared(model, run, small, Limits())
-    rows = list(generate.measure(model, options, small))
+        generation.prepare(tiny, run, small, Limits())
+    rows = list(generate.measure(tiny, options, small))
     assert all("by prediction" in row["error"] for row in rows)
     assert len(rows) == len(dj.policies.ALL)
 
 
-def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> prepared.Prepared:
+def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> Generation:
     """A generation of 64 tokens whose steps take `whole_s` each, and which takes none itself."""
     layout, counts = dj.Layout(16, 64, 32, 64), np.asarray([64])
     stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
@@ -95,7 +97,7 @@ def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: floa
     out = (None, stats, None)
     program = SimpleNamespace(run=lambda: out)
     predicted = roofline.work(models.shape("tiny"), policy, layout)
-    return prepared.Prepared(run, predicted, steps.Kinds(time, None, None), program, out)
+    return Generation(run, predicted, steps.StepTimes(time), program, out)
 
 
 @pytest.mark.parametrize(
@@ -105,27 +107,59 @@ def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
     """Steps are added up only where their number is known; without an exact decoder there is no ratio."""
     exact, dual = (made(p, sampler, 10.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
     limits = Limits(repeats=2)
-    too_long = prepared.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
+    too_long = generation.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
     assert too_long.once is None
-    found = generate_row.whole_run(dual, too_long, limits)
+    found = generation.whole_run(dual, too_long, limits)
     assert found["exact_by_steps_s"] == by_steps
     assert (found["over_exact"] is None) == (by_steps is None)
-    assert generate_row.whole_run(exact, too_long, limits)["seconds"] is None
-    once = prepared.baseline(exact, limits)
+    assert generation.whole_run(exact, too_long, limits)["seconds"] is None
+    once = generation.baseline(exact, limits)
     assert once.once is not None
-    found = generate_row.whole_run(dual, once, limits)
+    found = generation.whole_run(dual, once, limits)
     assert found["exact_by_steps_s"] is None
     assert found["exact_seconds"]["values"] == once.once.values
     assert len(found["over_exact"]["values"]) == 2
-    assert generate_row.whole_run(exact, once, limits)["tokens_per_s"] > 0
-    assert generate_row.whole_run(dual, None, limits)["over_exact"] is None
-    assert (generate_row.stepwise(dual, ROOF)["predicted_s"] is None) == (by_steps is None)
+    assert generation.whole_run(exact, once, limits)["tokens_per_s"] > 0
+    assert generation.whole_run(dual, None, limits)["over_exact"] is None
+    assert (dual.stepwise(ROOF)["predicted_s"] is None) == (by_steps is None)
 
 
-@pytest.mark.parametrize("policy", dj.policies.ALL, ids=lambda p: type(p).__name__)
-def test_steps_are_added_up_where_they_are_alike(policy):
-    alike = {"Policy", "DualCache", "DKVGreedy", "DKVPrefill", "SparseDLLM"}
-    assert made(policy, dj.samplers.Confidence(), 1.0).uniform is (type(policy).__name__ in alike)
+def test_step_times_are_summed_only_where_all_partial_steps_are_alike():
+    """DualCache has one kind of partial step, of 32 positions; DLLMCache has several by prediction."""
+    counts = lambda **changes: {"computed": 2 * 80 + 62 * 32, "widened": 0.0, "refreshes": 2, **changes}
+    for policy, changes, alike in (
+        (dj.policies.DualCache(), {}, True),
+        (dj.policies.DualCache(), {"computed": 2 * 80 + 62 * 33}, False),
+        (dj.policies.DualCache(), {"widened": 16.0}, False),
+        (dj.policies.DLLMCache(), {}, False),
+    ):
+        timed = steps.StepTimes(device.Time.of([10.0]), device.Time.of([1.0]), 40, 32.0)
+        mine = dataclasses.replace(made(policy, dj.samplers.Confidence(), 10.0), steps=timed)
+        stats = mine.out[1]._replace(**{name: np.asarray([n]) for name, n in counts(**changes).items()})
+        found = mine.statistics(device.Time.of([1.0]), (None, stats, None))
+        assert found["steps_added_up_s"] == (2 * 10.0 + 62 * 1.0 if alike else None), (policy, changes)
+
+
+def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):
+    path = tmp_path / "deep" / "found.json"
+    written = []
+
+    def rows():
+        yield {"name": "a", "ms": 1.5}
+        written.append(json.loads(path.read_text()))
+        yield {"name": "b", "error": "no memory"}
+        raise KeyboardInterrupt
+
+    columns = {"name": lambda row: row["name"], "ms": lambda row: row["ms"], "s": lambda row: row["ms"] / 1e3}
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(rows(), columns, path, lambda rows: {"date": "now", "rows": rows})
+    assert written == [{"date": "now", "rows": [{"name": "a", "ms": 1.5}]}]
+    assert len(json.loads(path.read_text())["rows"]) == 2
+    lines = ["| name | ms | s |", "| --- | ---: | ---: |", "| a | 1.5 | 0.0015 |", "| b | no memory |  |"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert runner.table_of(columns, [{"name": "a", "ms": 1.5}]).splitlines() == lines[:3]
+    with pytest.raises(KeyError, match="ms"):
+        runner.run([{"name": "a"}], columns, None, list)
 
 
 def commands() -> list[str]:
@@ -164,15 +198,14 @@ def test_random_model():
         models.shape("huge")
 
 
-def test_steps_take_the_width_that_the_engine_would_give_them():
-    model = models.random_model(models.shape("tiny"), "float32")
+def test_steps_take_the_width_that_the_engine_would_give_them(tiny):
     run = measure.Run(16, 2, 8, 4, 8, dj.policies.DualCache(), dj.samplers.Confidence())
-    stepper = steps.Stepper(model, run.request(model))
+    stepper = steps.Stepper(tiny, run.request(tiny))
     assert stepper.coming(stepper.start()) is None
-    state, width = stepper.first_part()
+    state, width = stepper.first_partial()
     assert width == 4
     done = state.canvas.active.at[0].set(False)
-    need = state.need.at[0].set(False).at[1].set(True)  # all of the only row that is left
+    need = state.need.at[0].set(False).at[1].set(True)  # all of the only sequence that is left
     resting = state._replace(canvas=dataclasses.replace(state.canvas, active=done), need=need)
     assert stepper.coming(resting) is None
 
@@ -249,28 +282,35 @@ def test_kernels_small():
         kernels.Options(operations=("nothing",)).chosen()
 
 
-def test_predictions(tmp_path):
-    asked = Forecast(("llada-8b",), ("h100", "v5e"), Grid(prompts=(1024,), batches=(1,)))
-    predictions.main(asked, tmp_path / "found.json")
-    report = json.loads((tmp_path / "found.json").read_text())
+def test_predictions(tmp_path, capsys):
+    found, grid = tmp_path / "found.json", Grid(prompts=(1024,), batches=(1,))
+    forecast = predictions.Forecast(("llada-8b",), ("h100", "v5e"), grid, json=found)
+    predictions.main(forecast)
+    table = capsys.readouterr().out
+    assert table.count("| Policy | 1024 | 1 |") == 2
+    predictions.main(dataclasses.replace(forecast, markdown=True))
+    short = capsys.readouterr().out
+    assert short.count("| policy | prompt 1024 |") == 2
+    assert "(1.00x) *" in short.split("TPU v5e")[1]  # it does not fit
+    report = json.loads(found.read_text())
     assert len(report["rows"]) == 2 * len(dj.policies.ALL)
     fits = {row["hardware"]: row["fits"] for row in report["rows"]}
     assert fits == {"h100": True, "v5e": False}
     exact = report["rows"][0]
     assert (exact["policy"], exact["over_exact"]) == ("Policy", 1.0)
     with pytest.raises(ValueError, match="z80"):
-        Forecast(hardware=("z80",))
+        predictions.Forecast(hardware=("z80",))
 
 
 def test_growth_has_a_knee():
     spec = dj.presets.model_spec("llada-8b")
-    flat = growth.rows_ms(spec, 256, "h100") / growth.rows_ms(spec, 8, "h100")
-    steep = growth.rows_ms(spec, 1024, "h100") / growth.rows_ms(spec, 512, "h100")
+    flat = growth.positions_ms(spec, 256, "h100") / growth.positions_ms(spec, 8, "h100")
+    steep = growth.positions_ms(spec, 1024, "h100") / growth.positions_ms(spec, 512, "h100")
     assert flat < 1.1
     assert steep == pytest.approx(2, rel=0.05)
 
 
-def test_peer_needs_torch_or_decodes_as_many_tokens():
+def test_peer_needs_torch_or_decodes_as_many_tokens(tiny):
     torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
     from bench.peer_torch import __main__ as peer_torch
 
@@ -287,6 +327,8 @@ def test_peer_needs_torch_or_decodes_as_many_tokens():
         assert not torch.equal(full[:, 0], theirs.logits(changed, slice(None))[:, 0])  # not causal
         out = theirs.generate(tokens.clone(), options.run(), spec)
     assert torch.equal(out[:, :8], tokens[:, :8])
-    found = peer_torch.compare(models.random_model(spec, "float32"), theirs, options)
-    assert found["forward"]["theirs_over_ours"]["low"] > 0
-    assert len(found["generation"]["ours"]["values"]) == 1
+    forward, whole = peer_torch.compare(tiny, theirs, options)
+    assert (forward["of"], whole["of"]) == ("forward", "generation")
+    assert forward["theirs_over_ours"]["low"] > 0
+    assert len(whole["ours"]["values"]) == 1
+    assert runner.table_of(peer_torch.COLUMNS, [forward, whole]).endswith("x |")

@@ -12,9 +12,8 @@ import pytest
 import dllm_jax as dj
 from bench.policies import __main__ as policies
 from bench.policies import orderings, plots, summary
-from bench.policies import rows as policies_rows
-from bench.policies.grid import EXACT, LONG, SHORT, Setting, calibrated
-from bench.policies.speed import Timing
+from bench.policies.grid import EXACT, LONG, SHORT, Setting, at_defaults, calibrated, setting_of
+from bench.policies.measure import Timing
 from bench.policies.workloads import Workload
 from dllm_jax import samplers
 from dllm_jax.published.expressions import call
@@ -31,7 +30,7 @@ def workload():
         Setting(dj.policies.DualCache()),
         Setting(sampler=samplers.RandomOrder(), variant="random order"),
         Setting(dj.policies.DKVGreedy(), samplers.RandomOrder(), variant="random order"),
-        Setting(dj.policies.MaskKV(budget=2, prompt_every=8, response_every=1)),
+        Setting(dj.policies.SparseDLLM(keep=0.25)),
     )
     prompt = random_tokens(model.spec, 4, 6)
     return Workload("tiny", model, prompt, length=4, block=2, chunk=2, grid=grid)
@@ -68,7 +67,7 @@ def test_no_setting_is_there_twice(grid):
 def test_settings_are_read_back_from_what_results_call_them(grid):
     settings = (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1)))
     for setting in settings:
-        again = policies_rows.read(policies_rows.named(setting, 32, 4), 32)
+        again = setting_of(setting.named(32, 4), 32)
         assert again == dataclasses.replace(setting, variant="")
 
 
@@ -80,13 +79,13 @@ def test_every_claim_of_the_papers_is_in_a_grid():
 
 
 def test_rows(workload, rows):
-    exact, dual, other_order, greedy, mask_kv = rows
+    exact, dual, other_order, greedy, sparse = rows
     assert exact["agreement"] == other_order["agreement"] == 1.0
     assert exact["computed"] == other_order["computed"] == 1.0
     assert exact["forwards"] == 4
     assert dual["computed"] == pytest.approx((2 * 10 + 2 * 2) / 40)  # two steps per block, one of them whole
     assert dual["kept_pairs"] == 10
-    assert mask_kv["kept_pairs"] < 10
+    assert 0 < sparse["kept_pairs"] < 10
     assert greedy["accuracy"] is None
     for row in rows:
         low, high = row["speed_range"]
@@ -244,8 +243,30 @@ def test_both_sides_are_one_computation_in_a_block_that_ends_the_response(family
     assert (both.candidates(now) != prefix.candidates(now)).any()
 
 
+class NewPolicy(dj.policies.DualCache):
+    """A policy that neither the grid nor the results know."""
+
+
+def test_a_policy_that_is_not_named_is_compared_at_its_defaults():
+    new = NewPolicy()
+    assert at_defaults(LONG, (*dj.policies.ALL, new)) == [Setting(new)]
+
+
 def test_what_the_readme_shows_is_in_the_results():
+    """Results do not hold policies that are newer than they are; of the others no line is missing."""
     path = pathlib.Path(__file__).parents[1] / "bench" / "results" / "policies_cpu.json"
-    table = summary.table(json.loads(path.read_text())["models"], "tiny-llada")
-    assert len(table.split("\n\n")[0].splitlines()) == 2 + len(summary.SHOWN)
-    assert {type(shown.chain.policy) for shown in summary.SHOWN} == {type(p) for p in dj.policies.ALL}
+    measured = json.loads(path.read_text())["models"]
+    shown = summary.lines(measured, (*dj.policies.ALL, NewPolicy()))
+    assert shown == summary.lines(measured)
+    table = summary.table(measured, "tiny-llada").split("\n\n")[0].splitlines()
+    assert len(table) == 2 + len(shown) >= 2 + len(summary.LINES)
+    for workload in measured.values():
+        workload["rows"].append(workload["rows"][0] | {"policy": "NewPolicy()"})
+    assert summary.lines(measured, (*dj.policies.ALL, NewPolicy()))[-1].chain == Setting(NewPolicy())
+    for workload in measured.values():
+        workload["rows"] = [row for row in workload["rows"] if row["policy"] != "DualCache()"]
+    assert "DualCache" not in summary.table(measured, "tiny-llada")
+    for workload in measured.values():
+        workload["rows"].append(workload["rows"][0] | {"policy": "DualCache()", "steps": 1})
+    with pytest.raises(LookupError, match=r"DualCache\(\).* was not measured"):
+        summary.table(measured, "tiny-llada")

@@ -9,6 +9,7 @@ import rich.console
 from dllm_jax.eval import cli
 from dllm_jax.eval.results.comparison import bootstrap, compare, tables
 from dllm_jax.eval.results.record import read
+from dllm_jax.eval.run.settings import Decoding
 
 
 def record(scores: dict[str, list[float]], **changes) -> dict:
@@ -115,7 +116,10 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
 
 def written(path):
     """A record of a run."""
-    assert cli.run_tasks(cli.Common(out=path.parent, batch=1), "FewShot", (5,), 1) == 0
+    assert (
+        cli.run_tasks(cli.Options(decoding=Decoding(length=4, block=2), out=path.parent), "FewShot", (5,), 1)
+        == 0
+    )
     return path
 
 

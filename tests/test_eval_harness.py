@@ -7,6 +7,8 @@ import sys
 import jax
 import pytest
 
+from dllm_jax import samplers
+
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
 
@@ -144,7 +146,7 @@ def test_the_cache_of_lm_eval_answers_for_a_second_run(lm, tasks, tmp_path, monk
     )
     first = run()["results"]
     for name in ("runner.generate", "likelihoods.generate", "likelihoods.log_likelihood"):
-        monkeypatch.setattr(f"dllm_jax.eval.{name}", None)
+        monkeypatch.setattr(f"dllm_jax.eval.run.{name}", None)
     assert run()["results"] == first
 
 
@@ -181,25 +183,32 @@ def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_give
     assert wrong[1] is False
 
 
-def test_arguments_are_checked_and_presets_are_overridden():
-    from dllm_jax.eval.harness.arguments import Arguments
+def test_arguments_are_checked_and_presets_are_overridden(unannotated):
+    from dllm_jax.eval.harness.arguments import read
 
-    chosen = Arguments("x", preset="llada-8b-instruct/gsm8k", length=128, steps=64).settings()
-    assert (chosen["length"], chosen["block"], chosen["steps"]) == (128, 8, 64)
+    given = {"pretrained": "x", "preset": "llada-8b-instruct/gsm8k"}
+    published = read(given).decoding
+    assert (published.length, published.block, published.steps) == (256, 8, 256)
+    chosen = read(given | {"length": 128, "steps": 64, "sampler": "Threshold(0.8;temperature=0.5)"}).decoding
+    assert (chosen.length, chosen.block, chosen.steps) == (128, 8, 64)
+    assert chosen.sampler == samplers.Threshold(0.8, temperature=0.5)
     for wrong, reason in (
         (dict(failures="ignore"), "failures='ignore'"),
         (dict(preset="gsm8k"), "preset='gsm8k'"),
         (dict(draws=100), "draws=100"),
+        (dict(bucket=0), "bucket=0 must be at least 1"),
+        (dict(dtype="float16"), "dtype='float16' must be 'float32' or 'bfloat16'"),
     ):
         with pytest.raises(ValueError, match=reason):
-            Arguments("x", **wrong)
+            read(given | wrong)
 
 
 def test_what_lm_eval_passes_is_checked():
-    from dllm_jax.eval.harness.arguments import checked
+    from dllm_jax.eval.harness.arguments import read
 
     given = {"pretrained": "x", "batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
-    assert checked(given).batch == 4
+    assert read(given).decoding.batch == 4
+    assert read({"pretrained": "x"}).decoding.batch == 1
     for wrong, reason in (
         (dict(batch_size="auto"), "batch_size='auto'.*give a number"),
         (dict(max_batch_size=8), "max_batch_size=8.*no maximum"),
@@ -208,9 +217,9 @@ def test_what_lm_eval_passes_is_checked():
         (dict(device="cuda:7"), "device='cuda:7', but jax computes on"),
     ):
         with pytest.raises(ValueError, match=reason):
-            checked(given | wrong)
+            read(given | wrong)
     with pytest.raises(ValueError, match="pretrained is missing"):
-        checked({})
+        read({})
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):

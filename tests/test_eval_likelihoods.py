@@ -3,12 +3,11 @@
 import pytest
 import rich.progress
 
-from dllm_jax.eval.harness.ledger import Both
 from dllm_jax.eval.results.record import cost_totals
 from dllm_jax.eval.run import likelihoods
-from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.checkpoint import LanguageModel
+from dllm_jax.eval.run.journal import CacheLedger, Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
-from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import tiny
 
@@ -16,8 +15,9 @@ PAIRS = [((1, 2, 3), (4,)), ((3, 2), (5,)), ((2, 2), (6,)), ((5,), (3, 4))]  # t
 
 
 def scorer(**changes) -> Likelihood:
-    runner = Runner(tiny("llada"), None, Decoding(4), "weights", batch=2, bucket=4, max_positions=9)
-    return Likelihood(runner, **{"draws": 4, "strata": 2, **changes})
+    lm = LanguageModel("tiny", tiny("llada"), None, "weights")
+    decoding = Decoding(batch=2, bucket=4, max_positions=9)
+    return Likelihood(lm, decoding, **{"draws": 4, "strata": 2, **changes})
 
 
 def answers(entries) -> list[list]:
@@ -86,12 +86,12 @@ def test_the_cache_gets_every_request_of_a_hash_but_no_failure():
             self.seen.append(found)
 
     hook = Hook()
-    both = Both(None, hook, "loglikelihood", ["a", "a", "b"], [("x", 1), ("x", 2), ("y", 3)])
+    ledger = CacheLedger(None, hook, "loglikelihood", ["a", "a", "b"], [("x", 1), ("x", 2), ("y", 3)])
     good, bad = (
         {"key": "a", "answer": [-1.0, True], "error": None},
         {"key": "b", "answer": None, "error": "E"},
     )
-    both.add([good, bad])
+    ledger.add([good, bad])
     assert hook.seen == [("loglikelihood", ("x", i), (-1.0, True)) for i in (1, 2)]
 
 

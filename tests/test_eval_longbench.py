@@ -8,7 +8,8 @@ from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import needle
 from dllm_jax.eval.benchmarks.longbench import TASKS, Prompts, Sample, read, truncate
 from dllm_jax.eval.results import record
-from dllm_jax.eval.run.opened import open_model
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.settings import Decoding
 
 TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}
 ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}
@@ -16,7 +17,7 @@ ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": No
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return open_model("tiny-llada").tokenizer
+    return Checkpoint("tiny-llada").open().tokenizer
 
 
 def write(path, *rows):
@@ -104,53 +105,55 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     other = {**row, "_id": "2", "context": "ab=407;T=211;iz=830;", "input": "ab=", "answers": ["q", "407."]}
     write(tmp_path / "hotpotqa.jsonl", row, other, {**row, "_id": "3", "context": "b=407;" * 99})
     write(tmp_path / "trec.jsonl", {**row, "all_classes": ["211", "407"]})
-    settings = dict(block=2, batch=2, max_positions=200, out=tmp_path / "out", policy=("DualCache",))
-    common = cli.Common(**settings)
-    run = lambda **options: cli.run_longbench(
-        tmp_path, common, tasks=("hotpotqa", "trec"), answer_length=4, **options
+    decoding = Decoding(block=2, max_positions=200)
+    options = cli.Options(decoding=decoding, out=tmp_path / "out")
+    run = lambda **other: cli.run_longbench(
+        tmp_path, options, tasks=("hotpotqa", "trec"), answer_length=4, **other
     )
     assert run() == 1  # a failed request
     text = capsys.readouterr().out
     assert "hotpotqa 3 failed: ValueError: prompt and response take" in text
-    found = record.read(tmp_path / "out" / "longbench-DualCache.json")
+    found = record.read(tmp_path / "out" / "longbench-Policy.json")
     assert [row["score"] for row in found["requests"][:3]] == [1, 1, 0]
     assert found["scores"]["hotpotqa"] == pytest.approx(2 / 3)
     assert found["average"] == pytest.approx((2 / 3 + found["scores"]["trec"]) / 2)
     assert found["totals"]["failed"] == 1
     assert found["settings"]["prompts_sha256"]
     lines = (tmp_path / "out" / "journal.jsonl").read_text().splitlines()
-    (tmp_path / "out" / "longbench-DualCache.json").unlink()
-    assert run(truncate_to=100) == 0  # what failed is now short enough; the rest is not decoded again
+    (tmp_path / "out" / "longbench-Policy.json").unlink()
+    assert run(truncate_to=50) == 0  # what failed is now short enough; the rest is not decoded again
     assert len((tmp_path / "out" / "journal.jsonl").read_text().splitlines()) == len(lines) + 1
-    assert cli.run_compare(*[tmp_path / "out" / "longbench-DualCache.json"] * 2) == 0
+    assert cli.run_compare(*[tmp_path / "out" / "longbench-Policy.json"] * 2) == 0
     assert "100.0% of the answers are the same" in capsys.readouterr().out
 
 
 def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
-    common = lambda out="out", **options: cli.Common(block=8, out=tmp_path / out, **options)
-    run = lambda common, **options: cli.run_longbench(tmp_path, common, tasks=("trec",), **options)
-    assert run(common(steps=16), answer_length=16) == 0
+    shared = lambda out="out", **decoding: cli.Options(
+        decoding=Decoding(block=2, **decoding), out=tmp_path / out
+    )
+    run = lambda options, **other: cli.run_longbench(tmp_path, options, tasks=("trec",), **other)
+    assert run(shared(steps=4), answer_length=4) == 0
     found = record.read(tmp_path / "out" / "longbench-Policy.json")
-    assert (found["decoding"]["length"], found["decoding"]["steps"]) == (16, 16)
-    for wrong, options, reason in (
+    assert (found["decoding"]["length"], found["decoding"]["steps"]) == (4, 4)
+    for wrong, other, reason in (
         (dict(steps=12), {}, "trec, answers of 64 positions: steps=12 must be a multiple of"),
-        (dict(steps=72), {}, "steps=72 must be at most length=64"),
+        (dict(steps=96), {}, "steps=96 must be at most length=64"),
         (dict(length=512), {}, "--length 512: answers have the task's length; --answer-length 512 sets"),
         (dict(length=512), dict(answer_length=16), "--length 512 and --answer-length 16: give one"),
     ):
         with pytest.raises(ValueError, match=reason):
-            run(common("other", **wrong), **options)
+            run(shared("other", **wrong), **other)
 
 
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "_id": "0", "all_classes": ["m"]}, "", ROW)
     with pytest.raises(ValueError, match=r"trec\.jsonl:3: sample '1' lacks all_classes"):
-        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("trec",))
+        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("trec",))
     write(tmp_path / "passage_retrieval_en.jsonl", ROW)
     with pytest.raises(ValueError, match=r"en\.jsonl:1: sample '1': reference 'm' does not name a paragraph"):
-        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("passage_retrieval_en",))
+        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("passage_retrieval_en",))
     with pytest.raises(ValueError, match="'qasper_zh' is not among"):
-        cli.run_longbench(tmp_path, cli.Common(out=tmp_path / "out"), tasks=("qasper_zh",))
+        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("qasper_zh",))

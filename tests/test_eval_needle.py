@@ -9,17 +9,19 @@ import pytest
 from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import needle, recall
 from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
-from dllm_jax.eval.results import heatmap, record
-from dllm_jax.eval.run.opened import open_model
+from dllm_jax.eval.results import record, show
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.tasks import Recall, asked_pair
 
 HAYSTACK = pathlib.Path(__file__).parent / "data" / "haystack"
+SHORT = Decoding(length=4, block=2)
 STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return open_model("tiny-llada").tokenizer
+    return Checkpoint("tiny-llada").open().tokenizer
 
 
 @pytest.mark.parametrize(
@@ -100,33 +102,35 @@ def test_cells_of_the_picture_are_means(tmp_path):
         {"length": 2, "depth": 0.0, "score": 0.0},
         {"length": 4, "depth": 100.0, "score": 1.0},
     ]
-    lengths, depths, scores = heatmap.cells(rows)
+    lengths, depths, scores = show.cells(rows)
     assert (lengths, depths) == ([2, 4], [0, 100])
     np.testing.assert_array_equal(scores, [[0.5, np.nan], [np.nan, 1]])
-    heatmap.draw(rows, tmp_path / "a" / "map.png", "title")
+    show.heatmap(rows, tmp_path / "a" / "map.png", "title")
     assert (tmp_path / "a" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
-    common = cli.Common(length=4, block=2, out=tmp_path)
-    assert cli.run_recall(common, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
+    options = cli.Options(decoding=SHORT, out=tmp_path)
+    assert cli.run_recall(options, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
     found = record.read(tmp_path / "recall-Policy.json")
     assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
     assert (tmp_path / "recall-Policy.png").exists()
 
 
 def test_an_empty_grid_is_refused(tmp_path):
-    common = cli.Common(length=4, block=2, out=tmp_path)
+    options = cli.Options(decoding=SHORT, out=tmp_path)
     with pytest.raises(ValueError, match="nothing to evaluate"):
-        cli.run_needle(HAYSTACK, common, depths=())
+        cli.run_needle(HAYSTACK, options, depths=())
 
 
 def test_a_haystack_of_text(tmp_path):
-    common = cli.Common(length=4, block=2, out=tmp_path, policy=("DualCache",))
-    grid = dict(lengths=(120,), depths=(0.0, 100.0), buffer=4, chat=True)
-    assert cli.run_needle(HAYSTACK, common, scoring="keyword", **grid) == 0
-    found = record.read(tmp_path / "needle-DualCache.json")
-    assert len(found["requests"]) == 2
+    fields = {"text": "T=211;", "question": "T=", "keyword": "211", "template": "{context}{question}"}
+    (tmp_path / "needle.json").write_text(json.dumps(fields))
+    options = cli.Options(decoding=SHORT, out=tmp_path)
+    grid = dict(lengths=(40,), depths=(0.0, 100.0), buffer=4, needle_file=tmp_path / "needle.json", chat=True)
+    assert cli.run_needle(HAYSTACK, options, scoring="keyword", **grid) == 0
+    found = record.read(tmp_path / "needle-Policy.json")
+    assert [row["id"] for row in found["requests"]] == ["40 at 0 %", "40 at 100 %"]
     assert all(0 <= row["score"] <= 1 for row in found["requests"])
-    assert found["settings"]["scoring"] == "keyword"
-    assert (tmp_path / "needle-DualCache.png").exists()
+    assert (found["settings"]["scoring"], found["settings"]["keyword"]) == ("keyword", "211")
+    assert (tmp_path / "needle-Policy.png").exists()

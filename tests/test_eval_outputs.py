@@ -5,22 +5,28 @@ import dataclasses
 import pytest
 
 from dllm_jax.eval import cli
-from dllm_jax.eval.results.outputs import paths
+from dllm_jax.eval.results.record import paths
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.settings import Decoding
 
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
-    common = cli.Common(out=tmp_path, batch=1)
+    decoding = Decoding(length=4, block=2)
+    options = cli.Options(decoding=decoding, out=tmp_path)
     run = lambda task="FewShot", **changes: cli.run_tasks(
-        dataclasses.replace(common, **changes), task, (5,), 1
+        dataclasses.replace(options, **changes), task, (5,), 1
     )
     assert run() == 0
     content = (tmp_path / "tasks-Policy.json").read_text()
     for changes, reason in (
         (dict(sampler="Threshold(0.9)"), r"decoding\.sampler was .Confidence.* and would be .Threshold"),
-        (dict(seed=1), r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out"),
-        (dict(model="tiny-dream"), r"model\.identity was"),
+        (
+            dict(decoding=dataclasses.replace(decoding, seed=1)),
+            r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out",
+        ),
+        (dict(checkpoint=Checkpoint("tiny-dream")), r"model\.identity was"),
         (dict(task="FewShot(kinds=3)"), r"settings\.task was"),
-        (dict(batch=2), "batch was 1 and would be 2"),
+        (dict(decoding=dataclasses.replace(decoding, batch=2)), "batch was 8 and would be 2"),
     ):
         with pytest.raises(ValueError, match=reason):
             run(**changes)

@@ -1,38 +1,37 @@
 """Requests through the runner: batches, failures, resuming, stop strings; settings from text."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from dllm_jax import embedded, policies, samplers, tasks
 from dllm_jax.checkpoint.files import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.results.record import fingerprint, provenance, totals
+from dllm_jax.decoding.stats import Stats
+from dllm_jax.eval.results.record import provenance, totals
 from dllm_jax.eval.run import runner as runner_module
+from dllm_jax.eval.run.checkpoint import Checkpoint, fingerprint
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.opened import open_model
-from dllm_jax.eval.run.runner import Request, Runner, cut
+from dllm_jax.eval.run.runner import Request, Runner, costs, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
-from tests.models import tiny
 
 QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}
 ANSWERS = ["211", "407", "211"]
 
 
 @pytest.fixture(scope="module")
-def opened():
-    return open_model("tiny-llada")
+def lm():
+    return Checkpoint("tiny-llada").open()
 
 
-def runner(opened, **changes) -> Runner:
-    decoding = {name: changes.pop(name) for name in list(changes) if name in ("sampler", "seed", "policy")}
-    chosen = Decoding(**{"length": 4, "block": 2, **decoding})
-    return Runner(
-        opened.model, opened.tokenizer, chosen, opened.identity, **{"batch": 2, "bucket": 64, **changes}
-    )
+def runner(lm, **changes) -> Runner:
+    return Runner(lm, Decoding(**{"length": 4, "block": 2, "batch": 2, **changes}))
 
 
-def requests(opened) -> list[Request]:
-    ids = lambda text: tuple(chat_ids(opened.tokenizer, [{"role": "user", "content": text}]))
+def requests(lm) -> list[Request]:
+    ids = lambda text: tuple(chat_ids(lm.tokenizer, [{"role": "user", "content": text}]))
     return [Request(name, ids(text), 4) for name, text in QUESTIONS.items()]
 
 
@@ -40,8 +39,8 @@ def answers(entries) -> list[str]:
     return [entry["answer"] for entry in entries]
 
 
-def test_answers_come_in_order_and_are_measured(opened):
-    entries = runner(opened).run(requests(opened))
+def test_answers_come_in_order_and_are_measured(lm):
+    entries = runner(lm).run(requests(lm))
     assert answers(entries) == ANSWERS
     for entry in entries:
         assert 1 <= entry["forwards"] <= 4
@@ -54,29 +53,26 @@ def test_answers_come_in_order_and_are_measured(opened):
 
 
 def test_positions_that_single_layers_computed_count():
-    """A gamma above 1 refreshes all layers but the first, one of two, at every step after the first."""
-
-    class Letters:
-        def decode(self, ids, **options):
-            return "a"
-
-    chosen = Decoding(4, policy=policies.ElasticCache(window=2, gamma=1.5))
-    ours = Runner(tiny("llada"), Letters(), chosen, "weights", batch=1, bucket=8)
-    (entry,) = ours.run([Request("one", (1, 2, 3), 4)])
-    queried = entry["computed"] - entry["widened"]
-    assert entry["widened"] == (entry["forwards"] * 7 - queried) / 2 > 0
-    assert totals([entry])["computed"] == entry["computed"]
+    counts = lambda *values: np.asarray(values)
+    stats = Stats(
+        nfe=counts(4, 3), computed=counts(20, 12), widened=counts(0.5, 2.5), cache_ratio=counts(0.0, 0.0),
+        refreshes=counts(1, 1), decoded=counts(4, 4), answer=counts(3, 2),
+    )  # fmt: skip
+    found = costs(stats, 1, 0.25, cold=False)
+    assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)
+    assert (found["tokens"], found["tokens_with_eos"], found["seconds"]) == (2, 4, 0.25)
+    assert totals([{"key": "a", "answer": "a", "error": None, **found}])["computed"] == 14.5
 
 
-def test_a_draw_depends_on_the_seed_and_the_request_only(opened):
+def test_a_draw_depends_on_the_seed_and_the_request_only(lm):
     hot = samplers.Confidence(temperature=3.0)
-    together = answers(runner(opened, sampler=hot).run(requests(opened)))
-    alone = [answers(runner(opened, sampler=hot, batch=2).run([r]))[0] for r in reversed(requests(opened))]
+    together = answers(runner(lm, sampler=hot).run(requests(lm)))
+    alone = [answers(runner(lm, sampler=hot, batch=2).run([r]))[0] for r in reversed(requests(lm))]
     assert together == alone[::-1]
-    assert together != answers(runner(opened, sampler=hot, seed=1).run(requests(opened)))
+    assert together != answers(runner(lm, sampler=hot, seed=1).run(requests(lm)))
 
 
-def test_an_interrupted_run_resumes_with_the_rest(opened, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_rest(lm, tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl")
     ran = []
 
@@ -89,34 +85,34 @@ def test_an_interrupted_run_resumes_with_the_rest(opened, tmp_path, monkeypatch)
     generate = runner_module.generate
     monkeypatch.setattr(runner_module, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner(opened).run(requests(opened), journal)
+        runner(lm).run(requests(lm), journal)
     assert len(Journal(journal.path).entries) == 2
     ran.append(1)
-    assert answers(runner(opened).run(requests(opened), Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(requests(lm), Journal(journal.path))) == ANSWERS
     assert len(ran) == 3  # the first batch, the mark, the second batch
     monkeypatch.setattr(runner_module, "generate", None)  # nothing is decoded any more
-    assert answers(runner(opened).run(requests(opened), Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(requests(lm), Journal(journal.path))) == ANSWERS
 
 
-def test_other_settings_are_other_requests(opened):
-    one = requests(opened)[0]
+def test_other_settings_are_other_requests(lm):
+    one = requests(lm)[0]
     keys = {
-        runner(opened).key(one),
-        runner(opened, seed=1).key(one),
-        runner(opened, policy=policies.DualCache()).key(one),
-        runner(opened).key(one._replace(stop=("x",))),
-        runner(opened).key(one._replace(length=2)),
-        Runner(opened.model, opened.tokenizer, runner(opened).decoding, "other weights").key(one),
+        runner(lm).key(one),
+        runner(lm, seed=1).key(one),
+        runner(lm, policy=policies.DualCache()).key(one),
+        runner(lm).key(one._replace(stop=("x",))),
+        runner(lm).key(one._replace(length=2)),
+        runner(dataclasses.replace(lm, identity="other weights")).key(one),
     }
     assert len(keys) == 6
-    assert runner(opened).key(one) == runner(opened, batch=4).key(one._replace(id="another", group="task"))
+    assert runner(lm).key(one) == runner(lm, batch=4).key(one._replace(id="another", group="task"))
 
 
-def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(opened, tmp_path):
+def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, tmp_path):
     journal = Journal(tmp_path / "journal.jsonl")
-    asked = requests(opened)
-    broken = [asked[0], Request("mask", (opened.model.spec.mask_id,), 4), Request("empty", (), 4), *asked[1:]]
-    entries = runner(opened, batch=8).run(broken, journal)
+    asked = requests(lm)
+    broken = [asked[0], Request("mask", (lm.model.spec.mask_id,), 4), Request("empty", (), 4), *asked[1:]]
+    entries = runner(lm, batch=8).run(broken, journal)
     assert [entry["answer"] for entry in entries] == [ANSWERS[0], None, None, *ANSWERS[1:]]
     assert "mask id" in entries[1]["error"]
     assert "prompt is empty" in entries[2]["error"]
@@ -124,10 +120,10 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(opened, 
     assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 2
 
 
-def test_impossible_lengths_fail_by_request(opened):
-    asked = requests(opened)
+def test_impossible_lengths_fail_by_request(lm):
+    asked = requests(lm)
     most = len(asked[0].prompt) + 4
-    entries = runner(opened, max_positions=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
+    entries = runner(lm, max_positions=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
     assert entries[0]["answer"] == ANSWERS[0]
     assert f"max_positions={most}" in entries[1]["error"]
     assert "block=2" in entries[2]["error"]
@@ -144,8 +140,8 @@ def test_answers_are_cut_at_the_first_stop_string():
     assert cut("one", ("x", "")) == "one"
 
 
-def test_provenance_is_complete(opened):
-    found = provenance(runner(opened), "tiny-llada")
+def test_provenance_is_complete(lm):
+    found = provenance(runner(lm))
     assert found["decoding"]["policy"] == "Policy()"
     assert "temperature=0.0" in found["decoding"]["sampler"]
     assert found["model"]["identity"].startswith("sha256:")

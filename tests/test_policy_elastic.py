@@ -13,8 +13,7 @@ from dllm_jax.policies.parts.control import read_before_write, when
 from dllm_jax.policies.parts.drift import members, most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny
-from tests.policy_cases import KEY
-from tests.test_policies import prompts, short
+from tests.test_policies import prompts
 
 pytestmark = pytest.mark.rotate
 
@@ -147,22 +146,20 @@ def test_wrong_values_are_refused(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("window", "sampler", "layout", "most"),
+    ("window", "sampler", "layout", "steps"),
     [
-        (3, samplers.Confidence(), dict(length=8, steps=2), 4),
-        (1, samplers.DreamSchedule(), dict(length=8), 2),  # nothing in the first step, two in the last
-        (4, samplers.DreamSchedule(alg="origin"), dict(length=16), 16),  # whatever the draws left
+        (3, samplers.Confidence(), dict(length=8, steps=2), 3),  # 4 of 8 are wanted at a time
+        (1, samplers.DreamSchedule(), dict(length=8), 9),  # nothing in the first step, two in the last
         (3, samplers.CertaintyPrior(), dict(length=8, block=4, steps=2), 4),
     ],
 )
-def test_a_schedule_that_may_ask_for_more_than_the_window_is_refused(window, sampler, layout, most):
+def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, layout, steps):
     """Decoding no more than the window in such a step left [MASK] in the answer."""
-    model, policy = tiny("llada"), policies.ElasticCache(window=window)
-    message = (
-        rf"{short(sampler)} may have to decode {most} positions .* ElasticCache\(.* offers at most {window}"
-    )
-    with pytest.raises(ValueError, match=message):
-        dj.generate(model, prompts(model)[0], policy=policy, sampler=sampler, key=KEY, **layout)
+    model = tiny("llada")
+    prompt, _ = prompts(model)
+    out = dj.generate(model, prompt, policy=policies.ElasticCache(window=window), sampler=sampler, **layout)
+    assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
+    np.testing.assert_array_equal(out.stats.nfe, steps)
 
 
 def test_when_and_read_before_write():
@@ -198,7 +195,7 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
         prompt_mask=mask,
         length=8,
         policy=policies.ElasticCache(window=4, gamma=gamma),
-        sampler=samplers.Threshold(0.02),
+        sampler=samplers.Threshold(0.25),
         trace=True,
     )
     always = run(1.5)

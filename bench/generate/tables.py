@@ -1,12 +1,11 @@
 """Tables of docs/performance.md: `python -m bench.generate.tables bench/results/generate_cpu.json`."""
 
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
-from bench.shared import markdown
+from bench.shared import runner
+from dllm_jax.eval.run.files import read_json
 
 HEADS = ("policy", "positions per token", "forwards", "over exact", "range")
 
@@ -25,12 +24,12 @@ def ratios(report: dict[str, Any]) -> str:
             spread = ""  # the exact decoder itself
         counts = f"{row['positions_per_token']:.1f}", f"{row['forwards']:.0f}"
         lines.append((name, *counts, f"{ratio['median']:.2f}x", spread))
-    return markdown.table(HEADS, "lrrrl", lines)
+    return runner.table(HEADS, "lrrrl", lines)
 
 
-def main(file: Annotated[Path, tyro.conf.Positional]):
+def main(results: runner.Results):
     """Prints the table."""
-    print(ratios(json.loads(file.read_text())))
+    print(ratios(read_json(results)))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ Implementations are interleaved.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import rich.console
 import tyro
 
 from bench.kernels.cases import FAMILIES, Family, Operands
-from bench.shared import device, report
+from bench.shared import device, runner
 from dllm_jax.roofline import Hardware
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas")
@@ -38,7 +36,7 @@ class Options:
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       repeats: timed runs, of which the median counts.
       calls: calls per timed run; 20 on accelerators and 1 on CPUs if not given.
-      out: JSON file.
+      json: results go here.
     """
 
     operations: tuple[str, ...] = ()
@@ -48,7 +46,7 @@ class Options:
     dtype: str | None = None
     repeats: int = 7
     calls: int | None = None
-    out: Path | None = None
+    json: runner.JsonFile = None
 
     @property
     def per_run(self) -> int:
@@ -139,25 +137,25 @@ def rows(
     return found
 
 
+COLUMNS: runner.Columns = {
+    "operation": lambda row: row["operation"],
+    "shape": lambda row: row["shape"],
+    "implementation": lambda row: row["implementation"],
+    "us": lambda row: f"{row['us']['median']:.1f}",
+    "GB/s": lambda row: f"{row['gb_per_s']:.1f}",
+    "TFLOP/s": lambda row: f"{row['tflop_per_s']:.2f}",
+    "over XLA": lambda row: "-" if row["over_xla"] is None else f"{row['over_xla']:.2f}x",
+}
+
+
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Measures the operations."""
-    dtype = options.dtype or report.default_dtype()
+    dtype = options.dtype or runner.default_dtype()
     if jax.devices()[0].platform == "cpu" and not options.small:
         raise SystemExit("A CPU interprets the kernels: pass --small, the models' shapes would take hours.")
     roof = device.ceilings(dtype, **({"megabytes": 64, "side": 512} if options.small else {}))
-    where = report.provenance(dtype) | {"ceilings": dataclasses.asdict(roof), "calls": options.per_run}
-    console, found = rich.console.Console(width=160, highlight=False), []
-    console.print(where)
-    for row in measure(options, dtype, roof):
-        found.append(row)
-        head = f"{row['operation']:17} {row['shape']:45} {row['implementation']:10}"
-        if "error" in row:
-            console.print(f"{head} {row['error']}")
-        else:
-            ratio = "" if row["over_xla"] is None else f"{row['over_xla']:6.2f} x xla"
-            rates = f"{row['gb_per_s']:8.1f} GB/s {row['tflop_per_s']:7.2f} TFLOP/s {ratio}"
-            console.print(f"{head} {row['us']['median']:10.1f} us {rates}")
-        report.write(options.out, where, rows=found)
+    where = runner.provenance(dtype) | {"ceilings": dataclasses.asdict(roof), "calls": options.per_run}
+    runner.run(measure(options, dtype, roof), COLUMNS, options.json, lambda rows: where | {"rows": rows})
 
 
 if __name__ == "__main__":

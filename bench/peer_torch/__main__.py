@@ -5,7 +5,7 @@
 
 Theirs uses SDPA with a 4-D mask of zeros (full attention) and no cache, in bfloat16 on a GPU and float32 on a
 CPU, with `torch.compile` on GPUs if it works. Both decode the most confident token of the block per step, and
-apply the vocabulary head to the block's rows only. Weights are random and differ: only times are compared
+apply the vocabulary head to the block only. Weights are random and differ: only times are compared
 (tests/test_oracle_torch.py compares logits). Runs are interleaved.
 """
 
@@ -13,18 +13,16 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
 import numpy as np
-import rich.console
 import tyro
 
 import dllm_jax as dj
 from bench.peer_torch.twin import Twin, twin
-from bench.shared import device, models, report
+from bench.shared import device, models, runner
 from bench.shared.measure import Run, program
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import encode
@@ -44,7 +42,7 @@ class Options:
       steps: denoising steps, as many as positions if not given.
       repeats: timed runs, of which the median counts.
       compiled: try `torch.compile`; on GPUs if not given.
-      out: JSON file.
+      json: results go here.
     """
 
     shape: str = "llada-8b"
@@ -56,7 +54,7 @@ class Options:
     steps: int | None = None
     repeats: int = 5
     compiled: bool | None = None
-    out: Path | None = None
+    json: runner.JsonFile = None
 
     def run(self) -> Run:
         """Our generation."""
@@ -64,8 +62,8 @@ class Options:
         return Run(self.prompt, self.batch, self.length, self.block, steps, exact, dj.samplers.Confidence())
 
 
-def compare(model: dj.Model, theirs: Twin, options: Options) -> dict[str, Any]:
-    """Seconds of a forward and of a generation, ours and theirs, and the ratios."""
+def compare(model: dj.Model, theirs: Twin, options: Options) -> Iterator[runner.Row]:
+    """Seconds of a forward and of a generation, ours and theirs, and the ratios; a row each."""
     torch, run, spec = theirs.torch, options.run(), model.spec
     request = run.request(model)
     tokens = request.inputs.tokens
@@ -89,25 +87,30 @@ def compare(model: dj.Model, theirs: Twin, options: Options) -> dict[str, Any]:
         "ours": program(model, request).run,
         "theirs": functools.partial(under_torch, lambda: theirs.generate(start.clone(), run, spec)),
     }
-    found = {}
     for name, runs in (("forward", forwards), ("generation", generations)):
         for once in runs.values():
             jax.block_until_ready(once())  # compiles
         times = device.interleaved(runs, options.repeats)
-        ratio = {"theirs_over_ours": dataclasses.asdict(times["theirs"].over(times["ours"]))}
-        found[name] = {who: dataclasses.asdict(t) for who, t in times.items()} | ratio
-    return found
+        times["theirs_over_ours"] = times["theirs"].over(times["ours"])
+        yield {"of": name} | {who: dataclasses.asdict(time) for who, time in times.items()}
+
+
+COLUMNS: runner.Columns = {
+    "of": lambda row: row["of"],
+    "ours, s": lambda row: f"{row['ours']['median']:.3f}",
+    "theirs, s": lambda row: f"{row['theirs']['median']:.3f}",
+    "theirs over ours": lambda row: f"{row['theirs_over_ours']['median']:.2f}x",
+}
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compares and prints."""
-    dtype = options.dtype or report.default_dtype()
+    dtype = options.dtype or runner.default_dtype()
     spec = models.shape(options.shape)
     theirs = twin(spec, dtype, options.compiled)
     if jax.devices()[0].platform == "cpu":
         theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
-    found = compare(models.random_model(spec, dtype), theirs, options)
-    where = report.provenance(dtype) | {
+    where = runner.provenance(dtype) | {
         "model": f"{options.shape}, random weights",
         "prompt": options.prompt,
         "batch": options.batch,
@@ -118,10 +121,11 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         "transformers": sys.modules["transformers"].__version__,
         "their_device": str(theirs.network.device),
         "how": theirs.how,
-        "cores": len(os.sched_getaffinity(0)),
     }
-    rich.console.Console(highlight=False).print(where | found)
-    report.write(options.out, where, **found)
+    rows = compare(models.random_model(spec, dtype), theirs, options)
+    fields = lambda row: {key: value for key, value in row.items() if key != "of"}
+    document = lambda rows: where | {row["of"]: fields(row) for row in rows}
+    runner.run(rows, COLUMNS, options.json, document)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import dllm_jax as dj
 from bench.shared.measure import Run
 
 CLASSES = {"llada": ("LlamaConfig", "LlamaForCausalLM"), "dream": ("Qwen2Config", "Qwen2ForCausalLM")}
-MISSING = "bench.peer_torch.__main__ compares with torch: pip install torch (see the 'oracle' extra)"
+MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Twin:
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
 
-    def logits(self, tokens: Any, rows: slice) -> Any:
+    def logits(self, tokens: Any, positions: slice) -> Any:
         """Logits of some positions; all positions attend to all."""
         batch, length = tokens.shape
         mask = self.torch.zeros(
             (batch, 1, length, length), dtype=self.network.dtype, device=self.network.device
         )
         hidden = self.body(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        return self.network.lm_head(hidden[:, rows])
+        return self.network.lm_head(hidden[:, positions])
 
     def generate(self, tokens: Any, run: Run, spec: dj.ModelSpec) -> Any:
         """Decodes the most confident masks of the block in each step; tokens [b l], the response masked."""
@@ -54,8 +54,8 @@ class Twin:
                 probability, token = torch.softmax(logits, dim=-1).max(dim=-1)
                 masked = tokens[:, block] == spec.mask_id
                 surest = torch.where(masked, probability, -1.0).topk(per_step, dim=-1).indices
-                row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-                tokens[row, start + surest] = token[row, surest]
+                sequence = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+                tokens[sequence, start + surest] = token[sequence, surest]
         return tokens
 
 

@@ -11,26 +11,15 @@ leaves everything else as it is.
 """
 
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import rich.console
-import rich.table
 import tyro
 
-from bench.policies.measure import stages
-from bench.policies.speed import Timing, retimed
+from bench.policies import plots
+from bench.policies.measure import Timing, retimed, stages
 from bench.policies.workloads import workloads
-from bench.shared import report
-
-
-def _print(name: str, results: dict[str, Any]):
-    rows = results["rows"]
-    table = rich.table.Table(*rows[0], title=name)
-    for row in rows:
-        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    rich.console.Console(width=220).print(table)
+from bench.shared import runner
 
 
 def _chosen(only: tuple[str, ...], names: Iterable[str]) -> list[str]:
@@ -42,16 +31,16 @@ def _chosen(only: tuple[str, ...], names: Iterable[str]) -> list[str]:
     return [name for name in names if not only or {name, *name.split()} & set(only)]
 
 
-def _run(only: tuple[str, ...], prompts: int, width: int, timing: Timing | None, json_file: Path | None):
+def _run(only: tuple[str, ...], prompts: int, width: int, timing: Timing | None, path: Path | None):
     """Measures what the file does not have; runs of different workloads may share it."""
-    where = report.provenance("float32") | {"dllm_jax": version("dllm-jax")}
+    where = runner.provenance("float32")
     every = workloads(prompts, width)
     for name in _chosen(only, every):
-        found = report.read(json_file).get("models", {})
+        found = runner.read(path, {}).get("models", {})
         for done in stages(every[name](), found.get(name, {}), timing):
             found |= {name: done}
-            report.write(json_file, where, models={key: found[key] for key in every if key in found})
-        _print(name, found[name])
+            runner.write(path, where | {"models": {key: found[key] for key in every if key in found}})
+        print(f"\n{name}\n\n{plots.table(found[name])}")
 
 
 def retime(path: Path, only: tuple[str, ...], timing: Timing):
@@ -60,17 +49,17 @@ def retime(path: Path, only: tuple[str, ...], timing: Timing):
     Raises:
       SystemExit: no such file, or its results are of another checkpoint than the one that is here.
     """
-    if not path.is_file():
+    results = runner.read(path, None)
+    if results is None:
         raise SystemExit(f"--retime {path}: no such file")
-    found = report.read(path)
-    for name in _chosen(only, found["models"]):
-        results = found["models"][name]
-        workload = workloads(timing.batch, results["width"])[name]()
-        if workload.sha256 != results["model_sha256"]:
+    found = results["models"]
+    for name in _chosen(only, found):
+        workload = workloads(timing.batch, found[name]["width"])[name]()
+        if workload.sha256 != found[name]["model_sha256"]:
             raise SystemExit(f"{path} has {name} of another checkpoint: run it anew, without --retime")
-        found["models"][name] = retimed(workload, results, timing)
-        report.write(path, found)
-        _print(name, found["models"][name])
+        found[name] = retimed(workload, found[name], timing)
+        runner.write(path, results)
+        print(f"\n{name}\n\n{plots.table(found[name])}")
 
 
 def main(
@@ -78,7 +67,7 @@ def main(
     prompts: int = 256,
     width: int = 256,
     timing: Annotated[Timing, tyro.conf.arg(name="")] = Timing(),  # noqa: B008 (frozen)
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json: runner.JsonFile = None,
     again: Annotated[Path | None, tyro.conf.arg(name="retime", metavar="RESULTS")] = None,
     speed: bool = True,
 ):
@@ -89,14 +78,14 @@ def main(
       prompts: held-out prompts of each task.
       width: of the random model.
       timing: how often settings are timed, and on how many prompts.
-      json_file: results go here; settings that it has of the same workloads are not run again.
+      json: results go here; settings that it has of the same workloads are not run again.
       again: measure only the speed again, of the settings in these results, and rewrite it there.
       speed: time the settings too, which takes an idle machine; `--retime` can do so later.
     """
     if again is not None:
         retime(again, only, timing)
     else:
-        _run(only, prompts, width, timing if speed else None, json_file)
+        _run(only, prompts, width, timing if speed else None, json)
 
 
 if __name__ == "__main__":

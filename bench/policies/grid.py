@@ -1,11 +1,16 @@
-"""The settings that bench.policies compares: every policy over a small range of its parameters."""
+"""The settings that bench.policies compares: every policy over a small range of its parameters.
+
+A policy that is named here is compared in those settings, any other one of `policies.ALL` at its defaults.
+"""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.published import expressions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,25 +21,56 @@ class Setting:
       policy: what is recomputed.
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
-      whole: one block, the whole response (not semi-autoregressive).
+      one_block: the whole response is one block (not semi-autoregressive).
       variant: label that tells it from other settings of its policy in figures.
     """
 
     policy: p.Policy = p.Policy()
     sampler: s.Sampler = s.Confidence()
     divide_steps: int = 1
-    whole: bool = False
+    one_block: bool = False
     variant: str = ""
 
     @property
     def exact(self) -> tuple[s.Sampler, int, bool]:
         """Sampler and schedule: the exact decoder it is compared with has the same."""
-        return self.sampler, self.divide_steps, self.whole
+        return self.sampler, self.divide_steps, self.one_block
 
     @property
     def curve(self) -> str:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
+
+    def named(self, length: int, block: int) -> dict[str, Any]:
+        """The fields of a row that say which setting it is, for a workload's length and block."""
+        return {
+            "policy": expressions.call(self.policy),
+            "sampler": expressions.call(self.sampler),
+            "steps": length // self.divide_steps,
+            "block": length if self.one_block else block,
+        }
+
+
+def setting_of(row: dict[str, Any], length: int) -> Setting:
+    """The setting of a row of the results: the inverse of `Setting.named`."""
+    return Setting(
+        expressions.policy(row["policy"]),
+        expressions.sampler(row["sampler"]),
+        divide_steps=length // row["steps"],
+        one_block=row["block"] == length,
+    )
+
+
+def find(workload: dict[str, Any], setting: Setting, **also: Any) -> dict[str, Any] | None:
+    """The row of a setting in a workload's results, None if there is none; `also` are more of its fields."""
+    wanted = setting.named(workload["length"], workload["block"]) | also
+    return next((row for row in workload["rows"] if wanted.items() <= row.items()), None)
+
+
+def at_defaults(settings: Iterable[Setting], policies: Iterable[p.Policy]) -> list[Setting]:
+    """Settings of the policies that are in none of the given ones."""
+    known = {type(setting.policy) for setting in settings}
+    return [Setting(policy) for policy in policies if type(policy) not in known]
 
 
 def _order(policy: p.Policy) -> Setting:
@@ -56,8 +92,8 @@ def mask_kv(variant: str = "", **options: Any) -> Setting:
 def calibrated(profile: tuple[float, ...]) -> tuple[Setting, ...]:
     """MaskKV with layer budgets by a model's own offline profile (`eviction.calibrate`)."""
     layers = {
-        "calibrated layers": eviction.BoundaryMiddle(tuple(round(share, 4) for share in profile)),
-        "SqueezeAttention": eviction.SqueezeAttention(tuple(round(1 - share, 4) for share in profile)),
+        "calibrated layers": eviction.BoundaryMiddle(tuple(round(weight, 4) for weight in profile)),
+        "SqueezeAttention": eviction.SqueezeAttention(tuple(round(1 - weight, 4) for weight in profile)),
     }
     return _budgets({name: {"layers": layers[name]} for name in layers})
 
@@ -89,7 +125,7 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
 
 
 # Answers of four tokens: little to reuse but the prompt, which is never refreshed, and no steps for a delay.
-SHORT: tuple[Setting, ...] = (
+_SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(p.PrefixCache()),
@@ -103,9 +139,9 @@ SHORT: tuple[Setting, ...] = (
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4)),
     *_eviction(delay=0),
     *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in GAMMAS),
-    *(Setting(p.D2Cache(k=2, p=share)) for share in (0.1, 0.3)),
+    *(Setting(p.D2Cache(k=2, p=mass)) for mass in (0.1, 0.3)),
 )
-LONG: tuple[Setting, ...] = (
+_LONG: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(divide_steps=4, variant="fewer steps"),
@@ -120,10 +156,12 @@ LONG: tuple[Setting, ...] = (
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 8, 32)),
     *_eviction(delay=1),
-    *(Setting(p.D2Cache(k=8, p=share)) for share in (0.05, 0.1, 0.3)),
-    Setting(whole=True, variant="one block"),
-    *(Setting(p.ElasticCache(window=8, gamma=gamma), whole=True) for gamma in GAMMAS),
-    Setting(sampler=s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
-    Setting(p.D2Cache(k=8), whole=True, variant="one block"),
-    Setting(p.D2Cache(k=8), s.CertaintyPrior(), whole=True, variant="one block, certainty prior"),
+    *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.05, 0.1, 0.3)),
+    Setting(one_block=True, variant="one block"),
+    *(Setting(p.ElasticCache(window=8, gamma=gamma), one_block=True) for gamma in GAMMAS),
+    Setting(sampler=s.CertaintyPrior(), one_block=True, variant="one block, certainty prior"),
+    Setting(p.D2Cache(k=8), one_block=True, variant="one block"),
+    Setting(p.D2Cache(k=8), s.CertaintyPrior(), one_block=True, variant="one block, certainty prior"),
 )
+SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
+LONG = (*_LONG, *at_defaults(_LONG, p.ALL))

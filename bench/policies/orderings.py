@@ -6,19 +6,17 @@ Prints a Markdown table; `bench/policies/plots.py` puts it into docs/benchmarks.
 """
 
 import dataclasses
-import json
 import math
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
-from bench.policies.grid import Setting, mask_kv
-from bench.policies.rows import find
-from bench.shared import markdown
+from bench.policies.grid import Setting, find, mask_kv
+from bench.shared import runner
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.eval.run.files import read_json
 
 HEADS = ("the paper says", "workload", "better, it says", "the other", "difference", "as it says?")
 
@@ -55,9 +53,9 @@ def claims() -> list[Claim]:
         (quarter, {"votes": eviction.PositionVotes(3)}, {"votes": eviction.PositionVotes(0)}),
         (heads, {}, {"heads": eviction.AdaKV()}),
     )
-    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=8, gamma=gamma), whole=True)
+    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=8, gamma=gamma), one_block=True)
     sparse = lambda keep, delay, side: Setting(p.SparseDLLM(keep=keep, delay=delay, side=side))
-    whole = lambda policy, sampler: Setting(policy, sampler, whole=True)
+    one_block = lambda policy, sampler: Setting(policy, sampler, one_block=True)
     return [
         *(
             Claim(delay, Setting(dkv(refresh_every=n)), Setting(dkv(refresh_every=n, delay=0)))
@@ -78,7 +76,7 @@ def claims() -> list[Claim]:
             for low, high in ((0.5, 0.9), (0.9, 0.98), (0.98, 0.999))
         ),
         *(
-            Claim(prior, whole(policy, s.CertaintyPrior()), whole(policy, s.Confidence()))
+            Claim(prior, one_block(policy, s.CertaintyPrior()), one_block(policy, s.Confidence()))
             for policy in (p.Policy(), p.D2Cache(k=8))
         ),
     ]
@@ -87,7 +85,7 @@ def claims() -> list[Claim]:
 def table(models: dict[str, Any]) -> str:
     """A line per claim and workload that has both settings."""
     lines = [cells(claim, name, models[name]) for claim in claims() for name in models]
-    return markdown.table(HEADS, "llllrl", [line for line in lines if line])
+    return runner.table(HEADS, "llllrl", [line for line in lines if line])
 
 
 def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] | None:
@@ -110,16 +108,16 @@ def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] 
 
 
 def compared(a: float, b: float, count: int) -> str:
-    """Whether the first of two shares is larger, each of so many trials."""
+    """Whether the first of two success rates is larger, each of so many trials."""
     if a == b:
         return "no difference" if a else "both at the floor"
     noise = 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / count)
     return "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
 
 
-def main(results: Annotated[Path, tyro.conf.Positional]):
+def main(results: runner.Results):
     """Prints the table."""
-    print(table(json.loads(results.read_text())["models"]))
+    print(table(read_json(results)["models"]))
 
 
 if __name__ == "__main__":

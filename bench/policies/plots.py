@@ -3,10 +3,9 @@
 python -m bench.policies.plots bench/results/policies_cpu.json --out docs
 """
 
-import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib
 
@@ -16,7 +15,8 @@ import tyro
 from matplotlib.axes import Axes
 
 from bench.policies import orderings
-from bench.shared import markdown
+from bench.shared import runner
+from dllm_jax.eval.run.files import read_json
 
 MARKERS = "os^vDPX*<>hpd"
 HEAD = """\
@@ -39,13 +39,11 @@ the two sides had answered different prompts, and tokens were independent. `same
 cannot differ there, since nothing lies behind the block. `both at the floor`: neither is ever right. These
 are models of half a million parameters on synthetic tasks: they can confirm a mechanism, not a number.
 """
-HEADS = ("policy", "sampler", "block", "steps", "exact match", "as exact", "forwards", "computed", "kept")
-HEADS += ("cache KiB", "speed")
 
 
-def main(results: Annotated[Path, tyro.conf.Positional], out: Path = Path("docs")):
+def main(results: runner.Results, out: Path = Path("docs")):
     """A figure per workload, figures/policies-NAME as PNG and SVG, and benchmarks.md with the tables."""
-    report = json.loads(results.read_text())
+    report = read_json(results)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     where = {key: report[key] for key in ("device", "jax", "dtype")}
     pages = [HEAD.format(source=results.as_posix(), noise=NOISE, **where)]
@@ -82,12 +80,12 @@ def timing(workload: dict[str, Any]) -> str:
 
 
 def draw(name: str, rows: list[dict[str, Any]]):
-    """Quality against the share recomputed, and against the pairs stored."""
+    """Quality against the fraction recomputed, and against the pairs stored."""
     quality = "agreement" if rows[0]["accuracy"] is None else "accuracy"
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
     curves(left, rows, "computed", quality)
     curves(right, rows, "kept_pairs", quality)
-    left.set_xlabel("positions recomputed, share of the exact decoder's")
+    left.set_xlabel("positions computed, relative to the exact decoder")
     right.set_xlabel("K/V pairs stored per layer and head")
     left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
     right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
@@ -106,29 +104,34 @@ def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
     axes.grid(alpha=0.3)
 
 
-def table(workload: dict[str, Any]) -> str:
-    """All rows of a workload; without speed if that was not measured in turns with the exact decoder."""
-    heads = HEADS if "timed" in workload else HEADS[:-1]
-    rows = (cells(row)[: len(heads)] for row in workload["rows"])
-    return markdown.table(heads, "ll" + "r" * (len(heads) - 2), rows)
-
-
-def cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """A row of the table."""
-    match = "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
-    return (
-        f"`{row['policy']}`", f"`{row['sampler'].split('(')[0]}`", row["block"], row["steps"], match,
-        f"{row['agreement']:.1%}", f"{row['forwards']:.1f}", f"{row['computed']:.1%}",
-        f"{row['kept_pairs']:.0f}", f"{row['cache_bytes'] / 1024:.0f}", speed(row),
-    )  # fmt: skip
-
-
 def speed(row: dict[str, Any]) -> str:
     """The ratio over the exact decoder with its range; empty if it was not measured in turns, or is noise."""
     if "speed_range" not in row:
         return ""
     low, high = row["speed_range"]
     return "" if high > NOISE * low else f"{row['speed_over_exact']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+COLUMNS: runner.Columns = {
+    "policy": lambda row: f"`{row['policy']}`",
+    "sampler": lambda row: f"`{row['sampler'].split('(')[0]}`",
+    "block": lambda row: row["block"],
+    "steps": lambda row: row["steps"],
+    "exact match": lambda row: "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
+    "as exact": lambda row: f"{row['agreement']:.1%}",
+    "forwards": lambda row: f"{row['forwards']:.1f}",
+    "computed": lambda row: f"{row['computed']:.1%}",
+    "kept": lambda row: f"{row['kept_pairs']:.0f}",
+    "cache KiB": lambda row: f"{row['cache_bytes'] / 1024:.0f}",
+    "speed": speed,
+}
+
+
+def table(workload: dict[str, Any]) -> str:
+    """All rows of a workload; without speed if that was not measured in turns with the exact decoder."""
+    timed = "timed" in workload
+    columns = {head: cell for head, cell in COLUMNS.items() if timed or head != "speed"}
+    return runner.table_of(columns, workload["rows"], left=2)
 
 
 def _undated(suffix: str) -> dict:

@@ -6,17 +6,16 @@ Every other setting and task is in docs/benchmarks.md.
 """
 
 import dataclasses
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Any
 
 import tyro
 
-from bench.policies.grid import EXACT, Setting, mask_kv
-from bench.policies.rows import find
-from bench.shared import markdown
+from bench.policies.grid import EXACT, Setting, at_defaults, find, mask_kv
+from bench.shared import runner
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "needle-256", "few-shot")
@@ -24,7 +23,7 @@ HEADS = ("policy", "chain", "needle, 256 tokens", "few-shot", "as exact", "compu
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class Line:
     """A line of the table.
 
     Attributes:
@@ -42,46 +41,56 @@ class Shown:
         return self.chain if task == "chain" or self.short is None else self.short
 
 
-SHOWN = (
-    Shown(EXACT),
-    Shown(Setting(divide_steps=2), note="half the steps"),
-    Shown(Setting(p.PrefixCache())),
-    Shown(Setting(p.DualCache())),
-    Shown(Setting(p.DKVDecode(refresh_every=4))),
-    Shown(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
-    Shown(Setting(p.DKVPrefill())),
-    Shown(Setting(p.DKVPD())),
-    Shown(
+LINES = (
+    Line(EXACT),
+    Line(Setting(divide_steps=2), note="half the steps"),
+    Line(Setting(p.PrefixCache())),
+    Line(Setting(p.DualCache())),
+    Line(Setting(p.DKVDecode(refresh_every=4))),
+    Line(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
+    Line(Setting(p.DKVPrefill())),
+    Line(Setting(p.DKVPD())),
+    Line(
         Setting(p.DLLMCache(prompt_every=4, response_every=2)),
         Setting(p.DLLMCache(prompt_every=32, response_every=2)),
     ),
-    Shown(Setting(p.SparseDLLM(keep=0.5)), Setting(p.SparseDLLM(keep=0.5, delay=0))),
-    Shown(mask_kv(budget=32)),
-    Shown(
-        Setting(p.ElasticCache(window=8, gamma=0.9), whole=True),
+    Line(Setting(p.SparseDLLM(keep=0.5)), Setting(p.SparseDLLM(keep=0.5, delay=0))),
+    Line(mask_kv(budget=32)),
+    Line(
+        Setting(p.ElasticCache(window=8, gamma=0.9), one_block=True),
         Setting(p.ElasticCache(window=2, gamma=0.9)),
         note="one block",
     ),
-    Shown(Setting(p.D2Cache(k=8, p=0.1)), Setting(p.D2Cache(k=2, p=0.1))),
+    Line(Setting(p.D2Cache(k=8, p=0.1)), Setting(p.D2Cache(k=2, p=0.1))),
 )
+
+
+def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> list[Line]:
+    """The lines of the policies that were measured, those without a line of their own at their defaults.
+
+    Results do not hold policies that are newer than they are.
+    """
+    names = {row["policy"].split("(")[0] for workload in measured.values() for row in workload["rows"]}
+    rest = map(Line, at_defaults([line.chain for line in LINES], policies))
+    return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 
 
 def table(measured: dict[str, Any], model: str) -> str:
     """Markdown: exact match on each task, then agreement and costs on chains, and which settings differ.
 
     Raises:
-      LookupError: a setting was not measured.
+      LookupError: a setting of a policy that was measured was not measured.
     """
-    lines = []
-    for shown in SHOWN:
-        rows = [found(measured[f"{model} {task}"], shown.on(task)) for task in TASKS]
+    cells, shown = [], lines(measured)
+    for line in shown:
+        rows = [found(measured[f"{model} {task}"], line.on(task)) for task in TASKS]
         chain = rows[0]
-        name = f"`{chain['policy']}`" + (f", {shown.note}" if shown.note else "")
-        shares = [f"{row['accuracy']:.1%}" for row in rows] + [f"{chain['agreement']:.1%}"]
-        lines.append((name, *shares, f"{chain['computed']:.0%}", f"{chain['kept_pairs']:.0f}"))
-    others = ", ".join(f"`{call(shown.short.policy)}`" for shown in SHOWN if shown.short)
+        name = f"`{chain['policy']}`" + (f", {line.note}" if line.note else "")
+        rates = [f"{row['accuracy']:.1%}" for row in rows] + [f"{chain['agreement']:.1%}"]
+        cells.append((name, *rates, f"{chain['computed']:.0%}", f"{chain['kept_pairs']:.0f}"))
+    others = ", ".join(f"`{call(line.short.policy)}`" for line in shown if line.short)
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
-    return f"{markdown.table(HEADS, 'lrrrrrr', lines)}\n\n{note}"
+    return f"{runner.table(HEADS, 'lrrrrrr', cells)}\n\n{note}"
 
 
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -96,9 +105,9 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return row
 
 
-def main(results: Annotated[Path, tyro.conf.Positional], model: str = "tiny-llada"):
+def main(results: runner.Results, model: str = "tiny-llada"):
     """Prints the table."""
-    print(table(json.loads(results.read_text())["models"], model))
+    print(table(read_json(results)["models"], model))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import dllm_jax as dj
 from bench.policies.grid import LONG, SHORT, Setting, calibrated
 from dllm_jax.checkpoint.files import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.eval.results.record import fingerprint
+from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.nn.parameters import initialise
 from dllm_jax.provenance import now
@@ -74,13 +74,13 @@ class Workload:
             sampler=setting.sampler,
             key=jax.random.key(0) if setting.sampler.draws else None,
             length=self.length,
-            block=self.length if setting.whole else self.block,
+            block=self.length if setting.one_block else self.block,
             steps=self.length // setting.divide_steps,
         )
         return jax.block_until_ready(out)
 
     def accuracy(self, responses: np.ndarray) -> float | None:
-        """Share of exactly right answers; None where nothing is right or wrong."""
+        """Fraction of exactly right answers; None where nothing is right or wrong."""
         if not self.wanted:
             return None
         answers = decode_answers(self.model, self.tokenizer, responses)

@@ -82,8 +82,8 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     """Measures the rates of this device, which its other figures are compared with.
 
     Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix once, as a step of
-    few rows does. Arithmetic is a square matrix product, at the model's precision and in float32. Operands
-    are random.
+    few positions does. Arithmetic is a square matrix product, at the model's precision and in float32.
+    Operands are random.
 
     Args:
       dtype: of the operands.

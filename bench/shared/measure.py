@@ -1,20 +1,63 @@
-"""One generation to measure: its request, and its program compiled ahead of time."""
+"""Generations to measure: a grid of them, the request of each, and its program compiled ahead of time."""
 
 import dataclasses
 import functools
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 import dllm_jax as dj
+from bench.shared.models import policies_named
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.samplers import Sampler
 from dllm_jax.samplers.parallel import UntilDone
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Policies by prompt lengths by batches.
+
+    Attributes:
+      policies: class names, with their defaults; all if empty.
+      prompts: prompt lengths.
+      batches: sequences at a time.
+      length: response positions.
+      block: positions per block.
+      steps: denoising steps, as many as positions if not given.
+    """
+
+    policies: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = (1024, 4096, 16384, 32768)
+    batches: tuple[int, ...] = (1, 8, 32)
+    length: int = 256
+    block: int = 32
+    steps: int | None = None
+
+    def __post_init__(self):
+        policies_named(self.policies)
+
+    @property
+    def chosen(self) -> list[dj.policies.Policy]:
+        """The policies."""
+        return policies_named(self.policies)
+
+    @property
+    def denoising_steps(self) -> int:
+        """Steps of a fixed schedule."""
+        return self.steps or self.length
+
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """Every prompt length with every batch."""
+        yield from ((prompt, batch) for prompt in self.prompts for batch in self.batches)
+
+    def layout(self, prompt: int) -> dj.Layout:
+        """The geometry of one prompt length."""
+        return dj.Layout(prompt, self.length, self.block, self.denoising_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +110,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
+class Duration:
     """Time that something took.
 
     Attributes:
@@ -92,8 +135,8 @@ class Program:
 
     compiled: jax.stages.Compiled
     run: Callable[[], Any]
-    lower: Spent
-    compile: Spent
+    lower: Duration
+    compile: Duration
 
     @property
     def bytes(self) -> int | None:
@@ -114,10 +157,10 @@ def program(model: dj.Model, request: Request) -> Program:
     return Program(compiled, functools.partial(compiled, model, *request.inputs), lower, compile)
 
 
-def _spending(work: Callable[[], Any]) -> tuple[Any, Spent]:
+def _spending(work: Callable[[], Any]) -> tuple[Any, Duration]:
     wall, cpu = time.perf_counter(), _cpu()
     done = work()
-    return done, Spent(time.perf_counter() - wall, _cpu() - cpu)
+    return done, Duration(time.perf_counter() - wall, _cpu() - cpu)
 
 
 def _cpu() -> float:

@@ -1,6 +1,7 @@
 """Models to measure: random weights in real or small shapes, made on the device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -54,16 +55,12 @@ def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     return drawn(key, pieces, leaf.shape, leaf.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("pieces", "shape", "dtype"))
 def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Small normal numbers, drawn in `pieces` equal parts."""
-
-    @jax.jit
-    def draw(key):
-        part = (math.prod(shape) // pieces,)
-        one = lambda key: (INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
-        return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
-
-    return draw(key)
+    part = (math.prod(shape) // pieces,)
+    one = lambda key: (INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
+    return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
 
 
 def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:

@@ -19,18 +19,20 @@ ENOUGH = 0.5  # seconds of steps that are timed together
 
 
 @dataclasses.dataclass(frozen=True)
-class Kinds:
+class StepTimes:
     """Times of a step by its kind.
 
     Attributes:
-      whole: recomputes the canvas.
-      part: the first partial step, None if there is none among the first steps.
-      width: rows of that step, its padding included.
+      full: recomputes every position.
+      partial: the first partial step, None if there is none among the first steps.
+      width: positions per sequence of that step, its padding included.
+      positions: positions per sequence that it computes, a mean over sequences.
     """
 
-    whole: Time
-    part: Time | None
-    width: int | None
+    full: Time
+    partial: Time | None = None
+    width: int | None = None
+    positions: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Stepper:
         widths = self.request.plan.widths
         return dict(enumerate(widths)).get(int(coming(self.request.plan, state)))
 
-    def first_part(self) -> tuple[State, int | None]:
+    def first_partial(self) -> tuple[State, int | None]:
         """The state before the first partial step, and its width; None if the first steps have none."""
         state = self.start()
         for _ in range(min(self.request.layout.steps - 1, LEADING)):
@@ -68,21 +70,23 @@ class Stepper:
         return state, None
 
 
-def kinds(model: dj.Model, request: Request, repeats: int, most: int = 4) -> Kinds:
+def step_times(model: dj.Model, request: Request, repeats: int, most: int = 4) -> StepTimes:
     """Times single steps, each from the states it occurs in.
 
-    Up to `most` steps are queued and waited for together. Steps over the canvas only if every step is one:
-    what follows a refresh may be of another kind.
+    Up to `most` steps are queued and waited for together. Full steps only if every step is one: what follows
+    a refresh may be of another kind.
     """
     stepper, plan = Stepper(model, request), request.plan
     most = min(most, request.layout.steps)
-    over_canvas = functools.partial(stepper.step, width=None)
-    whole = _timed(over_canvas, stepper.start, 1 if plan.policy.reuses else most, repeats)
-    width = stepper.first_part()[1] if plan.widths else None
-    if width is None:
-        return Kinds(whole, None, None)
-    partial = functools.partial(stepper.step, width=width)
-    return Kinds(whole, _timed(partial, lambda: stepper.first_part()[0], most, repeats), width)
+    full_step = functools.partial(stepper.step, width=None)
+    full = _timed(full_step, stepper.start, 1 if plan.policy.reuses else most, repeats)
+    state, width = stepper.first_partial() if plan.widths else (None, None)
+    if state is None or width is None:
+        return StepTimes(full)
+    positions = float(state.need.sum() / state.need.shape[0])
+    partial_step = functools.partial(stepper.step, width=width)
+    partial = _timed(partial_step, lambda: stepper.first_partial()[0], most, repeats)
+    return StepTimes(full, partial, width, positions)
 
 
 def _timed(step: Callable[[State], State], start: Callable[[], State], most: int, repeats: int) -> Time:

@@ -17,7 +17,7 @@ import jax
 import tyro
 from transformers import AutoTokenizer
 
-from bench.shared import report
+from bench.shared import runner
 from bench.train_tiny.card import HELD_OUT, beyond_training, card, measure
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
@@ -76,14 +76,14 @@ def spec_of(family: str) -> ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsed:
+class RehearsalWeights:
     """Weights in rehearsal of what takes longest: seven-step chains, needles among 256, 512, 1024 tokens."""
 
     chain: float
     needles: tuple[float, float, float]
 
 
-def stages(weights: Rehearsed) -> tuple[Stage, ...]:
+def stages(weights: RehearsalWeights) -> tuple[Stage, ...]:
     """From two pairs with keys of four letters, which teaches looking up, to a needle among 1024 tokens.
 
     Forty letters at once take several times as long to leave the guessing floor as four and then more: each
@@ -112,7 +112,7 @@ def stages(weights: Rehearsed) -> tuple[Stage, ...]:
     )
 
 
-def recipe_for(family: str, weights: Rehearsed, steps: int, decay: int) -> Recipe:
+def recipe_for(family: str, weights: RehearsalWeights, steps: int, decay: int) -> Recipe:
     """The stages for a family; the rate falls over the last `decay` steps."""
     config = TrainConfig(
         steps=steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, review_every=50, save_every=100
@@ -127,10 +127,10 @@ LLADA = "until step 2850 chains were written in another form, until step 6700 th
 DREAM = "until step 6500 needles of 256 tokens had to be mastered, until 10900 their weights were others"
 RECIPES = {
     "tiny-llada": dataclasses.replace(
-        recipe_for("llada", Rehearsed(8, (1, 3, 3)), 10200, 4200), history=HISTORY.format(LLADA)
+        recipe_for("llada", RehearsalWeights(8, (1, 3, 3)), 10200, 4200), history=HISTORY.format(LLADA)
     ),
     "tiny-dream": dataclasses.replace(
-        recipe_for("dream", Rehearsed(4, (8, 8, 4)), 14700, 8000), history=HISTORY.format(DREAM)
+        recipe_for("dream", RehearsalWeights(4, (8, 8, 4)), 14700, 8000), history=HISTORY.format(DREAM)
     ),
 }
 
@@ -160,7 +160,7 @@ def ship(name: str, run: Run, recipe: Recipe, assets: Path, out: Path):
     text = card(name, model, recipe.config, len(recipe.stages), recipe.history, run.log, rows, beyond)
     (out / "README.md").write_text(text)
     config = dataclasses.asdict(recipe.config)
-    where = report.provenance(str(model.dtype))
+    where = runner.provenance(str(model.dtype))
     record = where | {"config": config, "log": run.log, "held_out": rows, "beyond": beyond}
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
     for row in rows:

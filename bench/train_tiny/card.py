@@ -15,7 +15,7 @@ from dllm_jax.tasks import Chain, FewShot, Task, accuracy, examples, needle
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import TrainConfig
 
-ROWS = 12
+CURVE_ROWS = 12
 CARD = """\
 ---
 license: apache-2.0
@@ -76,7 +76,7 @@ Beyond what it was trained on:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class HeldOutPrompts:
     """Prompts of one kind.
 
     Attributes:
@@ -84,7 +84,7 @@ class Asked:
       size: see the task.
       prompts: how many.
       length: response positions.
-      guess: share that a model gets right which knows the form but not the look-up.
+      guess: fraction that a model gets right which knows the form but not the look-up.
       batch: prompts decoded together.
     """
 
@@ -107,44 +107,44 @@ class Asked:
                 return f"1 of {self.size} pairs"
 
 
-def _needle(tokens: int, prompts: int) -> Asked:
+def _needle(tokens: int, prompts: int) -> HeldOutPrompts:
     task, pairs = needle(tokens)
-    return Asked(task, pairs, prompts, 4, 1 / pairs, batch=max(4, min(64, 8192 // tokens)))
+    return HeldOutPrompts(task, pairs, prompts, 4, 1 / pairs, batch=max(4, min(64, 8192 // tokens)))
 
 
-def _few_shot(task: FewShot, size: int, prompts: int) -> Asked:
-    return Asked(task, size, prompts, 4, 1 / task.kinds)
+def _few_shot(task: FewShot, size: int, prompts: int) -> HeldOutPrompts:
+    return HeldOutPrompts(task, size, prompts, 4, 1 / task.kinds)
 
 
 HELD_OUT = (
     *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
-    Asked(Chain(), 7, 256, 32, 0.0),
+    HeldOutPrompts(Chain(), 7, 256, 32, 0.0),
     _few_shot(FewShot(), 5, 256),
 )
 LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
 BEYOND = (
     *LONGER,
-    Asked(Chain(letters=32), 7, 64, 32, 0.0),
-    Asked(Chain(), 10, 64, 41, 0.0),
+    HeldOutPrompts(Chain(letters=32), 7, 64, 32, 0.0),
+    HeldOutPrompts(Chain(), 10, 64, 41, 0.0),
     _few_shot(FewShot(kinds=8), 5, 64),
 )
 
 
-def measure(model: Model, tokenizer: Any, kinds: tuple[Asked, ...]) -> list[dict[str, Any]]:
+def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> list[dict[str, Any]]:
     """Accuracy on held-out prompts; one row per kind."""
     rows = []
-    for asked in kinds:
-        drawn = examples(asked.task, 2026, asked.size, asked.prompts, "held_out")
-        score = accuracy(model, tokenizer, drawn, asked.batch, length=asked.length)
+    for kind in kinds:
+        drawn = examples(kind.task, 2026, kind.size, kind.prompts, "held_out")
+        score = accuracy(model, tokenizer, drawn, kind.batch, length=kind.length)
         rows.append(
             {
-                "task": "needle" if asked.task.name == "recall" else asked.task.name,
-                "size": asked.size,
-                "asked": asked.words,
+                "task": "needle" if kind.task.name == "recall" else kind.task.name,
+                "size": kind.size,
+                "asked": kind.words,
                 "prompt": len(drawn[0].prompt) + TEMPLATE_TOKENS,
-                "count": asked.prompts,
+                "count": kind.prompts,
                 "exact": score,
-                "guess": asked.guess,
+                "guess": kind.guess,
             }
         )
     return rows
@@ -171,7 +171,7 @@ def card(
 ) -> str:
     """README.md of the model."""
     spec, last = model.spec, log[-1]
-    shown = [log[round(i * (len(log) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    shown = [log[round(i * (len(log) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)]
     grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
     return CARD.format(
         name=name, family=spec.family, Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dllm_jax.eval.results.record import scored
 from dllm_jax.eval.results.schema import GridRow
-from dllm_jax.eval.run import utf8
+from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
@@ -116,7 +116,7 @@ def read(path: Path) -> Needle:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    fields = utf8.read_json(path)
+    fields = read_json(path)
     wanted = {"text", "question", "keyword", "template"}
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise ValueError(f"{path}: expected an object with exactly {', '.join(sorted(wanted))}")
@@ -142,7 +142,7 @@ def haystack(path: Path) -> str:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise FileNotFoundError(f"{path} is no text file and no folder of .txt files")
-    text = "".join(map(utf8.read, files))
+    text = "".join(map(read_text, files))
     if not text.strip():
         raise ValueError(f"{path} holds no text")
     return text
@@ -173,12 +173,12 @@ def evaluate(
     """
     if not lengths or not depths:
         raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
-    hay = runner.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    hay = runner.lm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     cells = [(length, depth) for length in lengths for depth in depths]
     requests = [
         Request(
             f"{length} at {depth:g} %",
-            tuple(encode(needle.prompt(hay, length, depth, runner.tokenizer))),
+            tuple(encode(needle.prompt(hay, length, depth, runner.lm.tokenizer))),
             runner.decoding.length or RESPONSE,
             group=f"length {length}",
         )

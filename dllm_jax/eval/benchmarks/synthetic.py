@@ -34,11 +34,13 @@ def evaluate(
     if not sizes or count < 1:
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
     drawn = {size: examples(task, seed, size, count, "held_out") for size in sizes}
-    asked = [(f"{task.name} {size}", i, e) for size, chosen in drawn.items() for i, e in enumerate(chosen)]
+    questions = [
+        (f"{task.name} {size}", i, e) for size, chosen in drawn.items() for i, e in enumerate(chosen)
+    ]
     needed = response(task, sizes)
-    requests = [request(runner, f"{i}", example, group, needed) for group, i, example in asked]
+    requests = [request(runner, f"{i}", example, group, needed) for group, i, example in questions]
     entries = runner.run(requests, journal)
-    return exact_rows(requests, entries, [example for _, _, example in asked])
+    return exact_rows(requests, entries, [example for _, _, example in questions])
 
 
 def response(task: Task, sizes: Sequence[int]) -> int:
@@ -48,7 +50,7 @@ def response(task: Task, sizes: Sequence[int]) -> int:
 
 def request(runner: Runner, id: str, example: Example, group: str, needed: int) -> Request:
     """An example as a request for an answer of the runner's `length`, or else of `needed` positions."""
-    ids = chat_ids(runner.tokenizer, [{"role": "user", "content": example.prompt}])
+    ids = chat_ids(runner.lm.tokenizer, [{"role": "user", "content": example.prompt}])
     return Request(id, tuple(ids), runner.decoding.length or needed, group=group)
 
 

@@ -3,39 +3,30 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dllm_jax import presets, provenance
-from dllm_jax.eval.run.opened import OpenedModel, open_model
-from dllm_jax.eval.run.runner import Runner
+from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.settings import Decoding, rescaled
 from dllm_jax.published import expressions
 
 LOG = logging.getLogger(__name__)
 LM_EVAL_DEVICE = "cuda:0"  # what its command line passes if the user gives none
+OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Arguments by name; policy and sampler are constructor calls, with `;` between their arguments.
+    """What is evaluated, and what only lm_eval's tasks need.
+
+    In `--model_args` the fields of `Checkpoint` and `Decoding` stand beside those below, but `pretrained` is
+    the checkpoint's `model`, and `batch` is lm_eval's --batch_size, by default 1. `policy` and `sampler` are
+    constructor calls, with `;` between their arguments. `preset`, e.g. "llada-8b-instruct/gsm8k", sets
+    length, block, steps and sampler to those published for a checkpoint and task, unless they are given too.
 
     Attributes:
-      pretrained: an embedded model, a directory or a hub id.
-      policy: e.g. "DualCache" or "DKVDecode(refresh_every=8)".
-      sampler: e.g. "Threshold(0.9)"; None: the preset's, or `Confidence`.
-      preset: published settings, "checkpoint/task", e.g. "llada-8b-instruct/gsm8k".
-      length: response positions; None: the preset's, or the task's max_gen_toks.
-      block: positions decoded together; None: the preset's, or all.
-      steps: denoising steps of each request; None: the preset's, for another `length` in proportion, or one
-        per position.
-      stop_at_eos: finish rows at their first end-of-text.
-      seed: of draws.
-      batch: rows decoded together (lm_eval's --batch_size).
-      bucket: prompts are padded to a multiple of this.
-      max_positions: of prompt and response; longer prompts lose their beginning. None: no limit.
-      dtype: float32 or bfloat16; None keeps the checkpoint's.
-      rope_factor: multiplies the rotary base.
-      tokenizer: directory or hub id, if not the model's own.
+      checkpoint: which checkpoint; longer prompts than `max_positions` allows lose their beginning.
+      decoding: how; without a `length`, answers have the task's max_gen_toks.
       add_bos: put the tokenizer's beginning-of-text before every prompt (Dream's base model).
       draws: Monte-Carlo draws of a log-likelihood; for answers of one token, a single one is exact.
       strata: draws among which the number of masked tokens is stratified.
@@ -45,63 +36,21 @@ class Arguments:
       journal: file of answers and log-likelihoods, from which an interrupted run resumes.
     """
 
-    pretrained: str
-    policy: str = "Policy"
-    sampler: str | None = None
-    preset: str | None = None
-    length: int | None = None
-    block: int | None = None
-    steps: int | None = None
-    stop_at_eos: bool = True
-    seed: int = 0
-    batch: int = 1
-    bucket: int = 64
-    max_positions: int | None = None
-    dtype: str | None = None
-    rope_factor: float = 1.0
-    tokenizer: str | None = None
+    checkpoint: Checkpoint
+    decoding: Decoding = Decoding(batch=1)
     add_bos: bool = False
     draws: int = 128
     strata: int = 32
     cfg_scale: float = 0.0
     greedy_check: bool = True
-    failures: str = "raise"
+    failures: Literal["raise", "empty"] = "raise"
     journal: str | None = None
 
     def __post_init__(self):
         if self.failures not in ("raise", "empty"):
             raise ValueError(f"failures={self.failures!r} must be 'raise' or 'empty'")
-        if self.preset is not None and self.preset.count("/") != 1:
-            raise ValueError(f"preset={self.preset!r} must be 'checkpoint/task'")
         if self.draws < 1 or self.strata < 1 or self.draws % self.strata:
             raise ValueError(f"draws={self.draws} must be a positive multiple of strata={self.strata}")
-
-    def settings(self) -> dict[str, Any]:
-        """Length, block, steps and sampler: the preset's, overridden by the arguments given.
-
-        Raises:
-          ValueError: the preset's steps are not whole for another length; no such preset or sampler.
-        """
-        chosen: dict[str, Any] = {}
-        if self.preset is not None:
-            chosen |= presets.recipe(*self.preset.split("/")).options()
-        given = {name: getattr(self, name) for name in ("length", "block", "steps")}
-        if self.sampler is not None:
-            given["sampler"] = expressions.sampler(self.sampler)
-        if self.length is not None and self.steps is None and {"length", "steps"} <= chosen.keys():
-            given["steps"] = rescaled(chosen["steps"], chosen["length"], self.length)
-        return chosen | {name: value for name, value in given.items() if value is not None}
-
-    def open(self) -> tuple[OpenedModel, Runner]:
-        """The checkpoint and a runner without a progress bar."""
-        opened = open_model(self.pretrained, self.dtype, self.rope_factor, self.tokenizer)
-        return opened, self.runner(opened, progress=False)
-
-    def runner(self, opened: OpenedModel, progress: bool) -> Runner:
-        """The checkpoint with these settings."""
-        policy = expressions.policy(self.policy)
-        decoding = Decoding(**self.settings(), policy=policy, stop_at_eos=self.stop_at_eos, seed=self.seed)
-        return opened.runner(decoding, self.batch, self.bucket, self.max_positions, progress)
 
     def prefix(self, tokenizer: Any) -> str:
         """Precedes every prompt: beginning-of-text if `add_bos`, else nothing.
@@ -116,35 +65,66 @@ class Arguments:
         return tokenizer.bos_token
 
 
-def checked(given: Mapping[str, Any]) -> Arguments:
+def read(given: Mapping[str, Any]) -> Arguments:
     """The arguments of `--model_args`, and lm_eval's own batch_size, max_batch_size and device.
 
     Raises:
       ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does
-        not use.
+        not use, or a value that `Arguments`, `Checkpoint`, `Decoding` or the preset refuses.
     """
-    known = {field.name for field in dataclasses.fields(Arguments)} - {"batch"}
-    for name in given.keys() - known - {"batch_size", "max_batch_size", "device"}:
-        raise ValueError(
-            f"{name}={given[name]!r} is not among the model arguments: {', '.join(sorted(known))}"
-        )
+    names = lambda kind, *other: [f.name for f in dataclasses.fields(kind) if f.name not in other]
+    checkpoint, decoding = names(Checkpoint, "model"), names(Decoding, "batch", "policy", "sampler")
+    own = names(Arguments, "checkpoint", "decoding")
+    known = sorted(["pretrained", "policy", "sampler", "preset", *checkpoint, *decoding, *own])
+    for name in given.keys() - known - set(OF_LM_EVAL):
+        raise ValueError(f"{name}={given[name]!r} is not among the model arguments: {', '.join(known)}")
     if "pretrained" not in given:
         raise ValueError("pretrained is missing: --model_args pretrained=DIR, a checkpoint to evaluate")
-    size, most = given.get("batch_size") or 1, given.get("max_batch_size")
-    if most is not None or not str(size).isdecimal():
-        raise ValueError(
-            f"batch_size={size!r}, max_batch_size={most!r}: no size is found automatically; give a number, "
-            "--batch_size 8, and no maximum"
-        )
+    batch = _batch(given)
     _check_device(given.get("device"))
-    return Arguments(batch=int(size), **{name: value for name, value in given.items() if name in known})
+    part = lambda names: {name: given[name] for name in names if name in given}
+    return Arguments(
+        Checkpoint(given["pretrained"], **part(checkpoint)),
+        Decoding(batch=batch, **_with_preset(given, part(decoding))),
+        **part(own),
+    )
+
+
+def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Decoding`: the preset's length, block, steps and sampler, overridden by those given.
+
+    Raises:
+      ValueError: the preset's steps are not whole for another length; no such preset, policy or sampler.
+    """
+    preset, chosen = given.get("preset"), {}
+    if preset is not None:
+        if preset.count("/") != 1:
+            raise ValueError(f"preset={preset!r} must be 'checkpoint/task'")
+        chosen |= presets.recipe(*preset.split("/")).options()
+    decoding = {name: value for name, value in decoding.items() if value is not None}
+    if "length" in decoding and "steps" not in decoding and {"length", "steps"} <= chosen.keys():
+        chosen["steps"] = rescaled(chosen["steps"], chosen["length"], decoding["length"])
+    for name, parse in (("policy", expressions.policy), ("sampler", expressions.sampler)):
+        if given.get(name) is not None:
+            chosen[name] = parse(given[name])
+    return chosen | decoding
+
+
+def _batch(given: Mapping[str, Any]) -> int:
+    size, largest = given.get("batch_size") or 1, given.get("max_batch_size")
+    if largest is not None or not str(size).isdecimal():
+        raise ValueError(
+            f"batch_size={size!r}, max_batch_size={largest!r}: no size is found automatically; give a "
+            "number, --batch_size 8, and no maximum"
+        )
+    return int(size)
 
 
 def _check_device(name: str | None):
     """lm_eval's device is torch's; jax has its own, which must be what the user asks for."""
     platform = provenance.device().platform
-    asked, _, index = (name or platform).partition(":")
-    if {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked) == platform and index in ("", "0"):
+    wanted, _, index = (name or platform).partition(":")
+    if {"cuda": "gpu", "rocm": "gpu"}.get(wanted, wanted) == platform and index in ("", "0"):
         return
     reason = (
         f"device={name!r}, but jax computes on {platform}; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES choose it"

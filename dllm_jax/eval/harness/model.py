@@ -4,6 +4,7 @@ lm_eval 0.4.13 finds models only in its own package and its registry; it has no 
 module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and runs lm_eval's command line.
 """
 
+import dataclasses
 import logging
 import math
 import sys
@@ -16,12 +17,11 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
 from dllm_jax.eval.harness import arguments as harness_args
-from dllm_jax.eval.harness.ledger import Both
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.journal import CacheLedger, Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
-from dllm_jax.eval.run.runner import Request
+from dllm_jax.eval.run.runner import Request, Runner
 
 LOG = logging.getLogger(__name__)
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
@@ -33,9 +33,10 @@ class DllmJax(TemplateLM):
 
     def __init__(self, **arguments: Any):
         super().__init__()
-        self.arguments = harness_args.checked(arguments)
-        self.opened, self.runner = self.arguments.open()
-        self.tokenizer = self.opened.tokenizer
+        self.arguments = harness_args.read(arguments)
+        self.lm = self.arguments.checkpoint.open()
+        self.runner = Runner(self.lm, self.arguments.decoding)
+        self.tokenizer = self.lm.tokenizer
         self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
         self.answers: list[Entry] = []
         self.likelihoods: list[Entry] = []
@@ -44,7 +45,7 @@ class DllmJax(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """End-of-text."""
-        return self.opened.model.spec.eos_id
+        return self.lm.model.spec.eos_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -54,12 +55,12 @@ class DllmJax(TemplateLM):
     @property
     def max_length(self) -> int | None:
         """lm_eval's name for `max_positions`."""
-        return self.arguments.max_positions
+        return self.arguments.decoding.max_positions
 
     @property
     def tokenizer_name(self) -> str:
         """For lm_eval's cache of requests."""
-        return self.arguments.pretrained.replace("/", "__")
+        return self.lm.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Token ids; special tokens in the text (chat templates) are recognised, none are added."""
@@ -80,7 +81,7 @@ class DllmJax(TemplateLM):
         """Provenance and costs, for lm_eval's result."""
         return {
             "dllm_jax": {
-                **record.provenance(self.runner, self.opened.name),
+                **record.provenance(self.runner),
                 "totals": {
                     "generate_until": record.totals(self.answers),
                     "loglikelihood": record.cost_totals(self.likelihoods),
@@ -95,18 +96,19 @@ class DllmJax(TemplateLM):
           RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
           ValueError: block or steps do not fit the requests' length.
         """
-        asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
-        runner = self.arguments.runner(self.opened, progress=not disable_tqdm)
-        for length in sorted({request.length for request in asked}):
+        prompts = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
+        for length in sorted({prompt.length for prompt in prompts}):
             runner.decoding.at(length)  # refused before anything is decoded
-        keys = [runner.key(request) for request in asked]
+        keys = [runner.key(prompt) for prompt in prompts]
         args = [request.args for request in requests]
-        entries = runner.run(asked, Both(self.journal, self.cache_hook, "generate_until", keys, args))
+        ledger = CacheLedger(self.journal, self.cache_hook, "generate_until", keys, args)
+        entries = runner.run(prompts, ledger)
         self.answers += entries
-        self._judge(entries, "empty answers")
+        self._report_failures(entries, "empty answers")
         return [entry["answer"] or "" for entry in entries]
 
-    def _judge(self, entries: list[Entry], instead: str):
+    def _report_failures(self, entries: list[Entry], instead: str):
         """Raises or logs if any request failed, according to `failures`."""
         failed = [entry["error"] for entry in entries if entry["error"] is not None]
         if failed:
@@ -138,17 +140,16 @@ class DllmJax(TemplateLM):
         Raises:
           RuntimeError: pairs failed and `failures` is "raise"; the others are computed and journalled.
         """
-        scorer = Likelihood(
-            self.runner, self.arguments.draws, self.arguments.strata, self.arguments.cfg_scale
-        )
-        check = self.arguments.greedy_check
+        arguments = self.arguments
+        sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
+        scorer, check = Likelihood(self.lm, arguments.decoding, *sampling), arguments.greedy_check
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
         keys = [scorer.key(pair, check) for pair in pairs]
         args = [text for text, *_ in requests]
-        ledger = Both(self.journal, self.cache_hook, "loglikelihood", keys, args)
+        ledger = CacheLedger(self.journal, self.cache_hook, "loglikelihood", keys, args)
         entries = scorer.run(pairs, check, ledger, progress=not disable_tqdm)
         self.likelihoods += entries
-        self._judge(entries, "impossible answers")
+        self._report_failures(entries, "impossible answers")
         return [
             (-math.inf, False) if e["answer"] is None else (e["answer"][0], e["answer"][1]) for e in entries
         ]

@@ -44,7 +44,7 @@ class Comparison:
 
     Attributes:
       scores: per group, then the average if there are several groups.
-      same: share of pairs with equal answers.
+      same: fraction of pairs with equal answers.
       unpaired: requests in only one of the two, or of the same name but with different questions.
       costs: by name, means (A, B) over the pairs in which neither request failed.
       settings: by name, the settings (A, B) that differ.

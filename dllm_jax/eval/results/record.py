@@ -1,15 +1,14 @@
-"""Records: the result of an evaluation with its provenance, costs and answers, as one JSON file."""
+"""Records: results of an evaluation with provenance, costs and answers, one JSON file per policy."""
 
 import hashlib
 import json
-import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
-from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.results.schema import (
     Costs,
     Decoded,
@@ -21,7 +20,7 @@ from dllm_jax.eval.results.schema import (
     Row,
     Totals,
 )
-from dllm_jax.eval.run import utf8
+from dllm_jax.eval.run.files import read_json, write_json
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.nn.parameters import count
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
@@ -30,36 +29,27 @@ PACKAGES = (
     "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score rapidfuzz lm_eval".split()  # noqa: SIM905
 )
 FORMAT = 3
+FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
 
 
-def fingerprint(folder: Path) -> str:
-    """sha256 over names and contents of a checkpoint's files, without documents (.md) and training logs."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if name.startswith(".") or path.suffix == ".md" or name == "training_log.json":
-            continue
-        digest.update(f"{name}\0{sha256(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def provenance(runner: Runner, model_name: str) -> Provenance:
+def provenance(runner: Runner) -> Provenance:
     """Model, settings, device and versions."""
     where = device()
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
+    model, decoding = runner.lm.model, runner.decoding
     return {
         "model": {
-            "name": model_name,
-            "identity": runner.identity,
-            "family": runner.model.spec.family,
-            "parameters": count(runner.model.params),
-            "dtype": str(runner.model.dtype),
-            "rope_base": runner.model.spec.rope_base,
+            "name": runner.lm.name,
+            "identity": runner.lm.identity,
+            "family": model.spec.family,
+            "parameters": count(model.params),
+            "dtype": str(model.dtype),
+            "rope_base": model.spec.rope_base,
         },
-        "decoding": runner.decoding.described(),
-        "batch": runner.batch,
-        "bucket": runner.bucket,
-        "max_positions": runner.max_positions,
+        "decoding": decoding.described(),
+        "batch": decoding.batch,
+        "bucket": decoding.bucket,
+        "max_positions": decoding.max_positions,
         "device": {"platform": where.platform, "kind": where.kind, "count": where.count},
         "versions": {"python": platform.python_version(), **installed},
         "date": now(),
@@ -129,16 +119,14 @@ def group_scores(rows: Sequence[Row]) -> dict[str, float]:
     return {name: sum(scores) / len(scores) for name, scores in groups.items()}
 
 
-def result(
-    kind: str, runner: Runner, model_name: str, rows: Sequence[Row], settings: dict[str, Any]
-) -> Record:
+def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> Record:
     """The record of an evaluation."""
     groups = group_scores(rows)
     return {
         "format": FORMAT,
         "kind": kind,
         "settings": settings,
-        **provenance(runner, model_name),
+        **provenance(runner),
         "totals": totals(rows),
         "scores": groups,
         "average": sum(groups.values()) / len(groups),
@@ -153,12 +141,48 @@ def flat(record: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: record[name] for name in ("batch", "bucket", "max_positions")}
 
 
+def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
+    """The record's file of each policy, by the policy's text.
+
+    Raises:
+      ValueError: two policies have the same file.
+    """
+    found: dict[str, Path] = {}
+    for text in policies:
+        path = folder / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
+        if path in found.values():
+            raise ValueError(f"policies {text!r} and another of {list(policies)} would both write {path}")
+        found[text] = path
+    return found
+
+
+def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str, Any]):
+    """Refuses to replace a record with other settings; an evaluation with the same may be run again.
+
+    Raises:
+      ValueError: the file is a record with other settings, or none of this format.
+    """
+    if not path.exists():
+        return
+    other = "choose another --out"
+    try:
+        old = read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {other}") from None
+    new = {"kind": kind, "settings": settings, **provenance(runner)}
+    before, after = flat(old), flat(json.loads(json.dumps(new)))
+    changed = [
+        f"{name} was {before.get(name)!r} and would be {after.get(name)!r}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name) and not name.startswith(FREE)
+    ]
+    if changed:
+        raise ValueError(f"{path} is a result with other settings: {'; '.join(changed)}; {other}")
+
+
 def save(path: Path, record: Record):
-    """Writes atomically: to a temporary file, then renames."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    """Writes a record atomically."""
+    write_json(path, record)
 
 
 def read(path: Path) -> Record:
@@ -170,7 +194,7 @@ def read(path: Path) -> Record:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    record = utf8.read_json(path)
+    record = read_json(path)
     if isinstance(record, dict) and "lm_eval_version" in record:
         raise ValueError(
             f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"

@@ -161,9 +161,9 @@ class Provenance(TypedDict):
     Attributes:
       model: the model.
       decoding: see `Decoding.described`.
-      batch: see `Runner`.
-      bucket: see `Runner`.
-      max_positions: see `Runner`.
+      batch: see `Decoding`.
+      bucket: see `Decoding`.
+      max_positions: see `Decoding`.
       device: the device.
       versions: of Python and packages.
       date: UTC, ISO 8601.

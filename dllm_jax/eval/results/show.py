@@ -1,11 +1,14 @@
-"""Records as tables for a terminal."""
+"""Records as tables for a terminal, and as heat maps of scores by length and depth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import rich.markup
 import rich.table
+from jaxtyping import Float
 
-from dllm_jax.eval.results.schema import Record
+from dllm_jax.eval.results.schema import GridRow, Record
 
 
 def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
@@ -20,7 +23,7 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(_score(record["average"]) for record in records.values()))
     shown.add_section()
-    every = [record["totals"] for record in records.values()]
+    totals = [record["totals"] for record in records.values()]
     for label, line in (
         ("requests", lambda t: str(t["requests"])),
         ("failed", lambda t: str(t["failed"])),
@@ -30,7 +33,7 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
         ("tokens/s after end-of-text too", lambda t: _speed(t["tokens_with_eos_per_second"])),
         ("seconds, compilation included", lambda t: f"{t['seconds']:.1f}"),
     ):
-        shown.add_row(label, *map(line, every))
+        shown.add_row(label, *map(line, totals))
     return shown
 
 
@@ -54,3 +57,37 @@ def _ratio(value: float | int, by: float | int) -> str:
 
 def _speed(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
+
+
+def heatmap(rows: Sequence[GridRow], path: Path, title: str):
+    """Writes a heat map of mean scores by length and depth, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # in the `eval` extra
+    from matplotlib.figure import Figure
+
+    lengths, depths, scores = cells(rows)
+    figure = Figure(figsize=(2 + 0.7 * len(lengths), 1.6 + 0.35 * len(depths)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
+    axes.set(xlabel="length in tokens", ylabel="depth of the needle", title=title)
+    for (i, j), score in np.ndenumerate(scores):
+        if not np.isnan(score):
+            axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=8)
+    figure.colorbar(image, label="score")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def cells(
+    rows: Sequence[GridRow],
+) -> tuple[list[int], list[float | int], Float[np.ndarray, "depths lengths"]]:
+    """Lengths, depths and mean scores; NaN where there is no row."""
+    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    found = np.full((len(depths), len(lengths)), np.nan)
+    for i, depth in enumerate(depths):
+        for j, length in enumerate(lengths):
+            scores = [r["score"] for r in rows if (r["length"], r["depth"]) == (length, depth)]
+            found[i, j] = np.mean(scores) if scores else np.nan
+    return lengths, depths, found

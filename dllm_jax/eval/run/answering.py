@@ -1,7 +1,8 @@
-"""Answers keyed items batch by batch: finished batches are journalled, and a failure stays with its item."""
+"""Answers keyed items in batches of few static shapes, journalling each; a failure stays with its item."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
@@ -14,10 +15,11 @@ Answer = Callable[[list[tuple[str, Item]]], list[Entry]]
 FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # XLA's are RuntimeErrors
 
 
-def answered(
-    asked: Sequence[tuple[str, Item]],
-    batched: Callable[[list[tuple[str, Item]]], Iterable[list[tuple[str, Item]]]],
+def answers(
+    items: Sequence[tuple[str, Item]],
     answer: Answer[Item],
+    batch: int,
+    shape: Callable[[Item], Any],
     journal: Ledger | None = None,
     title: str | None = None,
 ) -> list[Entry]:
@@ -26,24 +28,28 @@ def answered(
     Failures are entries too, with `error` set and no answer; a resumed run retries them.
 
     Args:
-      asked: (key, item) pairs; items of equal key are computed once.
-      batched: splits the items still to be computed into batches.
-      answer: computes a batch's entries.
+      items: (key, item) pairs; items of equal key are computed once.
+      answer: computes the entries of at most `batch` pairs whose items have one shape.
+      batch: items at a time.
+      shape: of an item; batches come in ascending order of it.
       journal: holds entries of earlier runs, and takes each batch as it finishes.
       title: of the progress bar; None shows no bar.
     """
     done = dict(journal.entries) if journal else {}
-    open_ = {key: item for key, item in asked if done.get(key, {"error": ""})["error"] is not None}
+    unanswered = {key: item for key, item in items if done.get(key, {"error": ""})["error"] is not None}
+    of_pair = lambda pair: shape(pair[1])
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
-        task = bar.add_task(title or "", total=len(open_))
-        for chunk in batched(list(open_.items())):
-            entries = _each(chunk, answer)
-            done |= {entry["key"]: entry for entry in entries}
-            if journal:
-                journal.add(entries)
-            bar.advance(task, len(chunk))
-    return [done[key] for key, _ in asked]
+        task = bar.add_task(title or "", total=len(unanswered))
+        for _, group in itertools.groupby(sorted(unanswered.items(), key=of_pair), key=of_pair):
+            alike = list(group)
+            for chunk in (alike[i : i + batch] for i in range(0, len(alike), batch)):
+                entries = _each(chunk, answer)
+                done |= {entry["key"]: entry for entry in entries}
+                if journal:
+                    journal.add(entries)
+                bar.advance(task, len(chunk))
+    return [done[key] for key, _ in items]
 
 
 def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:
@@ -55,3 +61,8 @@ def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:
             return [found for pair in chunk for found in _each([pair], answer)]
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
         return [Entry(key=chunk[0][0], answer=None, error=reason.splitlines()[0])]
+
+
+def filled(batch: Sequence[Item], size: int) -> list[Item]:
+    """The batch, filled up to `size` with copies of its first item."""
+    return [*batch, *[batch[0]] * (size - len(batch))]

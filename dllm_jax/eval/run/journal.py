@@ -1,11 +1,12 @@
 """The journal of answers: an append-only JSONL file from which an interrupted run resumes.
 
-Its first line says on what device and with which versions the answers and their times were made.
+Its first line says on what device and with which versions the answers and their times were made. lm_eval has
+a cache of its own, which is filled batch by batch too.
 """
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,6 +92,35 @@ class Journal:
             self._whole += file.write("".join(lines).encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+class CacheLedger:
+    """Passes each finished batch to the journal and to lm_eval's cache of requests.
+
+    Args:
+      journal: None keeps no journal.
+      hook: lm_eval's `CacheHook`; failed requests are not passed to it.
+      kind: lm_eval's name of the request type.
+      keys: the requests' hashes.
+      args: the requests' arguments, lm_eval's cache key; several requests may share a hash.
+    """
+
+    def __init__(self, journal: Journal | None, hook: Any, kind: str, keys: Sequence[str], args: Sequence):
+        self.entries = {} if journal is None else journal.entries
+        self.journal, self.hook, self.kind = journal, hook, kind
+        self.args: dict[str, list[Any]] = {}
+        for key, known in zip(keys, args, strict=True):
+            self.args.setdefault(key, []).append(known)
+
+    def add(self, entries: Iterable[Entry]):
+        """Adds the entries of a finished batch."""
+        entries = list(entries)
+        if self.journal is not None:
+            self.journal.add(entries)
+        for entry in entries:
+            answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
+            for args in self.args[entry["key"]] if entry["error"] is None else ():
+                self.hook.add_partial(self.kind, args, tuple(answer) if isinstance(answer, list) else answer)
 
 
 def origin() -> dict[str, str]:

@@ -1,49 +1,61 @@
-"""How requests are decoded."""
+"""How requests are decoded: one type for the command lines, lm_eval's arguments, the runner and records."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.layout import Layout
 
+POSITIVE = ("length", "block", "steps", "batch", "bucket", "max_positions")
+
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Settings of `generate`, and a seed.
+    """Settings of `generate`, a seed, and how requests form batches.
 
     Attributes:
       length: response positions; None: each request has its own.
       block: positions decoded together; None: all. Shorter requests are one block.
-      steps: denoising steps in total, at most one per position; None: one per position. A request of another
-        length than `length` has as many steps per position; without `length`, every request has `steps`.
-      policy: what is recomputed.
-      sampler: what is decoded when.
-      stop_at_eos: rows finish at their first end-of-text; their answers do not change.
-      seed: with the request, it determines the request's draws; batch and order do not matter.
+      steps: denoising steps of each request, at most one per position; None: one per position. A request of
+        another length than `length` has as many steps per position; without `length`, each has these.
+      policy: what is recomputed in each step. Command lines name policies as constructor calls.
+      sampler: which positions are decoded in each step. Command lines name it as a constructor call.
+      stop_at_eos: finish a sequence at its first end-of-text; its answer does not change.
+      seed: of the sampler's draws and of generated examples. With the request it determines the request's
+        draws; batch and order do not matter.
+      batch: sequences decoded together.
+      bucket: prompts are padded to a multiple of this, so that few programs are compiled.
+      max_positions: requests with more positions, prompt and response, fail; None: no limit.
     """
 
     length: int | None = None
     block: int | None = None
     steps: int | None = None
-    policy: Policy = Policy()
-    sampler: Sampler = Confidence()
+    policy: Annotated[Policy, tyro.conf.Suppress] = Policy()
+    sampler: Annotated[Sampler, tyro.conf.Suppress] = Confidence()
     stop_at_eos: bool = True
     seed: int = 0
+    batch: int = 8
+    bucket: int = 64
+    max_positions: int | None = None
 
     def __post_init__(self):
-        if self.length is not None:
-            Layout.of(1, self.length, self.block, self.steps)
-            if self.steps is not None and self.steps > self.length:
-                raise ValueError(
-                    f"steps={self.steps} must be at most length={self.length}: a step decodes a token or more"
-                )
-        for name in ("block", "steps"):
+        for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
+        if self.length is None:
+            return
+        Layout.of(1, self.length, self.block, self.steps)
+        if self.steps is not None and self.steps > self.length:
+            raise ValueError(
+                f"steps={self.steps} must be at most length={self.length}: a step decodes a token or more"
+            )
 
     def at(self, length: int) -> "Decoding":
         """These settings for a request's length: a block no longer than the answer; steps see above.
@@ -60,17 +72,25 @@ class Decoding:
         block = None if self.block is None else min(self.block, length)
         return dataclasses.replace(self, length=length, block=block, steps=steps)
 
+    def with_length(self, needed: int) -> "Decoding":
+        """These settings with their length, or else with what is needed, rounded up to whole blocks."""
+        chosen = rounded_up(needed, self.block or needed) if self.length is None else self.length
+        return dataclasses.replace(self, length=chosen)
+
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, except the key."""
         names = ("length", "block", "steps", "policy", "sampler", "stop_at_eos")
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, Any]:
-        """JSON values for records; policy and sampler as constructor calls with every field."""
-        return {
-            name: repr(value) if dataclasses.is_dataclass(value) else value
-            for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        }
+        """All that determines an answer as JSON values; policy and sampler as calls with every field."""
+        texts = {"policy": repr(self.policy), "sampler": repr(self.sampler)}
+        return self.options() | texts | {"seed": self.seed}
+
+
+def rounded_up(length: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return -(-length // multiple) * multiple
 
 
 def rescaled(steps: int, length: int, wanted: int) -> int:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.eval.run import utf8
+from dllm_jax.eval.run.files import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read(path: Path) -> list[Sample]:
         raise FileNotFoundError(f"{path} does not exist: put LongBench's {path.name} there")
     samples: list[Sample] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(utf8.read(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         sample = _sample(line, f"{path}:{number}", number)

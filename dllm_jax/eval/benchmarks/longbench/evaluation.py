@@ -12,7 +12,7 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
 
-def tasks(names: Sequence[str]) -> list[LongBenchTask]:
+def tasks_named(names: Sequence[str]) -> list[LongBenchTask]:
     """The tasks of these names, or all of them if there are none.
 
     Raises:
@@ -41,8 +41,7 @@ def evaluate(
       data: the folder with `<task>.jsonl`.
       prompts: the published templates.
       chosen: the tasks.
-      truncate_to: longer prompts lose their middle; in tokens. The paper's max_length, published as 3500,
-        7500, 15500 or 31500: the model's window less 500 to 1000 tokens.
+      truncate_to: longer prompts lose their middle, see `truncate`; in tokens. None: never.
       limit: only the first samples of each task.
       length: response positions of every task, instead of the published ones (LongLLaDA decodes 512).
       journal: of an earlier run, to resume from.
@@ -53,25 +52,25 @@ def evaluate(
     """
     for task in chosen:
         _check_shape(runner, task, length or task.length)
-    asked: list[tuple[LongBenchTask, Sample]] = [
+    samples: list[tuple[LongBenchTask, Sample]] = [
         (task, sample) for task in chosen for sample in _checked(task, data)[:limit]
     ]
     requests = [
         Request(
             sample.id,
-            tuple(prompts.ids(task, sample, runner.tokenizer, truncate_to)),
+            tuple(prompts.ids(task, sample, runner.lm.tokenizer, truncate_to)),
             length or task.length,
             task.stop,
             task.name,
         )
-        for task, sample in asked
+        for task, sample in samples
     ]
     entries = runner.run(requests, journal)
     scores = [
         0.0 if entry["answer"] is None else task.score(entry["answer"], sample.answers, sample.classes)
-        for (task, sample), entry in zip(asked, entries, strict=True)
+        for (task, sample), entry in zip(samples, entries, strict=True)
     ]
-    return scored(requests, entries, scores, [sample.answers for _, sample in asked])
+    return scored(requests, entries, scores, [sample.answers for _, sample in samples])
 
 
 def _check_shape(runner: Runner, task: LongBenchTask, length: int):

@@ -67,7 +67,7 @@ def _difflib_ratio(a: str, b: str) -> float:
 def _indel_ratio(a: str, b: str) -> float:
     """Twice the longest common subsequence over the summed lengths.
 
-    `Indel.normalized_similarity` is one minus the distance's share: for halves of a percent, its last bits
+    `Indel.normalized_similarity` is one minus the distance's fraction: for halves of a percent, its last bits
     round the other way.
     """
     from rapidfuzz.distance import Indel  # in the `eval` extra
@@ -92,7 +92,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Share of the prediction's numbers that equal the reference, compared as strings."""
+    """Fraction of the prediction's numbers that equal the reference, compared as strings."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 

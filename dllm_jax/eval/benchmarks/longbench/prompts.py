@@ -1,4 +1,4 @@
-"""LongBench's prompts: the published templates, truncation in the middle, the chat template's exceptions.
+"""LongBench's prompts: the published templates, cut in the middle, and the chat template's exceptions.
 
 The templates are read from the benchmark's own file, `dataset2prompt.json` (in `config/` of
 github.com/THUDM/LongBench), so that they are exactly the published ones.
@@ -13,7 +13,8 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.benchmarks.longbench.data import Sample
 from dllm_jax.eval.benchmarks.longbench.tasks import TASKS, LongBenchTask
-from dllm_jax.eval.run import utf8
+from dllm_jax.eval.benchmarks.longbench.truncation import truncate
+from dllm_jax.eval.run.files import read_json
 
 FILE = "dataset2prompt.json"
 
@@ -42,7 +43,7 @@ class Prompts:
             raise FileNotFoundError(
                 f"{path} does not exist: take {FILE} from config/ of LongBench's repository"
             )
-        templates = utf8.read_json(path)
+        templates = read_json(path)
         if not isinstance(templates, dict) or not all(isinstance(t, str) for t in templates.values()):
             raise ValueError(f"{path}: expected an object of task names and templates")
         for name in set(templates) & set(TASKS):
@@ -70,21 +71,3 @@ class Prompts:
         if task.chat and tokenizer.chat_template is not None:
             return chat_ids(tokenizer, [{"role": "user", "content": text}])
         return list(tokenizer(text)["input_ids"])
-
-
-def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
-    """The text without its middle, about `truncate_to` tokens long (the paper's max_length).
-
-    The first and the last int(truncate_to / 2) tokens are decoded separately, without special tokens, and
-    joined; as published, the result may be a few tokens longer or shorter.
-
-    Raises:
-      ValueError: truncate_to below 2.
-    """
-    if truncate_to < 2:
-        raise ValueError(f"truncate_to={truncate_to} must be at least 2")
-    ids = tokenizer(text)["input_ids"]
-    if len(ids) <= truncate_to:
-        return text
-    half = truncate_to // 2
-    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))

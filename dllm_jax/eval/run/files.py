@@ -1,11 +1,12 @@
-"""Reads text and JSON files; errors name file and line."""
+"""Text and JSON files: read with errors that name file and line, written atomically."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a UTF-8 file.
 
     Raises:
@@ -26,6 +27,14 @@ def read_json(path: Path) -> Any:
       ValueError: not UTF-8 or not JSON; names file and line.
     """
     try:
-        return json.loads(read(path))
+        return json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+
+
+def write_json(path: Path, value: Any):
+    """Writes a JSON file and its folders atomically: to a temporary file, which is then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,201 @@
+"""A generation made ready for timing, and the fields of its row in the results of bench.generate."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+import dllm_jax as dj
+from bench.shared import device
+from bench.shared.device import Time
+from bench.shared.measure import Program, Run, program
+from bench.shared.steps import StepTimes, step_times
+from dllm_jax import roofline
+from dllm_jax.roofline import Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How often generations are timed, and how long exact ones may take.
+
+    Attributes:
+      repeats: timed runs.
+      turns_seconds: exact generations up to this long are interleaved with every policy's; others run once.
+      most_seconds: exact generations longer than this are not run.
+    """
+
+    repeats: int = 5
+    turns_seconds: float = 15.0
+    most_seconds: float = 900.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation ready to be timed.
+
+    Attributes:
+      run: what is generated.
+      predicted: its work.
+      steps: times of its steps.
+      program: the compiled loop.
+      out: output of a warm-up run; None if that would take too long.
+      peak: peak device memory, if this generation raised it; None otherwise.
+    """
+
+    run: Run
+    predicted: roofline.Work
+    steps: StepTimes
+    program: Program
+    out: Any = None
+    peak: int | None = None
+
+    @property
+    def upper_bound(self) -> float:
+        """Seconds if every step of the schedule were a full one."""
+        return self.steps.full.median * self.run.steps
+
+    def stepwise(self, roof: Hardware) -> dict[str, Any]:
+        """Steps by kind: measured, predicted at the device's own rates, and the fraction of those reached."""
+        found: dict[str, Any] = {"width": self.steps.width}
+        for name, time in (("whole", self.steps.full), ("part", self.steps.partial)):
+            price = next((c for s, _, c in self.predicted.steps if s.full is (name == "whole")), None)
+            if time is None or price is None:
+                found |= {f"{name}_ms": None}
+                continue
+            found |= {
+                f"{name}_ms": dataclasses.asdict(time.scaled(1e3)),
+                f"{name}_predicted_ms": 1e3 * price.seconds(roof),
+                f"{name}_bandwidth": price.moving(roof) / time.median,
+                f"{name}_arithmetic": price.computing(roof) / time.median,
+            }
+        fixed = self.run.fixed_steps
+        return found | {"predicted_s": self.predicted.on(roof).seconds if fixed else None}
+
+    def statistics(self, time: Time, out: Any) -> dict[str, Any]:
+        """Counts and rates; if all partial steps are alike, also the sum of the step times."""
+        _, stats, _ = jax.tree.map(np.asarray, out)
+        refreshes, forwards = float(np.max(stats.refreshes)), float(np.max(stats.nfe))
+        partial = self.steps.partial.median if self.steps.partial else 0.0
+        sum_of_steps = refreshes * self.steps.full.median + (forwards - refreshes) * partial
+        return {
+            "steps_added_up_s": sum_of_steps if self._partial_steps_are_alike(stats) else None,
+            "tokens_per_s": float(np.sum(stats.decoded)) / time.median,
+            "tokens_before_eos_per_s": float(np.sum(stats.answer)) / time.median,
+            "forwards": float(np.mean(stats.nfe)),
+            "refreshes": float(np.mean(stats.refreshes)),
+            "positions_per_token": float(
+                np.sum(stats.computed + stats.widened) / max(np.sum(stats.decoded), 1)
+            ),
+        }
+
+    def _partial_steps_are_alike(self, stats: Any) -> bool:
+        """Whether all partial steps did as much as the one that was timed: by prediction, and as counted."""
+        kinds = {step for step, _, _ in self.predicted.steps if not step.full}
+        full = np.sum(stats.refreshes) * (self.run.prompt + self.run.length)
+        partial = np.sum(stats.nfe - stats.refreshes) * (self.steps.positions or 0.0)
+        counted = np.sum(stats.computed + stats.widened)
+        return len(kinds) < 2 and bool(np.isclose(counted, full + partial))
+
+    def storage(self) -> dict[str, Any]:
+        """Compile times and memory."""
+        return {
+            "lower_s": self.program.lower.wall_s,
+            "compile_s": self.program.compile.wall_s,
+            "program_bytes": self.program.bytes,
+            "device_peak_bytes": self.peak,
+            "predicted_bytes": self.predicted.memory.total,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """The exact decoder of the same prompts.
+
+    Attributes:
+      generation: its generation.
+      once: its time, if it is too long to be interleaved but short enough to run once.
+      out: output of that run.
+    """
+
+    generation: Generation
+    once: Time | None
+    out: Any = None
+
+
+def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Generation:
+    """Times the steps and compiles the loop.
+
+    Args:
+      model: the model.
+      run: what is generated.
+      roof: rates and capacity of this device.
+      limits: an exact generation that exceeds them is not run.
+
+    Raises:
+      MemoryError: predicted or actual lack of memory.
+    """
+    request = run.request(model)
+    predicted = roofline.work(model.spec, run.policy, request.layout, run.batch, model.dtype)
+    if not predicted.memory.fits(roof):
+        raise MemoryError(f"needs {predicted.memory.total / 1e9:.0f} GB by prediction")
+    before = device.peak_bytes()
+    try:
+        steps = step_times(model, request, limits.repeats)
+        mine = Generation(run, predicted, steps, program(model, request))
+        if run.policy.reuses or mine.upper_bound <= limits.turns_seconds:
+            mine = dataclasses.replace(mine, out=jax.block_until_ready(mine.program.run()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise MemoryError("out of memory") from error
+        raise
+    finally:
+        jax.clear_caches()  # programs hold memory
+    peak = device.peak_bytes()
+    return dataclasses.replace(mine, peak=None if peak == before else peak)
+
+
+def baseline(mine: Generation, limits: Limits) -> Exact:
+    """The exact decoder, timed once if it is too long to be interleaved."""
+    if not limits.turns_seconds < mine.upper_bound <= limits.most_seconds:
+        return Exact(mine, None)
+    out = []
+    once = device.seconds(lambda: out.append(mine.program.run()) or out)
+    return Exact(mine, Time.of([once]), out[0])
+
+
+def whole_run(mine: Generation, exact: Exact | None, limits: Limits) -> dict[str, Any]:
+    """Times a generation, interleaved with the exact decoder unless that is too slow.
+
+    It is compared with the exact decoder's run of the same turn, else with its only run, else, if the number
+    of steps is fixed, with that times its step time. Without an exact decoder there is no ratio.
+    """
+    is_exact = exact is not None and exact.generation is mine
+    if exact and is_exact and mine.upper_bound > limits.turns_seconds:
+        once = exact.once
+        found = {"seconds": once and dataclasses.asdict(once)} | _over_exact(exact, once, mine, once)
+        return found | (mine.statistics(once, exact.out) if once else {})
+    runs = {"ours": mine.program.run}
+    if exact and not is_exact and exact.generation.upper_bound <= limits.turns_seconds:
+        runs["exact"] = exact.generation.program.run
+    times = device.interleaved(runs, limits.repeats)
+    ours = times["ours"]
+    base = ours if is_exact else times.get("exact", exact.once if exact else None)
+    found = {"seconds": dataclasses.asdict(ours)} | mine.statistics(ours, mine.out)
+    return found | _over_exact(exact, base, mine, ours)
+
+
+def _over_exact(
+    exact: Exact | None, base: Time | None, mine: Generation, ours: Time | None
+) -> dict[str, Any]:
+    """The exact decoder's time, and its ratio to ours."""
+    by_steps = None
+    if exact and base is None and mine.run.fixed_steps:
+        by_steps = exact.generation.upper_bound
+    compared = Time.of([by_steps]) if by_steps else base
+    ratio = compared.over(ours) if ours and compared else None
+    return {
+        "over_exact": ratio and dataclasses.asdict(ratio),
+        "exact_seconds": base and dataclasses.asdict(base),
+        "exact_by_steps_s": by_steps,
+    }

@@ -1,0 +1,143 @@
+"""Runs benches: a line of a Markdown table per row as it is measured, and a JSON file that says on what."""
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jaxlib.version
+import tyro
+
+from dllm_jax.eval.run.files import read_json, write_json
+from dllm_jax.provenance import device, now
+
+Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], Any]]
+JsonFile = Annotated[Path | None, tyro.conf.arg(name="json", aliases=("--out", "--output"), metavar="FILE")]
+Results = Annotated[Path, tyro.conf.Positional]
+RULES = {"l": "---", "r": "---:"}
+
+
+def run(
+    rows: Iterable[Row], columns: Columns, path: Path | None, document: Callable[[list[Row]], Any]
+) -> list[Row]:
+    """Measures the rows of a bench.
+
+    Each is printed as soon as it is there, and the results so far are written, so that an interrupted run
+    leaves what it has measured.
+
+    Args:
+      rows: measures them, one after another.
+      columns: the cells of the printed table by their headings; the first is aligned to the left. A row with
+        an "error" shows that in place of the cells that it has no fields for.
+      path: JSON file; None writes none.
+      document: what is written of the rows so far.
+
+    Returns:
+      the rows.
+    """
+    measured: list[Row] = []
+    for row in rows:
+        if not measured:
+            print("\n".join(_head(tuple(columns), _align(columns))), flush=True)
+        measured.append(row)
+        print(_line(_cells(columns, row)), flush=True)
+        write(path, document(measured))
+    return measured
+
+
+def _cells(columns: Columns, row: Row) -> list[Any]:
+    cells: list[Any] = []
+    for cell in columns.values():
+        try:
+            cells.append(cell(row))
+        except KeyError:
+            if "error" not in row:
+                raise
+            cells.append("" if row["error"] in cells else row["error"])
+    return cells
+
+
+def table_of(columns: Columns, rows: Iterable[Row], left: int = 1) -> str:
+    """The rows as `run` prints them; the first `left` columns are aligned to the left."""
+    return table(tuple(columns), _align(columns, left), (_cells(columns, row) for row in rows))
+
+
+def table(heads: Sequence[str], align: str, lines: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown.
+
+    Args:
+      heads: of the columns.
+      align: "l" or "r" for every column.
+      lines: cells, shown by `str`.
+
+    Raises:
+      ValueError: a line has not as many cells as there are heads.
+    """
+    lines = list(lines)
+    if wrong := [line for line in lines if len(line) != len(heads)]:
+        raise ValueError(f"{wrong[0]} has not as many cells as {heads}")
+    return "\n".join([*_head(heads, align), *map(_line, lines)])
+
+
+def _align(columns: Columns, left: int = 1) -> str:
+    return "l" * left + "r" * (len(columns) - left)
+
+
+def _head(heads: Sequence[str], align: str) -> list[str]:
+    return [_line(heads), _line([RULES[one] for one in align])]
+
+
+def _line(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def provenance(dtype: str) -> dict[str, Any]:
+    """Device, driver if known, cores, versions and date, for every result."""
+    where = device()
+    return {
+        "device": where.kind,
+        "platform": where.platform,
+        "devices": where.count,
+        "cores": len(os.sched_getaffinity(0)),
+        "driver": driver(where.platform),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "dllm_jax": version("dllm-jax"),
+        "dtype": dtype,
+        "date": now(),
+    }
+
+
+def driver(platform: str) -> str | None:
+    """Version of the accelerator's driver, None if unknown."""
+    file = Path("/proc/driver/nvidia/version")
+    if platform == "gpu" and file.exists():
+        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
+        return found.group() if found else None
+    return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
+
+
+@functools.cache
+def default_dtype() -> str:
+    """bfloat16 on accelerators; float32 on a CPU, where bfloat16 is emulated."""
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def write(path: Path | None, document: Any):
+    """Writes results atomically and makes the folder; does nothing without a path."""
+    if path is not None:
+        write_json(path, document)
+
+
+def read(path: Path | None, default: Any) -> Any:
+    """The contents of a JSON file; `default` if there is none.
+
+    Raises:
+      ValueError: not JSON; names file and line.
+    """
+    return read_json(path) if path and path.exists() else default

@@ -1,0 +1,182 @@
+"""The evaluations: tasks, LongBench, needle, recall; and the comparison of two of their results."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import rich.console
+import tyro
+
+from dllm_jax import tasks as task_module
+from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.eval.benchmarks import needle, recall, synthetic
+from dllm_jax.eval.benchmarks.longbench import FILE, Prompts
+from dllm_jax.eval.benchmarks.longbench import evaluation as longbench
+from dllm_jax.eval.cli.options import WITHOUT_PREFIX, Options, parsed
+from dllm_jax.eval.results import record, show
+from dllm_jax.eval.results.comparison import compare, tables
+from dllm_jax.eval.results.schema import GridRow
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.runner import Runner
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.published import expressions
+from dllm_jax.tasks import Task
+
+Shared = Annotated[Options, WITHOUT_PREFIX]
+DEFAULTS = Options()
+DEPTHS = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0)
+
+
+def run_tasks(
+    options: Shared = DEFAULTS, task: str = "FewShot", sizes: tuple[int, ...] = (5,), count: int = 32
+) -> int:
+    """Exact match on held-out examples of a task of `dllm_jax.tasks`.
+
+    Without --length, responses are as long as the longest answer and its end need.
+
+    Args:
+      options: model and decoding.
+      task: the task, as a constructor call.
+      sizes: of its examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
+      count: examples of each size.
+    """
+    chosen = parsed(lambda text: expressions.construct(text, task_module, Task), task)
+    settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
+    seed = options.decoding.seed
+    run = lambda runner, journal: synthetic.evaluate(runner, chosen, sizes, count, seed, journal)
+    return options.with_length(synthetic.response(chosen, sizes)).evaluate("tasks", settings, run)
+
+
+def run_longbench(
+    data: Path,
+    options: Shared = DEFAULTS,
+    prompts: Path | None = None,
+    tasks: tuple[str, ...] = (),
+    truncate_to: int | None = None,
+    limit: int | None = None,
+    answer_length: int | None = None,
+) -> int:
+    """LongBench's English tasks, from a local copy of the data set.
+
+    Answers have the task's length. --steps is the number of steps of each of them; --length L with --steps S
+    means S steps for L positions instead, so that longer answers have more steps.
+
+    Args:
+      data: the folder with <task>.jsonl.
+      options: model and decoding.
+      prompts: LongBench's dataset2prompt.json; None: the one in the data folder.
+      tasks: by name; none: all 16.
+      truncate_to: longer prompts lose their middle; in tokens. The paper's max_length: 3500, 7500, 15500 or
+        31500. None: never.
+      limit: only the first samples of each task.
+      answer_length: response positions of every task, instead of the published ones.
+    """
+    options = dataclasses.replace(options, decoding=_longbench_decoding(options.decoding, answer_length))
+    templates = Prompts.read(prompts or data / FILE)
+    chosen = longbench.tasks_named(tasks)
+    settings = {
+        "tasks": [task.name for task in chosen],
+        "prompts_sha256": templates.sha256,
+        "truncate_to": truncate_to,
+        "limit": limit,
+        "answer_length": answer_length,
+    }
+    run = lambda runner, journal: longbench.evaluate(
+        runner, data, templates, chosen, truncate_to, limit, answer_length, journal
+    )
+    return options.evaluate("longbench", settings, run)
+
+
+def _longbench_decoding(decoding: Decoding, answer_length: int | None) -> Decoding:
+    """The settings with the length that --steps is meant for, if there is one."""
+    if decoding.length is None:
+        return dataclasses.replace(decoding, length=answer_length)
+    if answer_length is not None:
+        raise ValueError(f"--length {decoding.length} and --answer-length {answer_length}: give one of them")
+    if decoding.steps is None:
+        raise ValueError(
+            f"--length {decoding.length}: answers have the task's length; --answer-length {decoding.length} "
+            "sets that of all tasks, and --length with --steps says how many steps so many positions take"
+        )
+    return decoding
+
+
+def run_needle(
+    haystack: Path,
+    options: Shared = DEFAULTS,
+    lengths: tuple[int, ...] = (1000, 2000, 4000),
+    depths: tuple[float, ...] = DEPTHS,
+    scoring: needle.Scoring = "rouge",
+    buffer: int | None = None,
+    needle_file: Path | None = None,
+    chat: bool = False,
+) -> int:
+    """Needle in a haystack of text, by prompt length and depth.
+
+    Args:
+      haystack: a text file, or a folder of .txt files.
+      options: model and decoding.
+      lengths: of prompts, in tokens.
+      depths: in percent.
+      scoring: rouge (DuoAttention) or keyword (LongLLaDA).
+      buffer: tokens of the length reserved for template and answer; None: 200 for rouge, 600 for keyword.
+      needle_file: JSON with text, question, keyword and template; None: DuoAttention's needle.
+      chat: wrap prompts in the chat template.
+    """
+    hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
+    reserved = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
+    hidden = dataclasses.replace(hidden, scoring=scoring, buffer=reserved)
+    text = needle.haystack(haystack)
+
+    def run(runner: Runner, journal: Journal) -> list[GridRow]:
+        tokenizer = runner.lm.tokenizer
+        encode = lambda prompt: (
+            chat_ids(tokenizer, [{"role": "user", "content": prompt}])
+            if chat
+            else tokenizer(prompt)["input_ids"]
+        )
+        return needle.evaluate(runner, hidden, text, lengths, depths, encode, journal)
+
+    settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
+    return options.with_length(needle.RESPONSE).evaluate("needle", settings, run, show.heatmap)
+
+
+def run_recall(
+    options: Shared = DEFAULTS,
+    lengths: tuple[int, ...] = (64, 256, 1024),
+    depths: tuple[float, ...] = DEPTHS,
+    repeats: int = 4,
+) -> int:
+    """The embedded models' own needle task: a pair among pairs and filler, by prompt length and depth.
+
+    Args:
+      options: model and decoding.
+      lengths: of prompts, in tokens.
+      depths: in percent.
+      repeats: examples for each length and depth.
+    """
+    settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
+    seed = options.decoding.seed
+    run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, seed, journal)
+    return options.with_length(recall.RESPONSE).evaluate("recall", settings, run, show.heatmap)
+
+
+def run_compare(
+    a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], confidence: float = 0.95, seed: int = 0
+) -> int:
+    """Differences of two results with bootstrap confidence intervals, paired by request.
+
+    Args:
+      a: a result, JSON.
+      b: another result of the same evaluation.
+      confidence: of the intervals.
+      seed: of the resampling.
+    """
+    console = rich.console.Console()
+    found = compare(record.read(a), record.read(b), confidence, seed=seed)
+    for table in tables(found, (str(a), str(b)), confidence):
+        console.print(table)
+    console.print(
+        f"{found.same:.1%} of the answers are the same; {found.unpaired} requests without a partner"
+    )
+    return 0

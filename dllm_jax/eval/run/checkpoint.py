@@ -1,0 +1,81 @@
+"""The checkpoint that is evaluated: how it is named, and what its files hold."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from dllm_jax import embedded
+from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.files import read_tokenizer, sha256
+from dllm_jax.checkpoint.source import locate
+from dllm_jax.nn.model import Model
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A model and its tokenizer.
+
+    Attributes:
+      name: as the user gave it.
+      model: see `load`.
+      tokenizer: from transformers.
+      identity: hash of the checkpoint's files, dtype and rope factor: all that answers depend on besides
+        settings and prompt.
+    """
+
+    name: str
+    model: Model
+    tokenizer: Any
+    identity: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Which checkpoint is evaluated.
+
+    Attributes:
+      model: an embedded model, a checkpoint's directory, or a hub id.
+      tokenizer: directory or hub id of the tokenizer, if not the model's own.
+      dtype: of the weights; None keeps the checkpoint's.
+      rope_factor: multiplies the rotary base (NTK scaling).
+    """
+
+    model: str = "tiny-llada"
+    tokenizer: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    rope_factor: float = 1.0
+
+    def __post_init__(self):
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype={self.dtype!r} must be {' or '.join(map(repr, DTYPES))}")
+
+    def open(self) -> LanguageModel:
+        """The model and its tokenizer.
+
+        Raises:
+          FileNotFoundError: there is no such model.
+          ValueError: `load` refuses it.
+        """
+        is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
+        path = embedded.path(self.model) if is_embedded else locate(self.model)
+        dtype = None if self.dtype is None else jnp.dtype(self.dtype)
+        model = load(path, dtype=dtype, rope_factor=self.rope_factor)
+        identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
+        tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
+        return LanguageModel(self.model, model, tokenizer, identity)
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 over names and contents of a checkpoint's files, without documents (.md) and training logs."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name.startswith(".") or path.suffix == ".md" or name == "training_log.json":
+            continue
+        digest.update(f"{name}\0{sha256(path)}\n".encode())
+    return digest.hexdigest()
