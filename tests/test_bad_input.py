@@ -66,11 +66,11 @@ def nothing_compiles():
         ),
         (
             dict(policy=policies.DualCache(), block=4, widths=(0,)),
-            r"widths=\(0,\) must be whole numbers in 1..14",
+            r"widths=\(0,\) must be whole numbers of at least 1",
         ),
         (
-            dict(policy=policies.DualCache(), block=4, widths=(4, 99)),
-            r"widths=\(4, 99\) must be whole numbers in 1..14",
+            dict(policy=policies.DualCache(), block=4, widths=(4, 2.5)),
+            r"widths=\(4, 2.5\) must be whole numbers",
         ),
     ],
 )

@@ -1,6 +1,6 @@
-"""The examples of docs/policies.md and docs/performance.md run as printed; the policy obeys the rules."""
+"""The examples of docs/writing-a-policy.md and docs/performance.md run as printed and obey the rules."""
 
-import inspect
+import dataclasses
 import pathlib
 import re
 
@@ -9,10 +9,11 @@ import pytest
 
 import dllm_jax as dj
 from tests.models import FAMILIES, tiny
-from tests.test_policies import prompts
+from tests.test_policies import SEVERAL_AT_ONCE, finite, prompts
+from tests.traces import assert_same_run, of_sequence, partial_steps
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-TEXT = (DOCS / "policies.md").read_text()
+TEXT = (DOCS / "writing-a-policy.md").read_text()
 
 
 def examples(text: str) -> list[str]:
@@ -32,21 +33,56 @@ def test_the_example_saves_work(printed):
     assert not np.any(np.asarray(printed["ours"].tokens) == printed["model"].spec.mask_id)
 
 
+LIMITS = {
+    "WindowedDualCache": (dict(window=3), dict(refresh_every=1), dict(block=4)),
+    "ValueNorm": (dict(keep=3), dict(keep=3), dict(block=2, steps=4)),
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_example_is_exact_in_its_limit_and_a_row_equals_the_row_alone(printed, family):
-    model, policy = tiny(family), printed["Promising"]
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_examples_are_exact_in_their_limits(printed, name, family):
+    """And not outside of them."""
+    (settings, limit, layout), model, policy = LIMITS[name], tiny(family), printed[name]
     prompt, mask = prompts(model, (9, 5))
-    run = lambda p: dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, policy=p, trace=True)
-    np.testing.assert_array_equal(run(policy(refresh=1)).trace.tokens, run(dj.policies.Policy()).trace.tokens)
-    alone = dj.generate(model, prompt[1:, 4:], length=8, block=4, policy=policy(keep=2))
-    np.testing.assert_array_equal(run(policy(keep=2)).tokens[1, -8:], alone.tokens[0, -8:])
+    run = lambda policy, **layout: dj.generate(
+        model, prompt, prompt_mask=mask, length=8, policy=policy, trace=True, **layout
+    )
+    assert_same_run(run(policy(**limit), **layout).trace, run(dj.policies.Policy(), **layout).trace)
+    ours, exact = run(policy(**settings), block=4), run(dj.policies.Policy(), block=4)
+    assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-4
 
 
-def test_every_method_of_a_policy_is_described():
-    methods = {name for name, value in vars(dj.policies.Policy).items() if inspect.isfunction(value)}
-    assert "select" in methods
-    for name in (name for name in methods if not name.startswith("_")):
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", LIMITS)
+def test_sequences_of_a_batch_equal_them_alone_in_the_examples(printed, name, family):
+    model, policy = tiny(family), printed[name](**LIMITS[name][0])
+    prompt, mask = prompts(model, (9, 5))
+    options = dict(length=8, block=4, policy=policy, sampler=SEVERAL_AT_ONCE, trace=True)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert partial_steps(batch)
+    for row, width in enumerate(mask.sum(axis=1)):
+        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
+
+
+def test_an_eviction_that_keeps_everything_is_dual_cache(printed):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5))
+    run = lambda policy: dj.generate(
+        model, prompt, prompt_mask=mask, length=8, block=4, policy=policy, trace=True
+    )
+    assert_same_run(run(printed["ValueNorm"](keep=99)).trace, run(dj.policies.DualCache()).trace)
+
+
+def test_every_member_of_a_policy_and_of_the_canvas_is_described():
+    members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")} - {"reuses"}
+    assert "scored" in members
+    for name in members:
         assert f"| `{name}` |" in TEXT
+    fields = {field.name for field in dataclasses.fields(dj.state.Canvas)}
+    for name in fields | {name for name in vars(dj.state.Canvas) if not name.startswith("_")}:
+        assert re.search(rf"`{name}(\(.*?\))?`", TEXT), name
 
 
 def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):

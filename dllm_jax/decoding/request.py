@@ -1,10 +1,9 @@
 """What the engine is asked: input checked, padded to its bucket, canvas and plan made."""
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from annotated_types import Ge, Le
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
@@ -12,7 +11,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.step import Plan
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import inputs
@@ -141,12 +140,12 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
       override: the user's, in place of the policy's.
 
     Raises:
-      ValueError: a width that is no whole number in [1, canvas length].
+      ValueError: a width that is no whole number of at least 1; one beyond the canvas is the canvas.
     """
     if not policy.reuses:
         return ()
     proposed = policy.widths(layout) if override is None else override
-    check_argument("widths", tuple(proposed), tuple[Annotated[int, Ge(1), Le(layout.length)], ...])
+    check_argument("widths", tuple(proposed), tuple[PositiveInt, ...])
     partial = {int(width) for width in proposed if width < layout.length}
     if type(policy).layer is not Policy.layer:
         partial.add(layout.length)
