@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -39,12 +38,19 @@ def test_recorded_traces_replay_with_kernels(method):
     METHODS[method](WithKernels(shortest(method).folder))
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def all_three(q, k, v, mask, weight, implementation):
-    out, lse = kernels.attention(q, k, v, mask, implementation)
+@jax.jit
+def by_kernels(q, k, v, mask, weight):
+    out, lse = kernels.attention(q, k, v, mask, "pallas")
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    received = kernels.received(q, k, lse, weight, mask, implementation)
-    return out, received, kernels.head_mean(q, k, lse, mask, implementation)
+    received = kernels.received(q, k, lse, weight, mask, "pallas")
+    return out, received, kernels.head_mean(q, k, lse, mask, "pallas")
+
+
+@jax.jit
+def plain(q, k, v, mask, weight):
+    out, lse = attention.attention(q, k, v, mask)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    return out, attention.received(q, k, lse, weight, mask), attention.head_mean(q, k, lse, mask)
 
 
 @pytest.mark.parametrize("size", some([[1, 2, 1, 9], [2, 1, 1, 9], [2, 2, 5, 9], None], 1), ids=str)
@@ -55,7 +61,7 @@ def test_all_masks_give_the_same(size):
         for s in ((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), (2, 5))
     )
     mask = None if size is None else jnp.asarray(rng.random(size) < 0.7)
-    found, wanted = (all_three(q, k, v, mask, weight, which) for which in ("pallas", "xla"))
+    found, wanted = by_kernels(q, k, v, mask, weight), plain(q, k, v, mask, weight)
     for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
 
@@ -64,8 +70,15 @@ def test_by_default_the_program_is_that_without_kernels():
     k = jax.ShapeDtypeStruct((2, 9, 2, 16), jnp.float32)
     q = jax.ShapeDtypeStruct((2, 5, 4, 16), jnp.float32)
     mask = jax.ShapeDtypeStruct((2, 1, 1, 9), jnp.bool_)
-    ours = jax.make_jaxpr(lambda *arrays: kernels.attention(*arrays, None))(q, k, k, mask)
-    assert str(ours) == str(jax.make_jaxpr(attention.attention)(q, k, k, mask))
+    lse, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 4, 5), (2, 5)))
+    operands = dict(
+        attention=(q, k, k, mask), received=(q, k, lse, weight, mask), head_mean=(q, k, lse, mask)
+    )
+    for name, arrays in operands.items():
+        wanted = str(jax.make_jaxpr(getattr(attention, name))(*arrays))
+        for implementation in (None, "xla"):
+            traced = jax.make_jaxpr(getattr(kernels, name), static_argnums=len(arrays))
+            assert str(traced(*arrays, implementation)) == wanted
     assert tiny("llada").implementation is None
 
 
