@@ -69,8 +69,8 @@ def nothing_compiles():
             r"widths=\(0,\) must be whole numbers of at least 1",
         ),
         (
-            dict(policy=policies.DualCache(), block=4, widths=(4, 2.5)),
-            r"widths=\(4, 2.5\) must be whole numbers",
+            dict(policy=policies.DualCache(), block=4, widths=(4, -1)),
+            r"widths=\(4, -1\) must be whole numbers",
         ),
     ],
 )

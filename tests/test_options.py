@@ -100,7 +100,7 @@ def test_every_field_refuses_another_type(kind, field, value):
         (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be one or more whole numbers of at least 1"),
         (lambda: Ladder(64), "rungs=64 must be one or more whole numbers"),
         (lambda: Ladder((64, 32)), r"rungs=\(64, 32\) must ascend, such as"),
-        (lambda: dj.generate(tiny("llada"), [1, 2], length=8.0), "response=8.0 must be a whole number"),
+        (lambda: dj.generate(tiny("llada"), [1, 2], length=8.0), "length=8.0 must be a whole number"),
         (lambda: dj.generate(tiny("llada"), [1, 2], buckets=[64, 128]), r"buckets=\[64, 128\] must be"),
         (lambda: dj.warmup(tiny("llada"), 64), r"ladder=64 must be a ladder, such as dj.bu"),
         (lambda: dj.warmup(tiny("llada"), Ladder((4,)), batch=0), "batch=0 must be a whole number"),

@@ -67,11 +67,8 @@ class LayerCache(NamedTuple):
         """
         if not jax.tree.leaves(self.layers):
             return self, new
-        if not rows.full:
-            cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
-            return cache, cache.read()
-        merged = jax.tree.map(lambda stored, x: _merge(stored, rows, x), self.read(), new)
-        return self._replace(layers=jax.tree.map(self._replace_layer, self.layers, merged)), merged
+        cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
+        return cache, cache.read()
 
     def write(self, rows: Rows, **parts: PyTree) -> "LayerCache":
         """Writes new values [b q ...] of the named fields of the storage; the other fields stay.
@@ -87,17 +84,11 @@ class LayerCache(NamedTuple):
         return self._replace(layers=self.layers._replace(**written))
 
     def _write(self, array: Array, rows: Rows, new: Array) -> Array:
+        new = new.astype(array.dtype)
         if not rows.full:
             batch = jnp.arange(array.shape[1])[:, None]
-            return array.at[self.index, batch, rows.index].set(new.astype(array.dtype), mode="drop")
+            return array.at[self.index, batch, rows.index].set(new, mode="drop")
+        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
         stored = jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False)
-        return self._replace_layer(array, _merge(stored, rows, new))
-
-    def _replace_layer(self, array: Array, layer: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(array, layer, self.index, 0)
-
-
-def _merge(stored: Array, rows: Rows, new: Array) -> Array:
-    """A layer after a full step: new values where a sequence computed the position, else the stored ones."""
-    real = rows.real.reshape(*rows.real.shape, *[1] * (new.ndim - 2))
-    return jnp.where(real, new.astype(stored.dtype), stored)
+        real = rows.real.reshape(*rows.real.shape, *[1] * (new.ndim - 2))
+        return jax.lax.dynamic_update_index_in_dim(array, jnp.where(real, new, stored), self.index, 0)

@@ -11,6 +11,107 @@ import numpy as np
 import dllm_jax as dj
 
 
+class UnknownSetting(ValueError):
+    """A recording was made with a setting that its replay does not read."""
+
+
+class Settings(dict):
+    """What a recording was made with; knows what has been read of it, so that nothing is ignored."""
+
+    def __init__(self, values: dict):
+        super().__init__({k: Settings(v) if isinstance(v, dict) else v for k, v in values.items()})
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def only(self, name: str, *supported):
+        """The value of a setting that is replayed for some values only, None where it is not recorded.
+
+        Raises:
+          UnknownSetting: another value.
+        """
+        self.read.add(name)
+        value = self.get(name)
+        if value is not None and value not in supported:
+            raise UnknownSetting(f"{name}={value!r} is not replayed; supported: {supported}")
+        return value
+
+    def unread(self) -> list[str]:
+        """Names of the settings that were never looked at."""
+        found = [name for name in self if name not in self.read]
+        inner = [(name, self.get(name)) for name in self if name in self.read]
+        nested = [
+            f"{n}.{deep}" for n, value in inner if isinstance(value, Settings) for deep in value.unread()
+        ]
+        return found + nested
+
+
+# What describes a recording and its making, and is not a setting of the run.
+DESCRIPTION = frozenset(
+    [
+        "arrays",
+        "attention",
+        "attention_mask_passed",
+        "attention_mask_shape",
+        "batch",
+        "batch_size",
+        "cache_ratio_field_returned_by_reference",
+        "cache_ratio_paper",
+        "case",
+        "commit",
+        "computed_fraction",
+        "decoded_without_logits",
+        "dropped_for_size",
+        "dtype",
+        "family",
+        "field_docs",
+        "fields",
+        "files",
+        "interpretations",
+        "kv_bytes_formula",
+        "leftover_masks",
+        "left_pads",
+        "masks_left_at_end",
+        "mean_recomputed_fraction",
+        "method",
+        "min_topk_gap",
+        "model",
+        "model_class_commit",
+        "model_class_repo",
+        "nan_confidences_occurred",
+        "nfe",
+        "note",
+        "origin",
+        "patches",
+        "prompt_length",
+        "prompt_seed",
+        "prompt_shape",
+        "reference_fixes",
+        "robustness",
+        "same_sampler_in",
+        "seeds",
+        "source",
+        "source_commit",
+        "source_file",
+        "source_files",
+        "source_function",
+        "source_repo",
+        "split",
+        "status",
+        "status_reason",
+        "steps_note",
+        "tie_breaking",
+        "tokens_per_forward",
+        "top_k_source",
+        "torch_seed",
+        "total_forward_steps",
+        "unpatched_topk_gives_same_tokens",
+    ]
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A folder with case.json (settings) and trace.npz (arrays)."""
@@ -26,8 +127,14 @@ class Case:
         return f"{self.method}/{self.folder.name}"
 
     @functools.cached_property
-    def settings(self) -> dict:
-        return json.loads((self.folder / "case.json").read_text())
+    def settings(self) -> Settings:
+        return Settings(json.loads((self.folder / "case.json").read_text()))
+
+    def check_everything_was_read(self):
+        """Raises UnknownSetting if the replay ignored a setting that may matter."""
+        ignored = [name for name in self.settings.unread() if name.split(".")[0] not in DESCRIPTION]
+        if ignored:
+            raise UnknownSetting(f"{self.name}: the replay does not read {', '.join(ignored)}")
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:

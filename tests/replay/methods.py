@@ -116,6 +116,7 @@ def fast_dllm(case: Case):
     sampler = {
         "fixed": lambda: dj.samplers.Confidence(),
         "threshold": lambda: dj.samplers.Threshold(s["threshold"]),
+        "factor": lambda: dj.samplers.Factor(s["factor"]),
     }[s["decoding"]]()
     out = dj.generate(
         case.model(mask_id=s["mask_token_id"]),
@@ -190,3 +191,15 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **dkv.METHODS,
     **longbench.METHODS,
 }
+
+
+def replay(case: Case):
+    """Replays a case.
+
+    Raises:
+      Differs: something came out otherwise than recorded.
+      Skipped: the case is not for this library, for the reason given.
+      UnknownSetting: it was made with a setting that its replay does not read.
+    """
+    METHODS[case.method](case)
+    case.check_everything_was_read()
