@@ -59,4 +59,5 @@ def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
 def test_the_example_of_the_published_settings_runs(capsys):
     exec(examples((DOCS / "published-settings.md").read_text())[0], {})
     preset, listing = capsys.readouterr().out.splitlines()
-    assert preset.startswith("SparseDLLM(") and "sparse-dllm/llada-8b-instruct/gpqa" in listing
+    assert preset.startswith("SparseDLLM(")
+    assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
