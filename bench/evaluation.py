@@ -1,4 +1,4 @@
-"""The README's evaluation table: the embedded models under three policies, by `python -m dllm_jax.eval`.
+"""The embedded models under three policies, by `python -m dllm_jax.eval`: a table of docs/results.md.
 
     python -m bench.evaluation --json bench/results/evaluation_cpu.json
 

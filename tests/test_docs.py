@@ -90,3 +90,10 @@ def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["16", "24"]
     assert lines[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
+
+
+def test_the_example_of_the_published_settings_runs(capsys):
+    exec(examples((DOCS / "published-settings.md").read_text())[0], {})
+    preset, listing = capsys.readouterr().out.splitlines()
+    assert preset.startswith("SparseDLLM(")
+    assert "sparse-dllm/llada-8b-instruct/gpqa" in listing

@@ -1,4 +1,4 @@
-"""The README's table of policies, a line each, from what bench.policies measured.
+"""The table of policies in docs/results.md, a line each, from what bench.policies measured.
 
     python -m bench.policies.summary bench/results/policies_cpu.json
 
