@@ -26,13 +26,20 @@ class Settings(dict):
         self.read.add(name)
         return super().__getitem__(name)
 
+    def get(self, name: str, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def describes(self, *names: str):
+        """Marks what other settings imply, or what only describes this method's recordings."""
+        self.read.update(names)
+
     def only(self, name: str, *supported):
         """The value of a setting that is replayed for some values only, None where it is not recorded.
 
         Raises:
           UnknownSetting: another value.
         """
-        self.read.add(name)
         value = self.get(name)
         if value is not None and value not in supported:
             raise UnknownSetting(f"{name}={value!r} is not replayed; supported: {supported}")
@@ -41,7 +48,7 @@ class Settings(dict):
     def unread(self) -> list[str]:
         """Names of the settings that were never looked at."""
         found = [name for name in self if name not in self.read]
-        inner = [(name, self.get(name)) for name in self if name in self.read]
+        inner = [(name, super(Settings, self).get(name)) for name in self if name in self.read]
         nested = [
             f"{n}.{deep}" for n, value in inner if isinstance(value, Settings) for deep in value.unread()
         ]
@@ -49,67 +56,16 @@ class Settings(dict):
 
 
 # What describes a recording and its making, and is not a setting of the run.
-DESCRIPTION = frozenset(
-    [
-        "arrays",
-        "attention",
-        "attention_mask_passed",
-        "attention_mask_shape",
-        "batch",
-        "batch_size",
-        "cache_ratio_field_returned_by_reference",
-        "cache_ratio_paper",
-        "case",
-        "commit",
-        "computed_fraction",
-        "decoded_without_logits",
-        "dropped_for_size",
-        "dtype",
-        "family",
-        "field_docs",
-        "fields",
-        "files",
-        "interpretations",
-        "kv_bytes_formula",
-        "leftover_masks",
-        "left_pads",
-        "masks_left_at_end",
-        "mean_recomputed_fraction",
-        "method",
-        "min_topk_gap",
-        "model",
-        "model_class_commit",
-        "model_class_repo",
-        "nan_confidences_occurred",
-        "nfe",
-        "note",
-        "origin",
-        "patches",
-        "prompt_length",
-        "prompt_seed",
-        "prompt_shape",
-        "reference_fixes",
-        "robustness",
-        "same_sampler_in",
-        "seeds",
-        "source",
-        "source_commit",
-        "source_file",
-        "source_files",
-        "source_function",
-        "source_repo",
-        "split",
-        "status",
-        "status_reason",
-        "steps_note",
-        "tie_breaking",
-        "tokens_per_forward",
-        "top_k_source",
-        "torch_seed",
-        "total_forward_steps",
-        "unpatched_topk_gives_same_tokens",
-    ]
-)
+DESCRIPTION = """
+    arrays attention attention_mask_passed batch batch_size cache_ratio_field_returned_by_reference
+    cache_ratio_paper case commit computed_fraction decoded_without_logits dropped_for_size dtype family
+    field_docs fields files interpretations kv_bytes_formula leftover_masks left_pads masks_left_at_end
+    mean_recomputed_fraction method min_topk_gap model model_class_commit model_class_repo
+    nan_confidences_occurred nfe note origin patches prompt_length prompt_seed prompt_shape reference_fixes
+    robustness same_sampler_in seeds source source_commit source_file source_files source_function source_repo
+    split status status_reason steps_note tie_breaking tokens_per_forward top_k_source torch_seed
+    total_forward_steps unpatched_topk_gives_same_tokens
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +88,7 @@ class Case:
 
     def check_everything_was_read(self):
         """Raises UnknownSetting if the replay ignored a setting that may matter."""
-        ignored = [name for name in self.settings.unread() if name.split(".")[0] not in DESCRIPTION]
+        ignored = [name for name in self.settings.unread() if name.split(".")[0] not in DESCRIPTION.split()]
         if ignored:
             raise UnknownSetting(f"{self.name}: the replay does not read {', '.join(ignored)}")
 

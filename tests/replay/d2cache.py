@@ -13,6 +13,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
+from tests.replay.research import research_sampler
 from tests.replay.stepping import states
 from tests.replay.steps import compare_steps
 
@@ -20,7 +21,12 @@ from tests.replay.steps import compare_steps
 def d2cache(case: Case):
     """One run through the public API, and one step by step for the internals."""
     s, d = case.settings, case.settings["decoding"]
-    model, policy, sampler = case.model(mask_id=s["mask_id"]), _policy(case), _sampler(d)
+    model, policy = case.model(mask_id=s["mask_id"]), _policy(case)
+    # [MASK] may win, as in the reference: one case has a position that it wins for many steps.
+    sampler = research_sampler(d, until_done=True)
+    s.only("left_pad")
+    s["cache"].only("type", "d2cache")
+    s.describes("pad_id", "steps")
     shape = dict(length=d["gen_length"], block=d["block_length"])
     prompt, options = case.arrays["prompt"], dict(policy=policy, sampler=sampler, **shape)
     out = dj.generate(model, prompt, trace=True, **options)
@@ -62,20 +68,6 @@ def topped_up(
     free = jnp.where(chosen, 0.0, influence)
     priority = free + jnp.where(canvas.response, jnp.max(free) + score, 0.0)
     return chosen | best(jnp.where(chosen | ~canvas.valid, -jnp.inf, priority), missing)
-
-
-def _sampler(decoding: dict) -> dj.samplers.Sampler:
-    """[MASK] may win, as in the reference: one case has a position that it wins for many steps."""
-    if decoding["decoding_sigma"]:
-        return dj.samplers.CertaintyPrior(
-            sigma=decoding["decoding_sigma"],
-            threshold=decoding["threshold"],
-            tokens_per_step=decoding["num_transfer_tokens"],
-            allow_mask_token=True,
-        )
-    if decoding["threshold"] is not None:
-        return dj.samplers.Threshold(decoding["threshold"], allow_mask_token=True)
-    return dj.samplers.Confidence(allow_mask_token=True)
 
 
 def _compare_selection(case: Case, policy: dj.policies.D2Cache, seen: list[State]):

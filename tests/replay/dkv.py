@@ -22,6 +22,9 @@ POLICIES = {
 def dkv(case: Case):
     """Tokens, sets, the age of every position's K/V, confidences, and logits of the last stored step."""
     h, arrays = case.settings["hyperparameters"], case.arrays
+    case.settings.describes("gen_length", "steps", "steps_per_block", "left_padding")
+    h.describes("block_length", "cache_type", "pad_token_id", "enable_cache", "use_cache")
+    h.describes("refresh_interval", "shift_type")  # recorded, but without effect, for prefill
     model, policy = case.model(mask_id=h["mask_token_id"]), policy_of(case)
     out = dj.generate(
         model,
@@ -76,9 +79,18 @@ def policy_of(case: Case) -> dj.policies.Policy:
 def sampler_of(case: Case) -> dj.samplers.Sampler:
     """Dream's schedule, LLaDA's low-confidence or random remasking."""
     h = case.settings["hyperparameters"]
+    common = dict(temperature=h["temperature"], cfg_scale=h.get("cfg_scale", 0.0))
     if "alg" in h:
-        return dj.samplers.DreamSchedule(alg=h["alg"], eps=h["eps"])
-    return dj.samplers.RandomOrder() if h["remasking"] == "random" else dj.samplers.Confidence()
+        return dj.samplers.DreamSchedule(
+            alg=h["alg"],
+            eps=h["eps"],
+            alg_temp=h["alg_temp"] or 0.0,
+            top_p=h["top_p"],
+            top_k=h["top_k"],
+            **common,
+        )
+    kind = {"random": dj.samplers.RandomOrder, "low_confidence": dj.samplers.Confidence}[h["remasking"]]
+    return kind(**common)
 
 
 def block_order(case: Case) -> dj.samplers.RecordedNoise | None:

@@ -11,6 +11,7 @@ from tests.replay import d2cache, dkv, dllm_cache, elastic, longbench, maskkv, s
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
+from tests.replay.research import research_sampler
 from tests.replay.steps import compare_logits, compare_steps, left_pads
 
 
@@ -108,6 +109,8 @@ def fast_dllm(case: Case):
     s = case.settings
     if s["status"] == "optional":
         raise Skipped(s["status_reason"])
+    s.only("temperature", 0.0)
+    s.describes("algorithm", "eps", "threshold", "factor")
     policy = {
         "none": dj.policies.Policy(),
         "prefix": dj.policies.PrefixCache(),
@@ -139,22 +142,18 @@ def fast_dllm(case: Case):
 def research_dllm(case: Case):
     """d2Cache's repository: its vanilla strategy, certainty prior and prefix cache."""
     s, arrays, d = case.settings, case.arrays, case.settings["decoding"]
-    alg = {"maskgit_plus": "prob", "topk_margin": "margin", "entropy": "entropy"}[d["alg"]]
-    common = dict(alg=alg, temperature=d["temperature"], top_p=d["top_p"], top_k=d["top_k"])
-    if d["decoding_sigma"]:
-        sampler = dj.samplers.CertaintyPrior(sigma=d["decoding_sigma"], threshold=d["threshold"], **common)
-    elif d["threshold"] is not None:
-        sampler = dj.samplers.Threshold(d["threshold"], **common)
-    else:
-        sampler = dj.samplers.Confidence(**common)
+    sampler = research_sampler(d)
+    s.describes("steps")
     policy = dj.policies.Policy()
     if s["cache"]:
+        s["cache"].only("type", "prefix")
         policy = dj.policies.DualCache() if s["cache"]["args"]["use_dual"] else dj.policies.PrefixCache()
-    model = case.model(mask_id=s["mask_id"])
+    model, pad = case.model(mask_id=s["mask_id"]), s["pad_id"]
+    padding = arrays["prompt"] != pad if s["left_pad"] else None
     out = dj.generate(
         model,
         arrays["prompt"],
-        prompt_mask=arrays["prompt"] != s["pad_id"] if s["left_pad"] else None,
+        prompt_mask=padding,
         length=d["gen_length"],
         block=d["block_length"],
         steps=d["gen_length"] // d["num_transfer_tokens"],
