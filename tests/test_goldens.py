@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from tests.replay.case import find
+from tests.replay.case import UnknownSetting, find
 from tests.replay.compare import Differs, Skipped
-from tests.replay.methods import METHODS
+from tests.replay.methods import METHODS, replay
 
 HERE = pathlib.Path(__file__).parent / "goldens"
 FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_conforms(case):
-    METHODS[case.method](case)
+    replay(case)
 
 
 def test_a_clone_alone_covers_every_supported_method():
@@ -37,17 +37,38 @@ def test_a_changed_token_is_noticed():
     case = next(c for c in find(HERE, "vanilla-llada") if c.status == "conform")
     case.arrays["tokens"][-1, 0, -1] += 1
     with pytest.raises(Differs, match="tokens differs at step"):
-        METHODS[case.method](case)
+        replay(case)
 
 
 def test_a_changed_confidence_is_noticed():
     case = next(c for c in find(HERE, "fast-dllm-dual") if c.status == "conform")
     case.arrays["confidence"] += 1e-3
     with pytest.raises(Differs, match="confidence differs by"):
-        METHODS[case.method](case)
+        replay(case)
 
 
 def test_optional_dream_cases_are_skipped_with_their_reason():
     case = next(c for c in find(HERE, "fast-dllm-dual") if c.status == "optional")
     with pytest.raises(Skipped, match="first token of each block"):
-        METHODS[case.method](case)
+        replay(case)
+
+
+def test_a_setting_that_the_replay_does_not_read_is_refused():
+    case = next(c for c in find(HERE, "parallel-threshold") if c.status == "conform")
+    case.settings["patience"] = 3
+    with pytest.raises(UnknownSetting, match="does not read patience"):
+        replay(case)
+    case.settings["temperature"] = 0.5
+    with pytest.raises(UnknownSetting, match=r"temperature=0.5 is not replayed; supported: \(0.0,\)"):
+        replay(case)
+
+
+def test_factors_and_nuclei_are_read():
+    fast = next(c for c in find(HERE, "parallel-threshold") if c.status == "conform")
+    fast.settings["decoding"], fast.settings["factor"] = "factor", 0.01  # one token at a time
+    with pytest.raises(Differs):
+        replay(fast)
+    d2 = next(c for c in find(HERE, "d2cache") if c.status == "conform")
+    d2.settings["decoding"]["top_p"] = 0.01
+    with pytest.raises(Differs):
+        replay(d2)

@@ -15,14 +15,14 @@ import rich.table
 import tyro
 
 from tests.programs import forget_in_time
-from tests.replay.case import Case, find
+from tests.replay.case import Case, UnknownSetting, find
 from tests.replay.compare import Differs, Skipped
-from tests.replay.methods import METHODS
+from tests.replay.methods import METHODS, replay
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of one case: ok, differs or skipped, and why; in seconds, compilation included."""
+    """What came of one case: ok, differs, refused or skipped, and why; in seconds, compilation included."""
 
     case: str
     status: str
@@ -32,7 +32,7 @@ class Result:
     seconds: float
 
 
-def replay(case: Case) -> Result:
+def outcome_of(case: Case) -> Result:
     """Replays one case; an error other than a difference is a bug and propagates."""
     start = time.perf_counter()
     outcome, detail = "ok", ""
@@ -41,11 +41,13 @@ def replay(case: Case) -> Result:
             raise Skipped("method is not in this library yet")
         if case.status == "info":
             raise Skipped(case.settings["status_reason"])
-        METHODS[case.method](case)
+        replay(case)
     except Differs as difference:
         outcome, detail = "differs", str(difference)
     except Skipped as reason:
         outcome, detail = "skipped", str(reason)
+    except UnknownSetting as unknown:
+        outcome, detail = "refused", str(unknown)
     except ValueError as refusal:
         if case.status == "conform":
             raise
@@ -67,7 +69,7 @@ def main(
     console = rich.console.Console(soft_wrap=True)
     results = []
     for case in cases:
-        results.append(replay(case))
+        results.append(outcome_of(case))
         forget_in_time()
         row = results[-1]
         console.print(

@@ -57,14 +57,18 @@ class Settings(dict):
 
 # What describes a recording and its making, and is not a setting of the run.
 DESCRIPTION = """
-    arrays attention attention_mask_passed batch batch_size cache_ratio_field_returned_by_reference
-    cache_ratio_paper case commit computed_fraction decoded_without_logits dropped_for_size dtype family
-    field_docs fields files interpretations kv_bytes_formula leftover_masks left_pads masks_left_at_end
-    mean_recomputed_fraction method min_topk_gap model model_class_commit model_class_repo
-    nan_confidences_occurred nfe note origin patches prompt_length prompt_seed prompt_shape reference_fixes
-    robustness same_sampler_in seeds source source_commit source_file source_files source_function source_repo
-    split status status_reason steps_note tie_breaking tokens_per_forward top_k_source torch_seed
-    total_forward_steps unpatched_topk_gives_same_tokens
+    answer_length answer_seed arrays attention attention_mask_passed batch batch_size
+    cache_ratio_field_returned_by_reference cache_ratio_paper calibration case commit
+    computed_fraction decoded decoded_without_logits diff_row1_padded_vs_alone dropped_for_size
+    dtype family field_docs field_docs_extra fields files input_seeds interpretations
+    kv_bytes_formula left_pads leftover_masks loglik loglik_float64 loglik_weights_perturbed_1e6
+    masked_tail masks_left_at_end mean_recomputed_fraction method min_topk_gap model
+    model_class_commit model_class_repo names nan_confidences_occurred nan_in_logits nfe note origin
+    packages patches prompt_length prompt_lengths prompt_seed prompt_shape reference_fixes
+    robustness same_sampler_in seeds smallest_selection_margin source source_commit source_file
+    source_files source_function source_repo split status status_reason steps_note tie_breaking
+    tokens_per_forward tokens_that_differ_from_no_eviction top_k_source torch torch_seed
+    total_forward_steps triggered_steps unpatched_topk_gives_same_tokens why_this_source
 """
 
 

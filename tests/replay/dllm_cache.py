@@ -28,6 +28,9 @@ def sampler(s: dict) -> dj.samplers.Sampler:
 def dllm_cache(case: Case):
     """Tokens, refresh decisions, selections, similarities and the last step's logits."""
     s, arrays = case.settings, case.arrays
+    s.only("temperature", 0.0)
+    s.only("factor")
+    s.describes("implementation", "num_transfer_tokens", "pad_token_id")
     prompt, model = arrays["prompt"], case.model(mask_id=s["mask_token_id"])
     valid = None
     if s["left_padding"]:

@@ -11,6 +11,7 @@ from tests.replay.compare import closely
 def longbench(case: Case):
     """Every pair's score, per reference and in all, and the data set's."""
     s = case.settings
+    s.describes("metric", "first_line_only")  # what `TASKS` has under the name of the data set
     task, classes = TASKS[s["dataset"]], s.get("all_classes") or ()
     scores = []
     for pair in s["pairs"]:

@@ -108,6 +108,7 @@ def maskkv(case: Case):
 def scores(case: Case):
     """Votes, importance and preference of one pass, and what every setting of the grid makes of them."""
     s, arrays, model = case.settings, case.arrays, case.model()
+    s.describes("gen_length")
     canvas = at_the_start(model, arrays["input_ids"], s["prompt_length"])
     for name, voter in VOTERS.items():
         votes, preference = look(model, canvas, voter)
@@ -148,6 +149,7 @@ def scores(case: Case):
 def baselines(case: Case):
     """SnapKV votes, and PyramidKV, SqueezeAttention and Ada-KV budgets over both kinds of votes."""
     s, arrays, model = case.settings, case.arrays, case.model()
+    s.describes("gen_length")
     canvas = at_the_start(model, arrays["input_ids"], s["prompt_length"])
     snap = eviction.SnapKV(s["window"], s["kernel"])
     votes = {"snapkv": look(model, canvas, snap)[0], "mask": look(model, canvas, eviction.MaskVotes())[0]}

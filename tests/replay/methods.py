@@ -18,6 +18,7 @@ from tests.replay.steps import compare_logits, compare_steps, left_pads
 def forward(case: Case):
     """Logits and residual stream of one pass."""
     arrays, model = case.arrays, case.model()
+    case.settings.describes("pad_id")
     key = "attention_mask_2d" if "attention_mask_2d" in arrays else "attention_mask"
     valid = arrays[key].astype(bool) if key in arrays else None
     tokens = jnp.asarray(arrays["input_ids"])
@@ -64,6 +65,7 @@ def vanilla_llada(case: Case):
 def vanilla_dream(case: Case):
     """Dream's diffusion_generate; prompts that hold masks are templates to fill."""
     s, arrays = case.settings, case.arrays
+    s.describes("block_length")  # Dream has one block
     model = case.model(mask_id=s["mask_token_id"])
     closely("timesteps", dream_times(s["steps"], s["eps"]), arrays["timesteps"], tolerance=0)
     sampler = dj.samplers.DreamSchedule(
@@ -91,6 +93,7 @@ def vanilla_dream(case: Case):
 def loglik_llada(case: Case):
     """LLaDA's get_log_likelihood.py with its drawn masks."""
     s, arrays = case.settings, case.arrays
+    s.describes("mc_num")  # as many as there are masks
     prompt_length = arrays["prompt"].shape[1]
     masks = arrays["mask"][..., prompt_length:].reshape(-1, 1, arrays["answer"].shape[1])
     ours = dj.log_likelihood(

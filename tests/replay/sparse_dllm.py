@@ -48,6 +48,8 @@ class FirstTokenAtOnce(dj.samplers.DreamSchedule):
 def sparse_dllm(case: Case):
     """Both models; Dream's cases, which are optional, with the reference's own row and schedule."""
     s = case.settings["hyperparameters"]
+    s.only("remasking", "low_confidence")
+    s.describes("steps_per_block", "eps")
     dream = case.settings["family"] == "dream"
     policy = (WithoutTheRowBefore if dream else dj.policies.SparseDLLM)(
         keep=s["retention_ratio"], kernel=s["kernel_size"] or 1, delay=s["delay_steps"]
