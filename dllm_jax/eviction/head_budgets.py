@@ -5,6 +5,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.eviction.rounding import round_to_total
 from dllm_jax.options import Fraction, Options
@@ -46,6 +47,7 @@ class HeadBudgets(Options, abc.ABC):
 class EvenHeads(HeadBudgets):
     """The same number for every kv head."""
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -53,11 +55,10 @@ class EvenHeads(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
         return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """The budget."""
         return min(budget, prompt)
 
 
@@ -85,6 +86,7 @@ class PromptPreference(HeadBudgets):
         relative = preference.shape[1] * preference / total  # 1 is the average head
         return budget[:, None] * (relative + self.alpha * (1 - relative))
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -92,9 +94,9 @@ class PromptPreference(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
         return top(votes, self.budgets(preference, budget, prompt))
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
         """All heads' pairs, if only one head looks at the prompt."""
         return min(budget * heads, prompt)
@@ -110,6 +112,7 @@ class AdaKV(HeadBudgets):
 
     floor: Fraction = 0.2
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -117,13 +120,13 @@ class AdaKV(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
         b, heads, width = votes.shape
         sure = selection.fraction_of(budget, self.floor, width)
         safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
         flat = jnp.where(safe, jnp.inf, votes).reshape(b, heads * width)
         return top(flat, heads * budget).reshape(votes.shape)
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
         """All heads' pairs, if one head wins every comparison."""
         return min(budget * heads, prompt)

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 from jaxtyping import Int
+from typing_extensions import override
 
 from dllm_jax.eviction.layer_budgets import LayerBudgets, check_depth
 from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
@@ -29,6 +30,7 @@ class PyramidKV(LayerBudgets):
     window: PositiveInt = 32
     outside: bool = False
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """See `LayerBudgets.budgets`; the rounding is the method's own, half to even."""
         if budget >= prompt or layers == 1 or budget <= self.window:
@@ -64,8 +66,8 @@ class SqueezeAttention(LayerBudgets):
     cosine: Profile
     share: Fraction = 0.4
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """See `LayerBudgets.budgets`."""
         check_depth("cosine", self.cosine, layers)
         return round_to_total(self.allocate(budget), layers * budget, prompt)
 

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
 from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, Options, Profile
@@ -60,8 +61,8 @@ class LayerBudgets(Options, abc.ABC):
 class UniformLayers(LayerBudgets):
     """The same for every layer."""
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """See `LayerBudgets.budgets`."""
         return np.full(layers, min(budget, prompt), np.int32)
 
 
@@ -87,16 +88,16 @@ class BoundaryMiddle(LayerBudgets):
         if self.importance is not None and (min(self.importance) < 0 or not sum(self.importance)):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
 
+    @override
     def check(self):
-        """See `LayerBudgets.check`."""
         if self.importance is None and self != BoundaryMiddle():
             raise ValueError(
                 f"{self!r} needs a profile, without which budgets are uniform: `eviction.calibrate` measures "
                 "importance=, or use OnlineLayers"
             )
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """See `LayerBudgets.budgets`."""
         check_depth("importance", self.importance, layers)
         importance = exactly(self.importance or np.ones(layers, int))
         base, extra = self.allocate(importance, budget)

@@ -7,6 +7,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
@@ -32,8 +33,8 @@ class Voters(Options, abc.ABC):
 class MaskVotes(Voters):
     """MaskKV, equation 7: the masked positions."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.masked
 
 
@@ -41,8 +42,8 @@ class MaskVotes(Voters):
 class PromptVotes(Voters):
     """The prompt itself."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.prompt
 
 
@@ -50,8 +51,8 @@ class PromptVotes(Voters):
 class AllVotes(Voters):
     """All positions."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.valid
 
 
@@ -65,8 +66,8 @@ class PositionVotes(Voters):
 
     quarter: Annotated[int, Interval(ge=0, le=3)] = 3
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         rank = jnp.cumsum(canvas.masked, axis=1) - 1
         size, longer = jnp.divmod(jnp.sum(canvas.masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
@@ -87,10 +88,11 @@ class SnapKV(Voters):
     window: PositiveInt = 32
     kernel: Annotated[PositiveInt, Odd()] = 5
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.prompt & (canvas.position >= canvas.layout.prompt - self.window)
 
+    @override
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
         """Mean over the voters, pooled; the window's positions come first."""
         width = votes.shape[-1]

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
+from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
@@ -67,6 +68,7 @@ class D2Cache(Policy):
 
     scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and two numbers per position."""
         if self.rollout_layers is not None and self.rollout_layers > spec.layers:
@@ -74,6 +76,7 @@ class D2Cache(Policy):
         zeros = jnp.zeros((batch, layout.length), jnp.float32)
         return Cache(super().init(spec, layout, batch, dtype).layers, Salience(zeros - jnp.inf, zeros, ()))
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at first, then M* | X | U."""
         known: Salience = cache.shared
@@ -84,10 +87,12 @@ class D2Cache(Policy):
         chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
         return chosen | canvas.first_step
 
+    @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout starts from the identity."""
         return cache._replace(shared=cache.shared._replace(rolled=rollout.identity_rows(rows)))
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
@@ -107,6 +112,7 @@ class D2Cache(Policy):
             rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
         return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
 
+    @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Updates confidences where the step computed any, and the influence in active sequences."""
         known: Salience = cache.shared

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
+from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeInt, PositiveInt
@@ -37,16 +38,18 @@ class Delayed(Policy, abc.ABC):
     delay: NonNegativeInt = 1
     shift: Literal["un", "un_right"] = "un"
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Dense K and V."""
         if self.shift != "un" and not spec.shifted:
             raise ValueError(f"shift={self.shift!r} is for models whose head is shifted, not {spec.family}")
         return super().init(spec, layout, batch, dtype)
 
     @abc.abstractmethod
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that go through the network."""
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
         return (*halvings(layout.response, smallest=16), layout.response_inputs)
@@ -87,6 +90,7 @@ class DKVDecode(Delayed):
     work throughout, blocks also with a shifted head.
     """
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else what is not settled."""
         return self.refreshes(canvas) | self.unsettled(canvas)
@@ -104,6 +108,7 @@ class DKVPD(Delayed):
 
     refresh_every: RefreshInterval = 4
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once; then the response at a refresh, else what is not settled."""
         return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.unsettled(canvas)

@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+from typing_extensions import override
 
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy
@@ -39,6 +40,7 @@ class DKVGreedy(Policy):
     window: NonNegativeInt = 4
     around: Literal["next", "last"] = "next"
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""
         touched = canvas.just_decoded | canvas.planned
@@ -47,6 +49,7 @@ class DKVGreedy(Policy):
         near = neighbours(order, canvas.masked, touched, self.window)
         return interval(canvas, self.refresh_every) | touched | near | canvas.sources(canvas.planned)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """D_t, D_{t-1}, the window, and the positions that predict D_t."""
         decoded = -(-layout.block // layout.steps_per_block)  # the even schedule's most per step

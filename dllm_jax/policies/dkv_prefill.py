@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import key_mask
 from dllm_jax.nn.layer import Layer
@@ -27,15 +28,18 @@ class DKVPrefill(Policy):
     Departures: the reference has Dream only.
     """
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the prompt."""
         slots = max(layout.prompt - spec.shifted, 0)
         return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything once, then the response and the positions that predict it."""
         return canvas.first_step | canvas.response_inputs
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
@@ -51,6 +55,7 @@ class DKVPrefill(Policy):
         o, _ = layer.attention(q, new.k, new.v, mask)
         return layer.finish(x, o), cache
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response, and with a shifted head one position more."""
         return (layout.response, layout.response_inputs)

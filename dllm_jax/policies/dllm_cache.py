@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
@@ -44,14 +45,17 @@ class DLLMCache(Policy):
     response_every: PositiveInt = 7
     ratio: Fraction = 0.25
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
         return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the positions that predict it; everything when the prompt is due."""
         return canvas.response_inputs | canvas.due(self.prompt_every)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response and the position before it."""
         return (layout.response_inputs,)
@@ -73,6 +77,7 @@ class DLLMCache(Policy):
         in_prompt = rows.index < canvas.layout.prompt
         return jnp.where(in_prompt, prompt_due, (response_due & rows.real) | changed)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:

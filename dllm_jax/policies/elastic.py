@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer
@@ -56,6 +57,7 @@ class ElasticCache(Policy):
     block_caching: bool = True
     cut_at_eos: bool = False
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
@@ -63,6 +65,7 @@ class ElasticCache(Policy):
         store = InputStore.zeros(spec, layout, batch, dtype)
         return Cache(store, Drift(attended, attended, start, similarity))
 
+    @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""
         masks = canvas.eligible & self.undecided(canvas)
@@ -76,11 +79,13 @@ class ElasticCache(Policy):
         """Positions that predict masks."""
         return canvas.sources(self.eligible(canvas) if self.block_caching else self.undecided(canvas))
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at first; then the just decoded, the tracked, and what predicts the window."""
         tracked = members(cache.shared.attended, canvas.layout.length)
         return canvas.first_step | canvas.just_decoded | tracked | self.voters(canvas)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
@@ -122,12 +127,14 @@ class ElasticCache(Policy):
         )
         return x, cache._replace(shared=drift)
 
+    @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """The most attended tokens of this step are tracked from the next step on."""
         drift = cache.shared
         attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
         return cache._replace(shared=drift._replace(attended=attended))
 
+    @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:
@@ -136,6 +143,7 @@ class ElasticCache(Policy):
         further = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
         return jnp.where(canvas.active, further, 0.0)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Four windows, which usually hold the tracked tokens too."""
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
@@ -62,11 +63,13 @@ class MaskKV(DLLMCache):
                 f"response_every={self.response_every}: only a response refresh has all masked rows"
             )
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
         pairs = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
         return Cache(BranchStore.zeros(spec, layout, batch, layout.response, dtype), pairs)
 
+    @override
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
     ) -> Cache:
@@ -77,10 +80,12 @@ class MaskKV(DLLMCache):
         budgets = self.layers.of_request(budgets, measure, self.budget, length)
         return cache._replace(shared=cache.shared._replace(budget=budgets))
 
+    @override
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
         return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
 
+    @override
     def attend(
         self,
         layer: Layer,
@@ -138,6 +143,7 @@ class MaskKV(DLLMCache):
         chooses = due if self.reselect else due & canvas.first_step
         return pairs.allot(layer, first_slot, keep, chooses)
 
+    @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:

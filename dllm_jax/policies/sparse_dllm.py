@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.nn.attention import Mask, key_mask
 from dllm_jax.nn.layer import Layer
@@ -49,6 +50,7 @@ class SparseDLLM(Policy):
     delay: NonNegativeInt = 1
     side: Literal["both", "prefix"] = "both"
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for what the first block keeps; with side="prefix" later ones keep less."""
         outside = layout.length - layout.block
@@ -56,14 +58,16 @@ class SparseDLLM(Policy):
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
         return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything until the cache is filled, then the positions that predict the block."""
         return (canvas.block_step <= self.delay)[:, None] | self.recomputed(canvas)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The block."""
         return (layout.block,)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:

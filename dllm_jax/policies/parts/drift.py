@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
@@ -68,6 +69,7 @@ class HeadCosine(DriftTest):
     numbers, so values are close to 1 and not comparable with `KeyCosine`.
     """
 
+    @override
     def tokens(
         self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
     ) -> Int[Array, "b t"]:
@@ -75,6 +77,7 @@ class HeadCosine(DriftTest):
         union = members(attended, length)
         return compact(union, min(length, attended.shape[1] * attended.shape[2]))
 
+    @override
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
@@ -89,12 +92,14 @@ class KeyCosine(DriftTest):
     Weights are averaged over heads, the cosine is over keys.
     """
 
+    @override
     def tokens(
         self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
     ) -> Int[Array, "b t"]:
         """This layer's own."""
         return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
 
+    @override
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
