@@ -40,13 +40,14 @@ class OnlineLayers(LayerBudgets):
 
     @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """The uniform ones: a request's budgets have the same sum."""
+        """Uniform budgets: those of any request have the same sum."""
         self.groups.allocate(np.ones(layers), budget)  # refuses too few layers
         return UniformLayers().budgets(layers, budget, prompt)
 
     @override
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
         """The budget of a layer that alone has any importance, rounded up."""
+        # Row i of the identity is a profile in which layer i alone has any.
         base, extra = self.groups.allocate(np.eye(budgets.shape[1]), budget)
         return min(prompt, int(np.ceil(base + extra.max())) + 1)
 
@@ -58,7 +59,8 @@ class OnlineLayers(LayerBudgets):
         budget: int,
         prompt: Int[Array, "b"],
     ) -> Int[Array, "n b"]:
-        """See `LayerBudgets.of_request`; by the measured importance."""
+        """Equations 9-13 with the importance of each sequence's layers, measured now."""
+        # 1 - cosine may round to 0 or below it; a floor keeps the proportions between layers defined.
         base, extra = self.groups.allocate(jnp.maximum(importance().T, 1e-9), budget)
         cap = prompt[:, None]
         return round_to_total(base + extra, len(budgets) * budget, cap).T

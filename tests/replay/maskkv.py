@@ -163,7 +163,7 @@ def baselines(case: Case):
     for name, tokens in cosine.items():
         squeeze = eviction.SqueezeAttention(tuple(tokens.tolist()), s["squeeze_share"])
         exactly("squeeze groups", squeeze.groups(), arrays[f"squeeze_groups_{name}"])
-        floored = FlooredSqueezeAttention(squeeze.cosine, squeeze.share)
+        floored = FlooredSqueezeAttention(squeeze.cosine, squeeze.retention)
         for rounding, made in (("floor", floored), ("conserve", squeeze)):
             ours = [made.budgets(n, b, p) for b in budgets]
             exactly(f"squeeze {rounding}", ours, arrays[f"squeeze_budget_{rounding}_{name}"])
