@@ -24,8 +24,7 @@ from dllm_jax.state.rows import Rows, gather
 
 @dataclasses.dataclass(frozen=True)
 class ElasticCache(Policy):
-    """Recomputes a window of masks, just decoded tokens and tracked ones; after drift, all from some layer
-    on.
+    """Recomputes a window of masks, just decoded and tracked tokens; after drift, deeper layers in full.
 
     The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
     the tracked tokens (the most attended ones of the last step) has changed; where the similarity falls below
@@ -89,7 +88,7 @@ class ElasticCache(Policy):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
+        """The selected positions, or all of them after drift in a lower layer; then test and votes."""
         drift, length = cache.shared, canvas.layout.length
 
         # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
@@ -115,10 +114,12 @@ class ElasticCache(Policy):
         drifted = canvas.active & ~wide & (similarity < self.gamma)
 
         # Equation 5: the most attended decoded tokens are tracked in the next step.
+        # Votes are summed over heads and over the positions that predict the window.
         voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
         votes = jnp.sum(layer.received(q, k, lse, voting, canvas.attends(rows)), axis=1)
         top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
+        # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
         drift = Drift(
             drift.attended,
             drift.coming.at[:, layer.index].set(top),

@@ -25,12 +25,12 @@ class PrefixCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the positions that predict the suffix."""
+        """Everything in a block's first step, then the positions that predict the block and all after it."""
         return canvas.block_begins | canvas.sources(canvas.suffix)
 
     @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response: later blocks have a shorter suffix."""
+        """Halvings of the response down to a block: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response) if w >= layout.block)
 
 
@@ -47,7 +47,7 @@ class DualCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the positions that predict the block."""
+        """Everything in a block's first step, then the positions that predict the block."""
         return canvas.block_begins | canvas.sources(canvas.block)
 
     @override
