@@ -1,7 +1,7 @@
 """The cache pytree, and one layer's view of it inside the layer scan.
 
 The stacked arrays are in the scan's carry and are written in place at [layer, sequence, position]. Passed
-through `lax.scan` as per-layer inputs and outputs, the whole cache would be copied in every step.
+through `lax.scan` as per-layer inputs and outputs, all of it would be copied in every step.
 """
 
 from typing import Any, NamedTuple
@@ -65,11 +65,16 @@ class LayerCache(NamedTuple):
           the changed cache, and this layer after the write: [b s ...], new where computed, stored elsewhere.
           A policy that stores nothing computes everything, and gets the new values back.
         """
+        # The exact decoder stores nothing: what it has just computed is all there is.
         if not jax.tree.leaves(self.layers):
             return self, new
+
+        # A partial step scatters its rows into the stacked arrays, in place, and reads the layer back.
         if not rows.full:
             cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
             return cache, cache.read()
+
+        # A full step has a value for every position: a select takes the place of the scatter.
         merged = jax.tree.map(lambda stored, x: _merge(stored, rows, x), self.read(), new)
         return self._replace(layers=jax.tree.map(self._replace_layer, self.layers, merged)), merged
 
@@ -87,6 +92,8 @@ class LayerCache(NamedTuple):
         return self._replace(layers=self.layers._replace(**written))
 
     def _write(self, array: Array, rows: Rows, new: Array) -> Array:
+        """The stacked array [n b s ...] with new values of this layer."""
+        # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
         if not rows.full:
             batch = jnp.arange(array.shape[1])[:, None]
             return array.at[self.index, batch, rows.index].set(new.astype(array.dtype), mode="drop")
