@@ -69,8 +69,8 @@ def figures(work: roofline.Work, hardware: roofline.Hardware, ratio: float) -> d
     """The figures of one generation; gigabytes are 10^9 bytes."""
     times = work.on(hardware)
     return {
-        "whole_ms": times.whole_ms,
-        "part_ms": times.part_ms,
+        "whole_ms": times.full_ms,
+        "part_ms": times.partial_ms,
         "ms_per_token": times.ms_per_token,
         "over_exact": ratio,
         "memory_bound": times.memory_bound,

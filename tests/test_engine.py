@@ -14,7 +14,7 @@ from tests.test_policies_as_programs import lowered
 
 
 def test_the_vocabulary_meets_only_candidate_rows():
-    """No array of the program has canvas x vocabulary elements: only block rows are projected."""
+    """No array of the program has canvas x vocabulary elements: only positions of the block are projected."""
     traced, spec, layout = lowered(policies.Policy(), samplers.Confidence())
     text = traced.lower().as_text()
     assert f"tensor<2x{layout.block}x{spec.vocab}xf32>" in text

@@ -23,8 +23,8 @@ def kept():
     room = ends.max() + 2
     k, v = np.asarray(jax.random.normal(jax.random.key(0), (2, 2, room, 8))).copy()
     for pairs in (k, v):
-        for row, end in enumerate(ends[:, -1]):
-            pairs[row, end:] = np.nan
+        for sequence, end in enumerate(ends[:, -1]):
+            pairs[sequence, end:] = np.nan
     position = jnp.zeros((2, room), jnp.int32)
     return PairStore(*map(jnp.asarray, (k, v, position, start, LENGTHS, LENGTHS.sum(2))))
 
@@ -40,11 +40,13 @@ def everything(kept, layer, q, k, v):
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
     q, k, v = (
-        jax.random.normal(key, (2, rows, heads, 8))
-        for key, rows, heads in zip(jax.random.split(jax.random.key(1), 3), (5, 6, 6), (4, 2, 2), strict=True)
+        jax.random.normal(key, (2, positions, heads, 8))
+        for key, positions, heads in zip(
+            jax.random.split(jax.random.key(1), 3), (5, 6, 6), (4, 2, 2), strict=True
+        )
     )
     weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
-    ours = jax.jit(lambda q, k, v: attend_to_kept(weights, q, kept, attention(q, k, v), chunk, 9, least=1))
+    ours = jax.jit(lambda q, k, v: attend_to_kept(weights, q, kept, attention(q, k, v), chunk, 9, smallest=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
 
 

@@ -57,11 +57,11 @@ def test_a_pyramid_descends_within_the_prompt(layers, budget, prompt, beta, wind
     cosine=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     budget=st.integers(1, 60),
     prompt=st.integers(1, 80),
-    share=st.floats(0, 1),
+    retention=st.floats(0, 1),
 )
-def test_squeezed_layers_give_to_the_others_what_they_lose(cosine, budget, prompt, share):
+def test_squeezed_layers_give_to_the_others_what_they_lose(cosine, budget, prompt, retention):
     layers = len(cosine)
-    budgets = eviction.SqueezeAttention(tuple(cosine), share).budgets(layers, budget, prompt)
+    budgets = eviction.SqueezeAttention(tuple(cosine), retention).budgets(layers, budget, prompt)
     assert budgets.min() >= 0
     assert budgets.max() <= prompt
     assert budgets.sum() == layers * min(budget, prompt)

@@ -81,7 +81,7 @@ def test_order_and_repetition_are_free():
 
 
 def test_is_what_the_eviction_stores():
-    """`Kept.renew` and `Kept.read` of one layer, whose storage is one flat run."""
+    """`PairStore.renew` and `PairStore.read` of one layer, whose storage is one flat run."""
     k, v, index = (jnp.nan_to_num(x) if x.dtype == jnp.float32 else x for x in operands(SMALL[0]))
     head = jnp.arange(2)[:, None, None], jnp.arange(3)[:, None]
     keep = jnp.zeros((2, 3, 20), bool).at[*head, index].set(True)[..., :19]

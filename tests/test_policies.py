@@ -80,18 +80,20 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
-@pytest.mark.parametrize("row", [0, 1], ids=["longest", "padded"])
-def test_a_sequence_of_a_batch_equals_the_sequence_alone(row, policy, sampler, family):
+@pytest.mark.parametrize("sequence", [0, 1], ids=["longest", "padded"])
+def test_a_sequence_of_a_batch_equals_the_sequence_alone(sequence, policy, sampler, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), trace=True)
     keys = jax.random.split(KEY, 2)
     batch = dj.generate(model, prompt, prompt_mask=mask, key=keys, **options)
-    width = mask[row].sum()
-    alone = dj.generate(model, prompt[row : row + 1, -width:], key=keys[row : row + 1], **options)
-    assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
+    width = mask[sequence].sum()
+    alone = dj.generate(
+        model, prompt[sequence : sequence + 1, -width:], key=keys[sequence : sequence + 1], **options
+    )
+    assert_same_run(of_sequence(batch.trace, sequence, width + 8), alone.trace, computed=True)
     for ours, single in zip(batch.stats, alone.stats, strict=True):
-        np.testing.assert_allclose(ours[row], single[0], rtol=1e-6)
+        np.testing.assert_allclose(ours[sequence], single[0], rtol=1e-6)
     assert bool(partial_steps(batch)) == policy.reuses
 
 
@@ -146,10 +148,10 @@ def test_a_sequence_that_is_due_leaves_its_batch_mates_alone(policy):
     options = dict(length=8, block=4, policy=policy, sampler=SEVERAL_AT_ONCE, trace=True)
     batch = dj.generate(model, prompt, prompt_mask=mask, **options)
     assert batch.stats.nfe[0] != batch.stats.nfe[1], "sequences must differ in their number of steps"
-    for row, width in enumerate(mask.sum(axis=1)):
-        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
-        assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
-        np.testing.assert_array_equal(batch.stats.computed[row], alone.stats.computed[0])
+    for sequence, width in enumerate(mask.sum(axis=1)):
+        alone = dj.generate(model, prompt[sequence : sequence + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, sequence, width + 8), alone.trace, computed=True)
+        np.testing.assert_array_equal(batch.stats.computed[sequence], alone.stats.computed[0])
 
 
 @pytest.mark.rotate(every=9)
@@ -174,7 +176,7 @@ def test_padding_is_inert(policy, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", [c.lossless for c in CASES.values() if c.lossless], ids=short)
 def test_reuse_is_exact_when_nothing_changed(policy, family):
-    """A step that decodes nothing leaves the canvas as it was, so cached K/V are the fresh ones."""
+    """A step that decodes nothing leaves the canvas as it was, so cached K/V are what new ones would be."""
     model = tiny(family)
     prompt, _ = prompts(model)
     options = dict(length=4, block=4, steps=4, trace=True)
@@ -243,7 +245,7 @@ def test_a_block_goes_on_after_its_schedule_until_it_is_done(sampler):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_guidance_goes_with_every_policy(policy, family):
-    """With cfg_scale the two streams share the rule but not the cache; scale to 0 gives the plain run."""
+    """With cfg_scale the streams have the rule in common but not the cache; scale 0 gives the plain run."""
     model = tiny(family)
     prompt, _ = prompts(model)
     run = lambda scale: dj.generate(
@@ -276,9 +278,9 @@ def test_prefix_cache_computes_the_suffix_and_dual_cache_the_block():
     position = np.arange(9 + 12)
     for step in range(12):
         start = 9 + step // 4 * 4
-        whole = step % 4 == 0
-        np.testing.assert_array_equal(prefix[step, 0], whole | (position >= start))
-        np.testing.assert_array_equal(dual[step, 0], whole | ((position >= start) & (position < start + 4)))
+        full = step % 4 == 0
+        np.testing.assert_array_equal(prefix[step, 0], full | (position >= start))
+        np.testing.assert_array_equal(dual[step, 0], full | ((position >= start) & (position < start + 4)))
 
 
 def test_shifted_models_compute_the_positions_that_predict():

@@ -24,7 +24,7 @@ OPTIONS = dict(length=8, block=4)
 
 
 def lowered(policy, sampler, batch=2, layout=None, streams=1):
-    """The whole generation, traced for abstract arguments."""
+    """The generation, traced for abstract arguments."""
     layout = layout or dj.Layout(prompt=24, response=16, block=4, steps=16)
     model = jax.eval_shape(lambda model: model, tiny("llada"))
     sampler = suited(policy, sampler)
@@ -131,17 +131,17 @@ def test_stopping_at_eos_keeps_the_answer(policy, sampler):
     sampler = suited(policy, sampler)
     options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler, key=KEY)
     usual = dj.generate(model, prompt, **options)
-    # make the token that appears early in row 0 the end-of-text
+    # make the token that appears early in sequence 0 the end-of-text
     eos = int(usual.tokens[0, 9 + 5])
     model = model.replace_spec(eos_id=eos)
     full = dj.generate(model, prompt, **options)
     stopped = dj.generate(model, prompt, stop_at_eos=True, **options)
     assert stopped.stats.nfe[0] < full.stats.nfe[0]
-    for row in range(3):
-        answer = np.asarray(full.tokens[row, 9:]).tolist()
+    for sequence in range(3):
+        answer = np.asarray(full.tokens[sequence, 9:]).tolist()
         end = answer.index(eos) + 1 if eos in answer else len(answer)
-        np.testing.assert_array_equal(stopped.tokens[row, 9 : 9 + end], answer[:end])
-        assert stopped.stats.answer[row] == full.stats.answer[row] == end - (eos in answer)
+        np.testing.assert_array_equal(stopped.tokens[sequence, 9 : 9 + end], answer[:end])
+        assert stopped.stats.answer[sequence] == full.stats.answer[sequence] == end - (eos in answer)
     assert not np.any(np.asarray(stopped.tokens) == model.spec.mask_id)
 
 

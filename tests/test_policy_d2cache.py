@@ -64,8 +64,8 @@ def test_rollout_is_the_product_of_the_layers(seed, selected, pads, width):
     valid = np.arange(LENGTH) >= pads
     attention = random_attention(np.random.default_rng(seed), 4, valid)
     index = compact(jnp.asarray(selected)[None], width)
-    taken = attention[:, np.minimum(np.asarray(index[0]), LENGTH - 1)]  # rows of padding hold anything
-    ours = rolled_out(jnp.asarray(taken)[:, None], index, jnp.asarray(valid)[None])[0]
+    computed = attention[:, np.minimum(np.asarray(index[0]), LENGTH - 1)]  # padding holds anything
+    ours = rolled_out(jnp.asarray(computed)[:, None], index, jnp.asarray(valid)[None])[0]
     np.testing.assert_allclose(ours, plain_rollout(attention, selected, valid), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours.sum(), valid.sum(), rtol=1e-5)
 
@@ -157,7 +157,7 @@ def test_a_prior_below_zero_prefers_known_neighbours_too():
 
 
 def test_topping_up():
-    """The longer row decides; response positions come before the prompt's, the block's before others."""
+    """The longest selection decides; the block goes first, the response next, the prompt last."""
     c = canvas(np.tile(np.arange(8) >= 3, (2, 1)), prompt=2, block=3)
     chosen = jnp.asarray([[1, 1, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0]], bool)
     influence = jnp.asarray(np.tile([9.0, 8, 1, 1, 1, 1, 1, 1], (2, 1)))
@@ -171,7 +171,7 @@ def test_topping_up():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_selection_is_the_union(family):
-    """Everything at first; then the rows that predict M*, what was decoded, and the nucleus of the rest."""
+    """Everything at first; then the positions that predict M*, those just decoded, and the nucleus."""
     policy, c = D2Cache(k=2, p=0.0, sigma=1.0), selection_canvas(family)
     cache = policy.init(spec(family), c.layout, 1, jnp.float32)
     confidence = jnp.asarray([[0, 0, 0, 0, 0.1, 0.9, 0.1, 0.1, 0.99, 0.1]], jnp.float32)
@@ -193,7 +193,7 @@ def selection_canvas(family: str) -> Canvas:
 
 
 def reachable(trace, shifted: bool) -> np.ndarray:
-    """Positions whose predicting row was computed."""
+    """Positions whose predictor was computed."""
     computed = np.asarray(trace.computed)
     return np.roll(computed, 1, axis=-1) if shifted else computed
 

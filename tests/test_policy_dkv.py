@@ -91,15 +91,15 @@ def test_decode_caches_known_tokens_from_the_second_step_of_a_block(run, every):
 
 
 def cacheable(masked: np.ndarray, step: int, shift: str) -> np.ndarray:
-    """Dream: rows that may be reused, given the masks of a step."""
+    """Dream: positions that may be reused, given the masks of a step."""
     known = ~masked
-    rows = np.append(known[1:], False)
+    reusable = np.append(known[1:], False)
     if step > 0 and shift == "un":
-        rows[-1] = known[0]
+        reusable[-1] = known[0]
     if step > 0 and shift == "un_right":
-        rows &= known
-        rows[-1] = rows[-2]
-    return rows
+        reusable &= known
+        reusable[-1] = reusable[-2]
+    return reusable
 
 
 @few

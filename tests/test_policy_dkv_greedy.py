@@ -21,17 +21,17 @@ pytestmark = pytest.mark.rotate
 L = 12
 few = settings(max_examples=40)
 sets = st.lists(st.booleans(), min_size=L, max_size=L).map(np.array)
-taken_in_turn = jax.jit(neighbours, static_argnums=3)
+chosen_in_turn = jax.jit(neighbours, static_argnums=3)
 
 
-def window(centres: list[int], masked, taken, size: int) -> set[int]:
+def window(centres: list[int], masked, selected, size: int) -> set[int]:
     """Each centre walks outward, left and right by turns, and takes masked positions until it has enough."""
     near = set()
     for centre in centres:
         left, right, count, go_left = centre - 1, centre + 1, 0, True
         while count < size and (left >= 0 or right < len(masked)):
             at = left if go_left else right
-            if 0 <= at < len(masked) and masked[at] and not taken[at] and at not in near:
+            if 0 <= at < len(masked) and masked[at] and not selected[at] and at not in near:
                 near.add(at)
                 count += 1
             left, right = (left - 1, right) if go_left else (left, right + 1)
@@ -41,19 +41,19 @@ def window(centres: list[int], masked, taken, size: int) -> set[int]:
 
 @few
 @given(sets, sets, st.permutations(range(L)), st.integers(0, 4), st.integers(0, 6))
-def test_the_window_is_the_nearest_masks_of_each_centre_in_turn(masked, taken, order, centres, size):
+def test_the_window_is_the_nearest_masks_of_each_centre_in_turn(masked, selected, order, centres, size):
     chosen = order[:centres]
-    taken = taken | np.isin(np.arange(L), chosen)
+    selected = selected | np.isin(np.arange(L), chosen)
     turn = np.full(L, -1)
     turn[chosen] = np.arange(centres)
-    ours = np.asarray(taken_in_turn(jnp.asarray(turn[None]), masked[None], taken[None], size))[0]
-    assert set(np.flatnonzero(ours).tolist()) == window(chosen, masked, taken, size)
+    ours = np.asarray(chosen_in_turn(jnp.asarray(turn[None]), masked[None], selected[None], size))[0]
+    assert set(np.flatnonzero(ours).tolist()) == window(chosen, masked, selected, size)
 
 
 def test_an_odd_window_has_one_more_on_the_left_and_skips_what_is_known():
     masked = np.array([1, 1, 0, 1, 1, 1, 0, 1, 1, 1], bool)
     turn = np.where(np.arange(10) == 5, 0, -1)
-    ours = taken_in_turn(jnp.asarray(turn[None]), masked[None], turn[None] == 0, 3)
+    ours = chosen_in_turn(jnp.asarray(turn[None]), masked[None], turn[None] == 0, 3)
     np.testing.assert_array_equal(np.flatnonzero(ours[0]), [3, 4, 7])
 
 

@@ -1,4 +1,4 @@
-"""dLLM-Cache: what each kind of step renews, and the parts that choose and run the rows that changed most."""
+"""dLLM-Cache: what each kind of step renews, and the parts that run the positions that changed most."""
 
 import functools
 
@@ -53,13 +53,13 @@ def test_what_the_four_kinds_of_step_renew(ratio, family):
 @given(
     score=st.lists(st.integers(-2, 2), min_size=8, max_size=8),
     among=st.lists(st.booleans(), min_size=8, max_size=8),
-    share=st.sampled_from([0.0, 0.25, 0.29, 0.5, 1.0]),
+    ratio=st.sampled_from([0.0, 0.25, 0.29, 0.5, 1.0]),
 )
-def test_least_similar_is_the_head_of_a_stable_sort(score, among, share):
+def test_least_similar_is_the_head_of_a_stable_sort(score, among, ratio):
     marked = np.flatnonzero(among)
     order = marked[np.argsort(np.asarray(score)[marked], kind="stable")]
-    expected = order[: int(len(marked) * share)]
-    ours = least_similar(jnp.asarray([score], jnp.float32), jnp.asarray([among]), share)
+    expected = order[: int(len(marked) * ratio)]
+    ours = least_similar(jnp.asarray([score], jnp.float32), jnp.asarray([among]), ratio)
     np.testing.assert_array_equal(np.flatnonzero(ours[0]), np.sort(expected))
 
 
@@ -69,8 +69,8 @@ def visited(marked, index, widths: tuple[int, ...]):
 
     def body(place, some, carry):
         positions, places, width = carry
-        row = jnp.arange(len(marked))[:, None]
-        add = lambda count, at: count.at[row, at].add(1, mode="drop")
+        sequence = jnp.arange(len(marked))[:, None]
+        add = lambda count, at: count.at[sequence, at].add(1, mode="drop")
         return add(positions, some.index), add(places, place), width + place.shape[1]
 
     none = jnp.zeros((len(marked), LENGTH), int), jnp.zeros(marked.shape, int), 0
@@ -83,8 +83,8 @@ def test_marked_rows_run_once_in_the_narrowest_width_that_holds_them(drawn):
     marked, index = np.asarray(drawn), np.asarray([[1, 3, 4, 7, 11], [0, 2, 5, 6, 9]], np.int32)
     positions, places, width = visited(jnp.asarray(marked), jnp.asarray(index), (2, 3, 5))
     np.testing.assert_array_equal(places, marked)
-    for row in range(2):
-        np.testing.assert_array_equal(np.flatnonzero(positions[row]), index[row, marked[row]])
+    for sequence in range(2):
+        np.testing.assert_array_equal(np.flatnonzero(positions[sequence]), index[sequence, marked[sequence]])
     assert positions.max() <= 1
     most = marked.sum(axis=1).max()
     assert width == (0 if most == 0 else min(w for w in (2, 3, 5) if w >= most))

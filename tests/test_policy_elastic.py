@@ -25,7 +25,7 @@ def members_of(chosen) -> list[list[int]]:
 
 
 def two_attentions(seed=0, shape=(2, 4, 3, 7)):
-    """Attention weights [b h t s] before and after, and keys of which the second row lacks two."""
+    """Attention weights [b h t s] before and after, and keys of which the second sequence lacks two."""
     rng = np.random.default_rng(seed)
     old, new = rng.random((2, *shape)).astype(np.float32)
     keys = np.ones((shape[0], shape[-1]), bool)
@@ -43,22 +43,25 @@ def test_head_cosine_is_the_cosine_over_heads_for_each_key():
     old, new, keys = two_attentions()
     tested = jnp.asarray([[True, True, False], [False, True, False]])
     ours = policies.HeadCosine().similarity(old, new, tested, keys)
-    for row in range(2):
+    for sequence in range(2):
         each = [
-            cosine(old[row, :, t, s], new[row, :, t, s])
-            for t in np.flatnonzero(tested[row])
-            for s in np.flatnonzero(keys[row])
+            cosine(old[sequence, :, t, s], new[sequence, :, t, s])
+            for t in np.flatnonzero(tested[sequence])
+            for s in np.flatnonzero(keys[sequence])
         ]
-        np.testing.assert_allclose(ours[row], np.mean(each), rtol=1e-5)
+        np.testing.assert_allclose(ours[sequence], np.mean(each), rtol=1e-5)
 
 
 def test_key_cosine_is_the_cosine_of_mean_attention_vectors():
     old, new, keys = two_attentions(1)
     tested = jnp.asarray([[True, True, True], [True, False, False]])
     ours = policies.KeyCosine().similarity(old, new, tested, keys)
-    for row in range(2):
-        each = [cosine(old[row, :, t].mean(0), new[row, :, t].mean(0)) for t in np.flatnonzero(tested[row])]
-        np.testing.assert_allclose(ours[row], np.mean(each), rtol=1e-5)
+    for sequence in range(2):
+        each = [
+            cosine(old[sequence, :, t].mean(0), new[sequence, :, t].mean(0))
+            for t in np.flatnonzero(tested[sequence])
+        ]
+        np.testing.assert_allclose(ours[sequence], np.mean(each), rtol=1e-5)
 
 
 @pytest.mark.parametrize("test", [policies.HeadCosine(), policies.KeyCosine()])
@@ -200,6 +203,6 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     )
     always = run(1.5)
     besides = (~np.asarray(always.trace.computed) & np.pad(mask, ((0, 0), (0, 8)), constant_values=True)) / 2
-    taken_part = np.asarray(always.trace.active)[..., None]
-    np.testing.assert_allclose(always.stats.widened, (besides * taken_part).sum((0, 2)))
+    took_part = np.asarray(always.trace.active)[..., None]
+    np.testing.assert_allclose(always.stats.widened, (besides * took_part).sum((0, 2)))
     np.testing.assert_array_equal(run(-1.0).stats.widened, 0)

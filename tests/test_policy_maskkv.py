@@ -25,11 +25,11 @@ pytestmark = pytest.mark.rotate
     st.integers(1, 12),
     st.booleans(),
 )
-def test_conserving_shares_add_up_below_the_cap(shares, total, cap, on_device):
-    target = np.asarray(shares) / sum(shares) * total
+def test_rounded_budgets_add_up_below_the_cap(weights, total, cap, on_device):
+    target = np.asarray(weights) / sum(weights) * total
     ours = round_to_total(jnp.asarray(target, jnp.float32) if on_device else target, total, cap)
     ours = np.asarray(ours)
-    assert ours.sum() == min(total, cap * len(shares))
+    assert ours.sum() == min(total, cap * len(weights))
     assert (ours >= 0).all()
     assert (ours <= cap).all()
     if target.max() <= cap:
@@ -44,7 +44,7 @@ def test_water_filling_by_hand():
 
 def test_boundary_layers_by_hand():
     layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.5)
-    # base 4 of 8; 16 to share: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two
+    # base 4 of 8; 16 to spread: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two
     np.testing.assert_array_equal(layers.budgets(4, 8, 100), [9, 7, 7, 9])
     np.testing.assert_array_equal(layers.budgets(4, 8, 5), [5, 5, 5, 5])
     np.testing.assert_array_equal(eviction.BoundaryMiddle().budgets(4, 8, 100), [8, 8, 8, 8])
@@ -88,9 +88,9 @@ def run(policy, family="llada", lengths=(12, 12), **options):
 
 
 def test_a_full_budget_is_dllm_cache():
-    shared = dict(prompt_every=4, response_every=2)
-    ours = run(policies.MaskKV(budget=12, **shared), lengths=(12, 7))
-    cache = run(policies.DLLMCache(**shared), lengths=(12, 7))
+    intervals = dict(prompt_every=4, response_every=2)
+    ours = run(policies.MaskKV(budget=12, **intervals), lengths=(12, 7))
+    cache = run(policies.DLLMCache(**intervals), lengths=(12, 7))
     np.testing.assert_array_equal(ours.trace.tokens, cache.trace.tokens)
     np.testing.assert_array_equal(ours.trace.computed, cache.trace.computed)
     np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
@@ -104,13 +104,13 @@ class FirstLast(samplers.Confidence):
         return jnp.where(index == canvas.layout.prompt, -1.0, score)
 
 
-def test_a_full_budget_is_dllm_cache_on_a_shifted_head_but_for_what_the_row_before_the_response_predicts():
-    """That row's first layer is live in `DLLMCache` only; nothing but its own prediction depends on it."""
-    shared = dict(prompt_every=4, response_every=2)
+def test_a_full_budget_is_dllm_cache_on_a_shifted_head_but_for_the_first_response_token():
+    """The first layer of its predictor is live in `DLLMCache` only; nothing else depends on that."""
+    intervals = dict(prompt_every=4, response_every=2)
     options = dict(family="dream", lengths=(12, 7), sampler=FirstLast(), block=8)
     ours, cache = (
-        run(policies.MaskKV(budget=12, **shared), **options),
-        run(policies.DLLMCache(**shared), **options),
+        run(policies.MaskKV(budget=12, **intervals), **options),
+        run(policies.DLLMCache(**intervals), **options),
     )
     np.testing.assert_array_equal(ours.trace.tokens[:-1], cache.trace.tokens[:-1])
     np.testing.assert_array_equal(ours.trace.proposed[..., 13:], cache.trace.proposed[..., 13:])

@@ -51,12 +51,12 @@ def kept_by(policy, q, k, c):
 
 
 def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
-    """One row in plain numpy, positions as lists."""
-    fresh = range(start - shifted, start + BLOCK - shifted)
+    """One sequence in plain numpy, positions as lists."""
+    recomputed = range(start - shifted, start + BLOCK - shifted)
     always = {start + BLOCK - 1} if shifted else set()
     if policy.side == "prefix":
         always |= set(range(start + BLOCK, LENGTH))
-    rest = [p for p in range(pad, LENGTH) if p not in fresh and p not in always]
+    rest = [p for p in range(pad, LENGTH) if p not in recomputed and p not in always]
     mean = q[start : start + BLOCK].mean(axis=0)
     repeated = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
     score = np.einsum("hd,shd->sh", mean, repeated).mean(axis=1)[rest]
@@ -74,11 +74,16 @@ def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
     q, k = queries_and_keys(family)
     for start in range(PROMPT, LENGTH, BLOCK):
         kept = np.asarray(kept_by(policy, q, k, state(family, pads=(0, 3), start=start)))
-        for row, pad in enumerate((0, 3)):
+        for sequence, pad in enumerate((0, 3)):
             want = expected_kept(
-                policy, np.asarray(q[row]), np.asarray(k[row]), start, pad, shifted=family == "dream"
+                policy,
+                np.asarray(q[sequence]),
+                np.asarray(k[sequence]),
+                start,
+                pad,
+                shifted=family == "dream",
             )
-            assert set(np.flatnonzero(kept[row]).tolist()) == want
+            assert set(np.flatnonzero(kept[sequence]).tolist()) == want
 
 
 def test_equal_scores_go_to_the_lower_position():
@@ -162,10 +167,10 @@ def test_the_cache_holds_the_kept_pairs_in_order(side, family):
     policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
     (q, k, v), store = filled(policy, c, family)
     kept = np.asarray(policy.retained(q, k, c))
-    for row in range(2):
-        position = np.flatnonzero(kept[row])
-        np.testing.assert_array_equal(store.k[1, row, : len(position)], k[row, position])
-        np.testing.assert_array_equal(store.v[1, row, : len(position)], v[row, position])
+    for sequence in range(2):
+        position = np.flatnonzero(kept[sequence])
+        np.testing.assert_array_equal(store.k[1, sequence, : len(position)], k[sequence, position])
+        np.testing.assert_array_equal(store.v[1, sequence, : len(position)], v[sequence, position])
     assert (np.asarray(store.k[0]) == -1).all(), "another layer was written"
 
 
@@ -225,9 +230,9 @@ def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(keep, side, fam
     assert partial_steps(batch), "the store must be read"
     assert batch.trace is not None
     assert not batch.trace.active.all(), "sequences must differ in the steps they take part in"
-    for row, width in enumerate(mask.sum(1)):
-        alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
-        assert_same_run(of_sequence(batch.trace, row, width + 12), alone.trace, computed=True)
+    for sequence, width in enumerate(mask.sum(1)):
+        alone = dj.generate(model, prompt[sequence : sequence + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, sequence, width + 12), alone.trace, computed=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -90,8 +90,8 @@ def test_generation_adds_up():
     """DualCache at prompt 1024: 8 whole steps and 248 of the block."""
     layout = dj.Layout(1024, 256, 32, 256)
     prediction = roofline.work(LLADA, dj.policies.DualCache(), layout, batch=2).on(H100)
-    assert prediction.part_ms is not None
-    total = 8 * prediction.whole_ms + 248 * prediction.part_ms
+    assert prediction.partial_ms is not None
+    total = 8 * prediction.full_ms + 248 * prediction.partial_ms
     assert 1e3 * prediction.seconds == pytest.approx(total)
     assert prediction.ms_per_token == pytest.approx(total / 512)
 

@@ -72,10 +72,10 @@ def test_dream_counts_floor_the_share_of_all_eligible_positions():
     scores = jnp.where(jnp.asarray(masked), jnp.arange(8) / 8, -jnp.inf)[None]
     c, index = canvas(masked[None], steps=4), jnp.arange(8, dtype=jnp.int32)[None]
     for step in range(4):
-        share = plain.dream_fraction(step, 4, 1e-3)
+        fraction = plain.dream_fraction(step, 4, 1e-3)
         at = dataclasses.replace(c, block_step=jnp.asarray([step], jnp.int32))
         chosen = DreamSchedule().transfer(scores, index, at, None)
-        surest = np.flatnonzero(masked).tolist()[-math.floor(6 * share) :]
+        surest = np.flatnonzero(masked).tolist()[-math.floor(6 * fraction) :]
         assert np.flatnonzero(np.asarray(chosen)[0]).tolist() == surest
 
 

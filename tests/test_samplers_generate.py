@@ -1,4 +1,4 @@
-"""`generate` as a whole: network, guidance and sampler together against numpy; keys and reproducibility."""
+"""`generate` from end to end: network, guidance and sampler against numpy; keys and reproducibility."""
 
 import functools
 
@@ -25,7 +25,7 @@ def prompt(family: str) -> jax.Array:
 
 
 def predictions(model: dj.Model, valid: np.ndarray, cfg_scale: float, tokens: np.ndarray, _) -> np.ndarray:
-    """Row i: guided logits of position i, from one or two plain forwards."""
+    """Entry i: guided logits of position i, from one or two plain forwards."""
 
     def raw(tokens):
         return np.asarray(
@@ -84,7 +84,7 @@ DRAWING = Confidence(temperature=1.0)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys(family):
-    """A key decides the tokens; with a key per row, a row is what it would be alone."""
+    """A key decides the tokens; with a key per sequence, each is what it would be alone."""
     model, keys = tiny(family), jax.random.split(jax.random.key(3), 2)
     options = {"length": RESPONSE, "block": 4, "steps": 8, "sampler": DRAWING}
     both = lambda key, order=slice(None): (

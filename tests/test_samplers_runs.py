@@ -1,4 +1,4 @@
-"""Whole runs over made-up logits: every sampler against its numpy twin, step by step.
+"""Runs over made-up logits: every sampler against its numpy twin, step by step.
 
 The network is left out: logits are a fixed function of the step, so that thousands of decisions cost one
 small compilation per sampler.

@@ -13,7 +13,7 @@ from tests import numpy_sampler as plain
 V = 7
 few = settings(max_examples=30)
 coarse = st.lists(st.integers(-6, 6), min_size=V, max_size=V)  # ties are frequent
-kept = jax.jit(filters.kept, static_argnums=(1, 2))
+survivors = jax.jit(filters.survivors, static_argnums=(1, 2))
 probability = jax.jit(scores.probability)
 margin = jax.jit(scores.margin, static_argnums=1)
 negative_entropy = jax.jit(scores.negative_entropy)
@@ -33,7 +33,7 @@ def test_filters(row, top_p, top_k):
     if top_p == 0.31 and len(set(row)) == 1:
         row = [3, *row[1:]]
     expected = plain.survivors(np.asarray(row, np.float64), None if top_p == 1.0 else top_p, top_k)
-    assert members(kept(one(row), top_p, top_k)) == expected
+    assert members(survivors(one(row), top_p, top_k)) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_filters(row, top_p, top_k):
         ([0.5, 0.25, 0.125, 0.125], 0.4, {0}),
         ([0.5, 0.25, 0.125, 0.125], 0.5, {0, 1}),  # only mass beyond top_p ends it
         ([0.125, 0.25, 0.125, 0.5], 0.8, {0, 1, 3}),  # equals: the lower id first
-        ([0.97, 0.01, 0.01, 0.01], 1e-6, {0}),  # the best is always kept
+        ([0.97, 0.01, 0.01, 0.01], 1e-6, {0}),  # the best always survives
     ],
 )
 def test_nucleus_examples(probabilities, top_p, expected):
-    assert members(kept(one(np.log(probabilities)), top_p, None)) == expected
+    assert members(survivors(one(np.log(probabilities)), top_p, None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_nucleus_examples(probabilities, top_p, expected):
     ],
 )
 def test_top_k_examples(row, top_k, expected):
-    assert members(kept(one(row), None, top_k)) == expected
+    assert members(survivors(one(row), None, top_k)) == expected
 
 
 def test_top_k_counts_within_the_nucleus():
     row = np.log([0.4, 0.3, 0.2, 0.1])
-    assert members(kept(one(row), 0.5, 3)) == {0, 1}
-    assert members(kept(one(row), 0.95, 2)) == {0, 1}
+    assert members(survivors(one(row), 0.5, 3)) == {0, 1}
+    assert members(survivors(one(row), 0.95, 2)) == {0, 1}
 
 
 @few

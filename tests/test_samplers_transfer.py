@@ -37,12 +37,12 @@ def as_scores(row: list[int | None]) -> plain.Scores:
 
 
 def members(chosen) -> set[int]:
-    (row,) = np.asarray(chosen)
-    return set(np.flatnonzero(row).tolist())
+    (members,) = np.asarray(chosen)
+    return set(np.flatnonzero(members).tolist())
 
 
 def state(masked, steps: int = C, **changes):
-    """One row of C positions without prompt."""
+    """One sequence of C positions without prompt."""
     c = canvas(np.asarray(masked, bool)[None], steps=steps)
     return dataclasses.replace(c, **{k: jnp.asarray([v], jnp.int32) for k, v in changes.items()})
 

@@ -1,4 +1,4 @@
-"""When a sequence or a block is finished, and what comes next: the only place that moves the block."""
+"""When a sequence or a block is finished: the only place that moves on to the next block."""
 
 import dataclasses
 
@@ -27,6 +27,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         )
         return settle(dataclasses.replace(moved, block_masks=masks_in_block(moved)))
 
+    # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas))
     return jax.lax.while_loop(
@@ -35,7 +36,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 
 
 def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Array, "b"]:
-    """The sampler has finished the block, or its schedule is over and the policy never offers what is left.
+    """Sequences whose sampler has finished the block, or whose policy offers nothing after the schedule.
 
     A block with masks goes on after its schedule if the policy offered fewer positions than the schedule
     wanted; Elastic-Cache may leave masks behind an end-of-text for good.
@@ -46,7 +47,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
 
 
 def ended(canvas: Canvas) -> Bool[Array, "b"]:
-    """An end-of-text is decoded and nothing before it is masked: the answer cannot change any more."""
+    """Sequences that cannot change any more: an end-of-text is decoded and nothing before it is masked."""
     eos = first_eos(canvas)[:, None]
     open_before = jnp.any(canvas.masked & (canvas.position < eos), axis=1)
     return (eos[:, 0] < canvas.layout.length) & ~open_before

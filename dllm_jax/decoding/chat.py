@@ -65,23 +65,23 @@ def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
 
 
 def left_pad(
-    rows: Sequence[Sequence[int]], pad_id: int, width: int | None = None
+    sequences: Sequence[Sequence[int]], pad_id: int, width: int | None = None
 ) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
-    """Rows of ids as one array, padded on the left, and its mask, True on real tokens.
+    """Token ids of several sequences as one array, padded on the left, and its mask, True on real tokens.
 
     Args:
-      rows: the ids.
-      pad_id: what to pad with.
-      width: of the array, at least the longest row's length; None: that length.
+      sequences: token ids of each.
+      pad_id: token id to pad with.
+      width: of the array, at least the length of the longest sequence; None is that length.
     """
-    width = max(map(len, rows)) if width is None else width
-    ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
-    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    width = max(map(len, sequences)) if width is None else width
+    ids = [[pad_id] * (width - len(tokens)) + list(tokens) for tokens in sequences]
+    mask = [[False] * (width - len(tokens)) + [True] * len(tokens) for tokens in sequences]
     return jnp.asarray(ids, jnp.int32), jnp.asarray(mask)
 
 
 def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:
     """Text of each response up to its first end-of-text or end-of-turn."""
     ends = [i for i in (model.spec.eos_id, model.spec.eot_id) if i is not None]
-    cut = [row[: np.argmax(hit)] if (hit := np.isin(row, ends)).any() else row for row in responses]
-    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in cut]
+    cut = [ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids for ids in responses]
+    return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.decoding.request import step_widths
 from dllm_jax.decoding.step import computed_rows, network
@@ -82,6 +83,7 @@ class Recording(Layer):
 
     calls: list[Call] = dataclasses.field(default_factory=list)
 
+    @override
     def attention(
         self,
         q: Float[Array, "b q h d"],
@@ -89,10 +91,10 @@ class Recording(Layer):
         v: Float[Array, "b s k d"],
         mask: Mask | None = None,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-        """As `Layer.attention`."""
         self._note(ATTENTION, mask, q, k, v)
         return super().attention(q, k, v, mask)
 
+    @override
     def received(
         self,
         q: Float[Array, "b q h d"],
@@ -101,10 +103,10 @@ class Recording(Layer):
         weight: Float[Array, "b q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b k s"]:
-        """As `Layer.received`."""
         self._note(RECEIVED, mask, q, k, lse, weight)
         return super().received(q, k, lse, weight, mask)
 
+    @override
     def head_mean(
         self,
         q: Float[Array, "b q h d"],
@@ -112,7 +114,6 @@ class Recording(Layer):
         lse: Float[Array, "b h q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b q s"]:
-        """As `Layer.head_mean`."""
         self._note(HEAD_MEAN, mask, q, k, lse)
         return super().head_mean(q, k, lse, mask)
 

@@ -19,7 +19,7 @@ from dllm_jax.state.layout import Layout
 
 
 class Output(NamedTuple):
-    """What a run gives back.
+    """The result of a generation.
 
     Attributes:
       tokens: prompt (padding included) and response.
@@ -142,6 +142,8 @@ def infill(
     valid = host.ones(tokens.shape) if mask is None else mask
     if steps is None:
         steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
+
+    # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)

@@ -38,7 +38,7 @@ def log_likelihood(
     Args:
       model: from `load`, with or without a shifted head.
       prompt: ids Int[b p], left-padded if lengths differ.
-      answer: ids Int[b r], all rows of equal length.
+      answer: ids Int[b r], of the same length in all sequences.
       prompt_mask: Bool[b p], False at the padding.
       draws: Monte-Carlo draws, a multiple of `strata`.
       strata: draws among which the number of masked tokens is stratified (the reference's batch size).
@@ -59,7 +59,7 @@ def log_likelihood(
     inputs.no_masks(answer, model.spec, "answer")
     if prompt.shape[0] != answer.shape[0]:
         raise ValueError(
-            f"prompt has {prompt.shape[0]} rows, answer has {answer.shape[0]}; they must be equal"
+            f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
@@ -84,10 +84,13 @@ def stratified_masks(key: Key[Array, ""], length: int, strata: int) -> Bool[Arra
     Sizes are (round(k + j * length / strata) - 1) mod length + 1 for a random k in 1..length, as in LLaDA's
     `forward_process`.
     """
+    # One random offset k, and sizes at equal distances from it, modulo the length: each is uniform by itself.
     first, order = jax.random.split(key)
     k = jax.random.randint(first, (), 1, length + 1).astype(jnp.float32)
     spread = k + jnp.arange(strata, dtype=jnp.float32) * (length / strata)
     size = (jnp.round(spread).astype(jnp.int32) - 1) % length + 1
+
+    # A random subset of each size: the positions of the smallest of as many uniform draws.
     noise = jax.random.uniform(order, (strata, length))
     rank = jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
     return rank < size[:, None]
@@ -98,6 +101,8 @@ def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, 
         raise ValueError("log_likelihood draws random masks: pass key=jax.random.key(seed)")
     if draws < 1 or strata < 1 or draws % strata:
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
+
+    # Draws are grouped in strata, and each sequence has masks of its own.
     batch, length = shape
     keys = jax.random.split(key, (draws // strata, batch))
     masks = jax.vmap(jax.vmap(lambda k: stratified_masks(k, length, strata)))(keys)
@@ -110,9 +115,10 @@ def _estimate(
 ) -> Float[Array, "b"]:
     def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b"]:
         entropy = token_cross_entropy(model, prompt, answer, padding, mask, cfg_scale)
-        share = jnp.sum(mask, axis=1) / mask.shape[1]
-        return jnp.sum(jnp.where(mask, entropy, 0.0), axis=1) / share
+        masked_fraction = jnp.sum(mask, axis=1) / mask.shape[1]
+        return jnp.sum(jnp.where(mask, entropy, 0.0), axis=1) / masked_fraction
 
+    # The mean over draws of (r / x) times the summed cross entropy of the x masked tokens.
     return -jnp.mean(jax.lax.map(one_draw, masks, batch_size=chunk), axis=0)
 
 
@@ -125,6 +131,7 @@ def token_cross_entropy(
     cfg_scale: float = 0.0,
 ) -> Float[Array, "b r"]:
     """Cross entropy (nats, float32) of every answer token when the masked ones are hidden."""
+    # The prompt is never masked, except in the unconditional run of classifier-free guidance.
     noised = jnp.where(mask, model.spec.mask_id, answer)
     logits = _answer_logits(model, prompt, noised, padding)
     if cfg_scale > 0:
@@ -136,8 +143,12 @@ def token_cross_entropy(
 
 
 def _answer_logits(model: Model, prompt, answer, padding) -> Float[Array, "b r v"]:
+    """Logits of the answer's tokens, float32, with or without a shifted head."""
     tokens = jnp.concatenate([prompt, answer], axis=1)
     valid = None if padding is None else jnp.concatenate([padding, jnp.ones(answer.shape, bool)], axis=1)
+
+    # Only the positions that predict the answer meet the vocabulary; with a shifted head the last one of the
+    # prompt is the first of them.
     first = prompt.shape[1] - int(model.spec.shifted)
-    rows = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
-    return unembed(model.params, model.spec, rows).astype(jnp.float32)
+    predictors = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
+    return unembed(model.params, model.spec, predictors).astype(jnp.float32)

@@ -56,6 +56,7 @@ def denoise(
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
         return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
 
+    # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
         for variant in (None, *reversed(plan.widths)):
             state = jax.lax.while_loop(
@@ -66,6 +67,8 @@ def denoise(
         return state
 
     state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
+
+    # A sequence that was stopped early has masks behind its end-of-text.
     tokens = state.canvas.tokens
     if plan.stop_at_eos:
         tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
@@ -78,6 +81,7 @@ def coming(plan: Plan, state: State) -> Int[Array, ""]:
     That is the narrowest width that holds what every sequence needs; the full canvas if nothing narrower does
     or every active sequence needs all of it. Either way a sequence computes what it needs and no more.
     """
+    # Inactive sequences need nothing, and decide nothing.
     active = repeat(state.canvas, plan.streams).active
     everything = jnp.all(state.need | ~active[:, None])
     widest = jnp.max(jnp.sum(state.need, axis=1))

@@ -1,4 +1,4 @@
-"""What the engine is asked: input checked, padded to its bucket, canvas and plan made."""
+"""Requests: input is checked and padded to its bucket, and the canvas and the plan are made."""
 
 from typing import NamedTuple
 
@@ -72,18 +72,22 @@ def prepare(
     prompt = inputs.token_ids(prompt, model.spec, "prompt")
     inputs.no_masks(prompt, model.spec)
     mask = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
-    given = prompt.shape[1]
+    unpadded = prompt.shape[1]
+
+    # A bucket pads on the left, where neither draws nor attention depend on it.
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
         if isinstance(noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
+
+    # Everything that depends on shapes alone is static; arrays go through `denoise`'s arguments.
     p = prompt.shape[1]
     layout = Layout.of(p, length, block, steps, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
-    return Request(Inputs(tokens, valid, noise), layout, plan, p - given)
+    return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded)
 
 
 def plan_for(
@@ -95,7 +99,11 @@ def plan_for(
     trace: bool,
     widths: tuple[int, ...] | None,
 ) -> Plan:
-    """The static choices of a run, refused if they do not go together."""
+    """The static choices of a run.
+
+    Raises:
+      ValueError: they do not go together.
+    """
     sampler_fits(sampler, model.spec)
     return Plan(policy, sampler, step_widths(policy, layout, widths), stop_at_eos, trace)
 
@@ -144,6 +152,7 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
     """
     if not policy.reuses:
         return ()
+    # Widths of at least the canvas run no faster than the step over the canvas in place.
     proposed = policy.widths(layout) if override is None else override
     check_argument("widths", tuple(proposed), tuple[PositiveInt, ...])
     partial = {int(width) for width in proposed if width < layout.length}
@@ -153,7 +162,7 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec):
-    """Raises if the sampler needs a token id that the model does not have."""
+    """Raises ValueError if the sampler needs a token id that the model does not have."""
     if sampler.confidence_eos_eot_inf and spec.eot_id is None:
         raise ValueError(
             "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "

@@ -88,6 +88,7 @@ class Record(NamedTuple):
         proposal: Proposal,
     ) -> "Record":
         """Counts one step."""
+        # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
         everything = before.active & jnp.all(counted == before.valid, axis=1)
         return Record(
@@ -101,9 +102,12 @@ class Record(NamedTuple):
         )
 
     def stats(self, canvas: Canvas) -> Stats:
-        """The statistics at the end of a run."""
+        """The statistics of a finished generation, given its last canvas."""
+        # Exact decoding would compute all valid positions in every forward.
         positions = jnp.sum(canvas.valid, axis=1) * canvas.step
         recomputed = (self.computed + self.widened) / jnp.maximum(positions, 1)
+
+        # The answer ends before the first end-of-text, also where positions behind it are decoded.
         before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
         return Stats(
             nfe=canvas.step,
@@ -118,6 +122,7 @@ class Record(NamedTuple):
 
 def cut(trace: Trace, left: int) -> Trace:
     """Drops `left` positions, and the steps that did not run where their number is known (outside jit)."""
+    # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
     rest, right = slice(None), slice(left, None)
     return Trace(
@@ -131,6 +136,7 @@ def cut(trace: Trace, left: int) -> Trace:
 
 
 def _empty_trace(canvas: Canvas, limit: int) -> Trace:
+    """Room for `limit` steps; tokens have one entry more, the canvas before the first step."""
     shape = (limit, *canvas.tokens.shape)
     return Trace(
         tokens=jnp.broadcast_to(canvas.tokens, (limit + 1, *canvas.tokens.shape)),
@@ -143,6 +149,7 @@ def _empty_trace(canvas: Canvas, limit: int) -> Trace:
 
 
 def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, proposal: Proposal) -> Trace:
+    """The trace with one more step, written in place since the loop carries it."""
     put = lambda array, value, at: jax.lax.dynamic_update_index_in_dim(array, value, at, 0)
     return Trace(
         tokens=put(trace.tokens, after.tokens, step + 1),

@@ -76,6 +76,7 @@ def initial(
     plan: Plan,
 ) -> State:
     """The state before the first step; arguments as in `loop.denoise`."""
+    # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
     canvas = advance(begin(tokens, valid, model.spec, layout), plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
     cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
@@ -121,6 +122,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
     after = advance(write(canvas, chosen, proposal.token), policy, sampler, plan.stop_at_eos)
 
+    # Statistics count the conditional stream alone; then the policy selects for the coming step.
     computed = own.mask()
     extra = policy.extra_positions(cache, canvas, computed)
     record = state.record.add(canvas, after, computed, extra, proposal)
@@ -200,10 +202,11 @@ def _propose(
     predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
     scored = policy.eligible(canvas) if policy.scored == "block" else canvas.masked
 
-    # Only candidates meet the vocabulary; they are compacted to a static number first.
+    # Only candidates meet the vocabulary; they are compacted to a static number first. Masks outside of the
+    # block are candidates only if the policy scores the response, or if earlier blocks were left with masks.
     everywhere = sampler.allow_mask_token or policy.scored == "response"
-    most = layout.response if everywhere else layout.block
-    index = compact(scored & predicted, min(most, rows.index.shape[1]))
+    upper_bound = layout.response if everywhere else layout.block
+    index = compact(scored & predicted, min(upper_bound, rows.index.shape[1]))
 
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
     padded = jnp.pad(predictor, ((0, 0), (0, 1)), constant_values=layout.length)

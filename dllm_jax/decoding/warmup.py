@@ -20,7 +20,7 @@ class Compiled(NamedTuple):
 
     Attributes:
       prompt: prompt positions, a rung of the ladder.
-      batch: rows.
+      batch: sequences.
       seconds: wall time of tracing and compiling it; near 0 if it was ready before.
       temporary: bytes the program needs besides arguments and results, as the compiler reports them.
     """
@@ -41,7 +41,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
     Args:
       model: the model that will be used; its shapes, dtype and sharding count.
       ladder: the rungs to compile for.
-      batch: rows per request.
+      batch: sequences per request.
       **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
 
     Raises:

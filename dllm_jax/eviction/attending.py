@@ -1,8 +1,8 @@
 """Attention to the prompt: to the kept pairs, or to all of it where it is recomputed.
 
 Kept pairs are read in chunks of slots per head. Heads keep different numbers of pairs; unpacked to one static
-width, all heads would be as wide as the widest one may be, which is the whole prompt if one head can win a
-layer's budget. With chunks, the actually widest head decides at run time.
+width, all heads would be as wide as the widest one may be, which is the full prompt if one head can win a
+layer's budget. With chunks, the head that is actually the widest decides at run time.
 """
 
 import jax
@@ -14,71 +14,80 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, scatter
 
-LEAST = 128  # slots of a chunk: fewer would not fill the hardware
+SMALLEST_CHUNK = 128  # slots: fewer would not fill the hardware
 
 
 def attend_to_kept(
     layer: Layer,
     q: Float[Array, "b q h d"],
-    kept: PairStore,
+    pairs: PairStore,
     elsewhere: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
     budget: int,
     widest: int,
-    least: int = LEAST,
+    smallest: int = SMALLEST_CHUNK,
 ) -> Float[Array, "b q h d"]:
     """Attention of the queries to a layer's kept pairs and to the pairs of `elsewhere`.
 
     Args:
-      layer: the layer.
-      q: queries.
-      kept: the pairs.
+      layer: this layer's weights, which compute the attention.
+      q: rotated queries.
+      pairs: the kept pairs of all layers.
       elsewhere: output and log-sum-exp of attention to other pairs.
       budget: pairs of a head on average, and the size of a chunk.
-      widest: the most pairs that a head may have.
-      least: the smallest chunk, unless no head may have as many pairs.
+      widest: upper bound of the pairs of a head.
+      smallest: lower bound of the slots of a chunk, unless `widest` is below it.
+
+    Returns:
+      the attention output, in the dtype of q.
     """
-    chunk, index = slots_of_chunk(budget, widest, least), layer.index
-    longest = jnp.max(kept.length[index])
+    # The loop ends with the longest run of any head and sequence, known at run time only.
+    chunk, index = slots_of_chunk(budget, widest, smallest), layer.index
+    longest = jnp.max(pairs.length[index])
 
     def add(state):
+        # A head whose run has ended attends to nothing: its log-sum-exp is -inf, its weight in the merge 0.
         done, o, lse = state
-        k, v, real = kept.read(index, chunk, done)
+        k, v, real = pairs.read(index, chunk, done)
         part, part_lse = layer.attention(q, k, v, real)
         return done + chunk, *merge_by_lse((o, lse), (part.astype(jnp.float32), part_lse))
 
+    # Sums over chunks are float32 at any dtype, so the number of chunks does not change the precision.
     o, lse = elsewhere
     start = jnp.int32(0), o.astype(jnp.float32), lse
     return jax.lax.while_loop(lambda state: state[0] < longest, add, start)[1].astype(q.dtype)
 
 
-def slots_of_chunk(budget: int, widest: int, least: int = LEAST) -> int:
+def slots_of_chunk(budget: int, widest: int, smallest: int = SMALLEST_CHUNK) -> int:
     """Slots of each head in a chunk; 1 where there is no prompt, so that `widest` is 0."""
-    return max(min(max(budget, least), widest), 1)
+    return max(min(max(budget, smallest), widest), 1)
 
 
 def prompt_pairs(
-    kept: PairStore,
+    pairs: PairStore,
     layer: Int[Array, ""],
     due: Bool[Array, "b 1"],
     keys: tuple[Rows, Float[Array, "b w k d"]],
     values: tuple[Rows, Float[Array, "b q k d"]],
     canvas: Canvas,
 ) -> tuple[Float[Array, "b p k d"], Float[Array, "b p k d"], Bool[Array, "b #k 1 p"]]:
-    """Keys, values and which are real: the whole new prompt where it is due, else the kept pairs.
+    """Keys and values of the prompt, and which are real: all new where it is due, else the kept pairs.
 
     Args:
-      kept: the pairs.
+      pairs: the kept pairs of all layers.
       layer: index of the layer.
-      due: sequences whose prompt is recomputed; all of it is among the new rows.
+      due: sequences whose prompt is recomputed; the rows then hold all of it.
       keys: new rotated keys, and their positions.
       values: new values, and their positions.
       canvas: state before the step.
     """
+    # Kept pairs are packed to the left of p slots, in order of position; padding follows.
     prompt = canvas.layout.prompt
-    old_k, old_v, real = kept.read(layer, prompt)
-    renewed = lambda old, rows, new: jnp.where(
-        due[..., None, None], scatter(jnp.zeros_like(old), rows.index, new), old
-    )
+    old_k, old_v, real = pairs.read(layer, prompt)
+
+    # A new pair stands at its prompt position; rows of the response lie beyond the p slots and are dropped.
+    def renewed(old, rows, new):
+        return jnp.where(due[..., None, None], scatter(jnp.zeros_like(old), rows.index, new), old)
+
     real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :prompt], real)
     return renewed(old_k, *keys), renewed(old_v, *values), real
 
@@ -87,8 +96,14 @@ def merge_by_lse(
     one: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
     other: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """Output and log-sum-exp of attention to both sets of pairs; 0 and -inf where both are empty."""
+    """Output and log-sum-exp of attention to the union of two disjoint sets of pairs.
+
+    o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2), as FlashAttention merges its tiles of keys; 0 and -inf
+    where both sets are empty.
+    """
     lse = jnp.logaddexp(one[1], other[1])
+
+    # exp(-inf - -inf) would be NaN where neither set holds a pair.
     safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
     weight = lambda part: jnp.swapaxes(jnp.exp(part - safe), 1, 2)[..., None]
     return one[0] * weight(one[1]) + other[0] * weight(other[1]), lse

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.eviction.rounding import round_to_total
 from dllm_jax.options import Fraction, Options
@@ -12,7 +13,7 @@ from dllm_jax.state import selection
 
 
 def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
-    """The `count` positions with most votes, ties to the lower position."""
+    """The `count` positions with most votes, ties to the lower position (MaskKV, equation 16)."""
     return selection.ranks(votes) < count[..., None]
 
 
@@ -28,24 +29,32 @@ class HeadBudgets(Options, abc.ABC):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """The kept positions, k * budget in all.
+        """The positions that each kv head keeps, k * budget in all.
 
         Args:
-          votes: what each position received, -inf at padding.
-          preference: how much each head looks at the prompt, see `eviction.evidence`.
+          votes: attention that each prompt position received, -inf at padding.
+          preference: P_h, the fraction of its attention that each kv head gives to the prompt, see
+            `eviction.evidence`.
           budget: pairs per head, on average; at most `prompt`.
           prompt: prompt length of each sequence.
         """
 
     @abc.abstractmethod
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """Upper bound of what one head may keep."""
+        """Upper bound of the pairs that one kv head keeps; static, for sizes of arrays.
+
+        Args:
+          budget: upper bound of the layer's pairs per head, on average.
+          heads: kv heads.
+          prompt: prompt positions.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class EvenHeads(HeadBudgets):
     """The same number for every kv head."""
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -53,11 +62,10 @@ class EvenHeads(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
         return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """The budget."""
         return min(budget, prompt)
 
 
@@ -74,17 +82,28 @@ class PromptPreference(HeadBudgets):
     def budgets(
         self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"]
     ) -> Int[Array, "b k"]:
-        """Pairs of each head."""
-        return round_to_total(
-            self.allocate(preference, budget), preference.shape[1] * budget[:, None], prompt[:, None]
-        )
+        """Pairs of each kv head: equation 15, rounded so that the layer's budget is used up."""
+        total = preference.shape[1] * budget[:, None]
+        return round_to_total(self.allocate(preference, budget), total, prompt[:, None])
 
     def allocate(self, preference: Float[Array, "b k"], budget: Int[Array, "b"]) -> Float[Array, "b k"]:
-        """The budget of each head before rounding (equation 15)."""
+        """The budget of each kv head before rounding (equation 15).
+
+        It is alpha k_l + (1 - alpha) H k_l P_h / sum P, with H kv heads.
+
+        Args:
+          preference: P_h of each head.
+          budget: k_l, pairs per head on average.
+        """
+        # No head looks at a prompt that is all padding: the budget is then 0 too.
         total = jnp.maximum(jnp.sum(preference, axis=1, keepdims=True), 1e-30)
-        relative = preference.shape[1] * preference / total  # 1 is the average head
+
+        # The relative preference H P_h / sum P is 1 for the average head. Written as a deviation from it, so
+        # that alpha = 1 gives exactly the even budget.
+        relative = preference.shape[1] * preference / total
         return budget[:, None] * (relative + self.alpha * (1 - relative))
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -92,11 +111,11 @@ class PromptPreference(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
         return top(votes, self.budgets(preference, budget, prompt))
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, if only one head looks at the prompt."""
+        """The pairs of all heads: only one of them may look at the prompt."""
         return min(budget * heads, prompt)
 
 
@@ -110,6 +129,7 @@ class AdaKV(HeadBudgets):
 
     floor: Fraction = 0.2
 
+    @override
     def keep(
         self,
         votes: Float[Array, "b k p"],
@@ -117,13 +137,16 @@ class AdaKV(HeadBudgets):
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
     ) -> Bool[Array, "b k p"]:
-        """See `HeadBudgets.keep`."""
+        # Every head's best int(floor * budget) positions are protected from the competition.
         b, heads, width = votes.shape
-        sure = selection.fraction_of(budget, self.floor, width)
-        safe = top(votes, jnp.broadcast_to(sure[:, None], (b, heads)))
-        flat = jnp.where(safe, jnp.inf, votes).reshape(b, heads * width)
+        guaranteed = selection.fraction_of(budget, self.floor, width)
+        protected = top(votes, jnp.broadcast_to(guaranteed[:, None], (b, heads)))
+
+        # The rest goes to the largest votes of any head, compared across the layer.
+        flat = jnp.where(protected, jnp.inf, votes).reshape(b, heads * width)
         return top(flat, heads * budget).reshape(votes.shape)
 
+    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """All heads' pairs, if one head wins every comparison."""
+        """The pairs of all heads: one of them may win every comparison."""
         return min(budget * heads, prompt)

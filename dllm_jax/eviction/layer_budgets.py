@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from dllm_jax.eviction.rounding import Vector, exactly, round_to_total
 from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, Options, Profile
@@ -16,13 +17,17 @@ from dllm_jax.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class LayerBudgets(Options, abc.ABC):
-    """How many pairs each layer keeps."""
+    """How the budget of prompt pairs is spread over layers."""
 
     online: ClassVar[bool] = False
-    """Budgets depend on the request, and cost a forward pass."""
+    """Whether budgets depend on the request, which costs a forward pass before its first step."""
 
     def check(self):
-        """Raises ValueError if fields are set that have no effect; `MaskKV` asks, as others may fill them."""
+        """Refuses fields that have no effect; `MaskKV` calls it, since other owners may fill them in.
+
+        Raises:
+          ValueError: such a field is set.
+        """
 
     @abc.abstractmethod
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
@@ -35,7 +40,13 @@ class LayerBudgets(Options, abc.ABC):
         """
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
-        """The most pairs per kv head in any layer, given `budgets` for the prompt lengths that may occur."""
+        """Upper bound of a layer's pairs per kv head; static, for sizes of arrays.
+
+        Args:
+          budgets: `budgets` for each prompt length that may occur.
+          budget: average over the layers.
+          prompt: the longest prompt.
+        """
         return int(budgets.max())
 
     def of_request(
@@ -45,7 +56,7 @@ class LayerBudgets(Options, abc.ABC):
         budget: int,
         prompt: Int[Array, "b"],
     ) -> Int[Array, "n b"]:
-        """The budgets of an actual request's sequences.
+        """The layer budgets of a request's sequences; by default those known before the run.
 
         Args:
           budgets: those of `budgets` for the sequences' prompt lengths.
@@ -60,8 +71,8 @@ class LayerBudgets(Options, abc.ABC):
 class UniformLayers(LayerBudgets):
     """The same for every layer."""
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """See `LayerBudgets.budgets`."""
         return np.full(layers, min(budget, prompt), np.int32)
 
 
@@ -87,33 +98,45 @@ class BoundaryMiddle(LayerBudgets):
         if self.importance is not None and (min(self.importance) < 0 or not sum(self.importance)):
             raise ValueError(f"importance={self.importance} must not be negative nor all zero")
 
+    @override
     def check(self):
-        """See `LayerBudgets.check`."""
         if self.importance is None and self != BoundaryMiddle():
             raise ValueError(
                 f"{self!r} needs a profile, without which budgets are uniform: `eviction.calibrate` measures "
                 "importance=, or use OnlineLayers"
             )
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """See `LayerBudgets.budgets`."""
+        # Rational arithmetic: equal importances make equal budgets, and ties go to the lower layer.
         check_depth("importance", self.importance, layers)
         importance = exactly(self.importance or np.ones(layers, int))
         base, extra = self.allocate(importance, budget)
         return round_to_total(base + extra, layers * budget, prompt)
 
     def allocate(self, importance: Vector, budget: int) -> tuple[int, Vector]:
-        """The base budget of every layer, and each layer's addition by importance [... n]: real, uncapped."""
+        """Layer budgets before rounding and before the cap of the prompt (equations 9-13).
+
+        Args:
+          importance: of the layers, [... n].
+          budget: pairs per kv head, average over the layers.
+
+        Returns:
+          the base budget of every layer, and each layer's addition by importance [... n].
+        """
         layers = importance.shape[-1]
         if self.first + self.last > layers:
             raise ValueError(f"first={self.first} + last={self.last} exceed the model's {layers} layers")
         boundary = (np.arange(layers) < self.first) | (np.arange(layers) >= layers - self.last)
 
-        # Equations 9-11: every layer gets the base budget; what remains goes to the groups by importance.
+        # Equation 9: every layer gets the base budget k_base = floor(beta B).
         base = int(self.beta * budget)
+
+        # Equations 10-12: the rest, k_imp = L (B - k_base), goes to the two groups in proportion to their
+        # summed importance.
         remaining = (budget - base) * layers * importance / importance.sum(-1, keepdims=True)
 
-        # Equations 12-13: within a group, evenly.
+        # Equation 13: every layer of a group gets the same; an empty group gets nothing.
         def each(group):
             return remaining[..., group].sum(-1, keepdims=True) / max(int(group.sum()), 1) * group.astype(int)
 
@@ -121,9 +144,9 @@ class BoundaryMiddle(LayerBudgets):
 
 
 def check_depth(name: str, profile: tuple[float, ...] | None, layers: int):
-    """Raises if a profile was measured on a model of another depth."""
+    """Raises ValueError if a profile was measured on a model of another depth."""
     if profile is not None and len(profile) != layers:
-        raise ValueError(f"{name} has {len(profile)} entries, the model has {layers} layers")
+        raise ValueError(f"{name} has {len(profile)} entries; expected one for each of {layers} layers")
 
 
 @functools.cache

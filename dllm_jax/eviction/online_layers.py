@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from dllm_jax.eviction.layer_budgets import BoundaryMiddle, LayerBudgets, UniformLayers
 from dllm_jax.eviction.rounding import round_to_total
@@ -37,16 +38,20 @@ class OnlineLayers(LayerBudgets):
         if self.groups.importance is not None:
             raise ValueError(f"importance={self.groups.importance} must be None: it is measured")
 
+    @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """The uniform ones: a request's budgets have the same sum."""
+        """Uniform budgets: those of any request have the same sum."""
         self.groups.allocate(np.ones(layers), budget)  # refuses too few layers
         return UniformLayers().budgets(layers, budget, prompt)
 
+    @override
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
         """The budget of a layer that alone has any importance, rounded up."""
+        # Row i of the identity is a profile in which layer i alone has any.
         base, extra = self.groups.allocate(np.eye(budgets.shape[1]), budget)
         return min(prompt, int(np.ceil(base + extra.max())) + 1)
 
+    @override
     def of_request(
         self,
         budgets: Int[Array, "n b"],
@@ -54,7 +59,8 @@ class OnlineLayers(LayerBudgets):
         budget: int,
         prompt: Int[Array, "b"],
     ) -> Int[Array, "n b"]:
-        """See `LayerBudgets.of_request`; by the measured importance."""
+        """Equations 9-13 with the importance of each sequence's layers, measured now."""
+        # 1 - cosine may round to 0 or below it; a floor keeps the proportions between layers defined.
         base, extra = self.groups.allocate(jnp.maximum(importance().T, 1e-9), budget)
         cap = prompt[:, None]
         return round_to_total(base + extra, len(budgets) * budget, cap).T

@@ -29,7 +29,14 @@ class PairStore(NamedTuple):
     def slots(
         self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
     ) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
-        """Slots of a layer's heads from each one's `first` on, padded to `width`, and which are real."""
+        """Slots of a layer's heads from each one's `first` on, padded to `width`, and which are real.
+
+        Args:
+          layer: index of the layer.
+          width: slots per head, static.
+          first: place in each head's run at which to begin.
+        """
+        # Padding has the first index behind the store: writes drop it, reads must clip it.
         order = first + jnp.arange(width)
         real = order < self.length[layer][..., None]
         return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
@@ -37,8 +44,13 @@ class PairStore(NamedTuple):
     def read(
         self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
-        """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real."""
+        """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real.
+
+        Arguments are those of `slots`. Padding holds any pair of the store: the mask must hide it.
+        """
         slots, real = self.slots(layer, width, first)
+
+        # Gathered per head [b k w d], then laid out as a layer's keys and values are.
         take = lambda a: jnp.swapaxes(a[_sequence(slots), self._clipped(slots)], 1, 2)
         return take(self.k), take(self.v), real[:, :, None]
 
@@ -54,7 +66,14 @@ class PairStore(NamedTuple):
         keep: Bool[Array, "b k p"],
         where: Bool[Array, "b 1"],
     ) -> "PairStore":
-        """Assigns slots to the positions that one layer's heads keep, from `first` on, where marked."""
+        """Assigns slots to the positions that one layer's heads keep.
+
+        Args:
+          layer: index of the layer.
+          first: the layer's first slot in each sequence.
+          keep: kept prompt positions of each head.
+          where: sequences to assign in; the others keep what they have.
+        """
         # The heads' runs lie back to back, each as long as its number of kept positions.
         length = jnp.sum(keep, axis=-1)
         start = first[:, None] + jnp.cumsum(length, axis=1) - length
@@ -78,7 +97,16 @@ class PairStore(NamedTuple):
         width: int,
         where: Bool[Array, "b 1"],
     ) -> "PairStore":
-        """Overwrites the kept pairs of one layer with the prompt's fresh ones, in the marked sequences."""
+        """Overwrites the kept pairs of one layer with newly computed ones of the same prompt positions.
+
+        Args:
+          layer: index of the layer.
+          k: new rotated keys of the prompt.
+          v: new values of the prompt.
+          width: upper bound of the pairs of a head.
+          where: sequences to overwrite in.
+        """
+        # All other sequences' slots are turned into padding, which the write drops.
         slots, _ = self.slots(layer, width)
         position = self.positions(layer, width)[..., None]
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
@@ -90,8 +118,19 @@ class PairStore(NamedTuple):
         return jnp.minimum(slots, self.k.shape[1] - 1)
 
 
-def empty(budgets: Int[np.ndarray, "rows n"], batch: int, kv_heads: int, head: int, dtype: Any) -> PairStore:
-    """An empty store with room for the largest of the given sets of layer budgets."""
+def empty(
+    budgets: Int[np.ndarray, "lengths n"], batch: int, kv_heads: int, head: int, dtype: Any
+) -> PairStore:
+    """An empty store with room for any prompt length.
+
+    Args:
+      budgets: pairs per kv head of each layer, for each prompt length that may occur (`eviction.table`).
+      batch: sequences.
+      kv_heads: kv heads of a layer.
+      head: width of a head.
+      dtype: of keys and values.
+    """
+    # At least one slot, so that padding has something to read where nothing is stored.
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
     pairs = jnp.zeros((batch, room, head), dtype)
     segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)

@@ -20,7 +20,9 @@ from dllm_jax.state.canvas import masked_response
 def importance(
     model: Model, tokens: Int[Array, "b l"], among: Bool[Array, "b l"], valid: Bool[Array, "b l"]
 ) -> Float[Array, "n b"]:
-    """1 - cosine of the residual stream before and after a layer's attention (MaskKV, equation 8).
+    """Importance of each layer: 1 - cosine of the residual stream before and after its attention.
+
+    MaskKV, equation 8, averaged over positions. Read without the residual, all layers would be near 1.
 
     Args:
       model: the model.
@@ -33,10 +35,11 @@ def importance(
 
     def run(layer: Layer, carry):
         x, profile = carry
+        # The exact layer over the full canvas, opened between its two branches.
         q, k = layer.qk(x, position)
         after = x + layer.out(attention(q, k, layer.value(x), key_mask(valid))[0])
-        kept = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
-        return after + layer.mlp(after), profile.at[layer.index].set(1 - kept)
+        similarity = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
+        return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
 
     start = embed(model.params, tokens), jnp.zeros((spec.layers, batch))
     return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1]
@@ -52,7 +55,10 @@ def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) 
       prompt_mask: False at padding.
 
     Returns:
-      a profile for `BoundaryMiddle(importance=...)`; its complement serves `SqueezeAttention`.
+      a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
+
+    Raises:
+      ValueError: prompts or prompt_mask break a rule of `generate`.
     """
     prompts = inputs.token_ids(prompts, model.spec, "prompts")
     mask = inputs.left_padding(prompt_mask, prompts.shape, "prompt_mask")

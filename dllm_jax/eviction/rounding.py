@@ -20,14 +20,18 @@ def round_to_total(target: Vector, total, cap) -> Vector:
     """Whole numbers close to the targets, none above `cap`, that add up to min(total, n * cap) exactly.
 
     Targets above the cap are cut and the others scaled up to what remains (water-filling); then everything
-    is rounded down and the missing units go to the largest fractional parts, lowest index first. On the host
-    this is rational arithmetic, so ties are ties; on the device it is float32.
+    is rounded down and the missing units go to the largest fractional parts, ties to the lower index. On the
+    host this is rational arithmetic, so ties are ties; on the device it is float32.
 
     Args:
       target: budgets [... n], not negative.
       total: their sum wanted, [... 1] or a number.
       cap: upper bound of each, [... 1] or a number.
+
+    Returns:
+      int32 [... n].
     """
+    # float32 sums miss whole numbers by rounding errors: `slack` is added before rounding down.
     on_device = isinstance(target, jax.Array)
     xp = jnp if on_device else np
     target = target if on_device else exactly(target)
@@ -35,7 +39,7 @@ def round_to_total(target: Vector, total, cap) -> Vector:
     smallest, slack = (1e-12, 1e-5) if on_device else (fractions.Fraction(1, 10**12), 0)
     n = target.shape[-1]
 
-    # A budget of nothing takes what is above the others' caps.
+    # A target of 0 becomes tiny instead: it gets nothing unless the others are all at the cap.
     target = xp.maximum(target, smallest)
     total = xp.minimum(total, n * cap)
     filled = xp.minimum(_water_fill(xp, target, total, cap), cap)
@@ -50,6 +54,7 @@ def round_to_total(target: Vector, total, cap) -> Vector:
 
 def _water_fill(xp, target, total, cap):
     """Scales the targets to `total` after setting the m largest to the cap, for the least possible m."""
+    # Sorted, so that the m largest are the first m.
     n = target.shape[-1]
     order = xp.argsort(-target, axis=-1, stable=True)
     descending = xp.take_along_axis(target, order, axis=-1)
@@ -60,6 +65,7 @@ def _water_fill(xp, target, total, cap):
     fits = descending * scale <= (cap * (1 + 1e-6) if xp is jnp else cap)
     at_cap = xp.where(xp.any(fits, axis=-1), xp.argmax(fits, axis=-1), n)[..., None]
 
+    # Back in the original order: the rank tells which entries are at the cap.
     factor = xp.take_along_axis(scale, xp.minimum(at_cap, n - 1), axis=-1)
     rank = xp.argsort(order, axis=-1)
     return xp.where(rank < at_cap, cap, target * factor)

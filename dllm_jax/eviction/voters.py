@@ -7,6 +7,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
@@ -21,10 +22,10 @@ class Voters(Options, abc.ABC):
 
     @abc.abstractmethod
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
+        """The positions whose queries vote."""
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
-        """The votes as they are ranked."""
+        """The score by which positions are ranked, from the summed votes; by default the votes themselves."""
         return votes
 
 
@@ -32,8 +33,8 @@ class Voters(Options, abc.ABC):
 class MaskVotes(Voters):
     """MaskKV, equation 7: the masked positions."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.masked
 
 
@@ -41,8 +42,8 @@ class MaskVotes(Voters):
 class PromptVotes(Voters):
     """The prompt itself."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.prompt
 
 
@@ -50,8 +51,8 @@ class PromptVotes(Voters):
 class AllVotes(Voters):
     """All positions."""
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.valid
 
 
@@ -65,8 +66,9 @@ class PositionVotes(Voters):
 
     quarter: Annotated[int, Interval(ge=0, le=3)] = 3
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
+        # The masks' ranks from left to right; the first (masks mod 4) quarters are one longer.
         rank = jnp.cumsum(canvas.masked, axis=1) - 1
         size, longer = jnp.divmod(jnp.sum(canvas.masked, axis=1, keepdims=True), 4)
         begins = lambda quarter: quarter * size + jnp.minimum(quarter, longer)
@@ -77,31 +79,37 @@ class PositionVotes(Voters):
 class SnapKV(Voters):
     """SnapKV (arXiv:2404.14469): the last prompt positions, votes averaged over neighbouring positions.
 
-    The window itself comes first; if it does not fit the budget, its beginning is kept.
+    The window itself ranks first; of a window larger than the budget, the beginning stays.
 
     Attributes:
-      window: how many positions vote.
+      window: prompt positions that vote, counted from the prompt's end.
       kernel: positions to average over, odd.
     """
 
     window: PositiveInt = 32
     kernel: Annotated[PositiveInt, Odd()] = 5
 
+    @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that vote."""
         return canvas.prompt & (canvas.position >= canvas.layout.prompt - self.window)
 
+    @override
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
-        """Mean over the voters, pooled; the window's positions come first."""
+        """The mean over the voters, pooled over neighbours; positions of the window rank first."""
+        # The mean over the window's queries. Votes for the window itself do not count.
         width = votes.shape[-1]
         window = jnp.arange(width) >= width - self.window
         voters = jnp.sum(self.voters(canvas), axis=1)[:, None, None]
         votes = jnp.where(window, 0.0, votes / jnp.maximum(voters, 1))
+
+        # Average pooling with stride 1 and zero padding, always divided by the kernel, as in kvpress.
         side = self.kernel // 2
         padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         pooled = sum(padded[..., i : i + width] for i in range(self.kernel)) / self.kernel
-        best = jnp.max(jnp.where(window, 0.0, pooled), axis=(1, 2), keepdims=True)
-        return jnp.where(window, best + 1, pooled)
+
+        # The window gets the largest score + 1 and so stays, ties to the lower position.
+        largest = jnp.max(jnp.where(window, 0.0, pooled), axis=(1, 2), keepdims=True)
+        return jnp.where(window, largest + 1, pooled)
 
 
 def evidence(
@@ -118,24 +126,32 @@ def evidence(
 
     Args:
       voter: decides whose attention counts.
-      layer: the layer.
-      q: queries of the rows.
-      k: keys of all positions, in canvas order.
-      lse: log-sum-exp of the rows' attention to them.
+      layer: the layer whose attention it is.
+      q: rotated queries of the computed positions.
+      k: rotated keys of all positions, in canvas order.
+      lse: log-sum-exp of these queries' attention to the keys.
       mask: which keys may be attended to.
-      rows: the computed rows.
+      rows: the computed positions; votes count where all voters are among them.
       canvas: state before the step.
 
     Returns:
-      votes, summed over the voters and averaged over a kv head's queries, -inf at padding; and P_h of
-      equation 14, the masked rows' attention to the prompt over that to prompt and masked positions.
+      votes, summed over the voters and averaged over the query heads of a kv head, -inf at padding; and P_h
+      of equation 14, the masked queries' attention to the prompt over that to prompt and masked positions.
     """
     p = canvas.layout.prompt
-    weigh = lambda who: (rows.take(who) & rows.real).astype(jnp.float32)
-    received = lambda who: layer.received(q, k, lse, weigh(who), mask) * (k.shape[2] / q.shape[2])
+
+    # Equation 7: attention that each key receives, summed over the queries in `who`. The softmax runs over
+    # prompt and response together (equation 6): the log-sum-exp is that of the step's own attention.
+    def received(who: Bool[Array, "b l"]) -> Float[Array, "b k l"]:
+        weight = (rows.take(who) & rows.real).astype(jnp.float32)
+        return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
+
+    # Equation 14: S_mp and S_mm, what masked queries give to the prompt and to masked positions.
     from_masks = received(canvas.masked)
     to_prompt = jnp.sum(from_masks[..., :p], axis=-1)
     to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)
-    votes = voter.score(received(voter.voters(canvas))[..., :p], canvas)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
+
+    # Padding ranks last, whatever it received.
+    votes = voter.score(received(voter.voters(canvas))[..., :p], canvas)
     return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference

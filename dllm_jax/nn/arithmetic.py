@@ -20,6 +20,7 @@ def einsum(formula: str, x: Float[Array, "..."], y: Float[Array, "..."], out=Non
 
 def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> Float[Array, "*b m"]:
     """x / rms(x) in float32, cast back to x's dtype, then scaled in that dtype (Llama's order)."""
+    # The reference multiplies by the scale after the cast: bf16 results depend on that order.
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale
@@ -33,14 +34,17 @@ def guided(
 
 
 def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array, "b q"]:
-    """Cosine similarity of each row's vectors, heads concatenated, float32."""
+    """Cosine similarity of each position's vectors, heads concatenated, float32 in [-1, 1].
+
+    The offset keeps vectors of zeros, such as padding, from dividing by zero.
+    """
     x, y = (a.reshape(*a.shape[:2], -1).astype(jnp.float32) for a in (x, y))
     norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
     return jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-8)
 
 
 class Rope(NamedTuple):
-    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last row is padding."""
+    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last entry is padding."""
 
     cos: Float[Array, "l half"]
     sin: Float[Array, "l half"]
@@ -56,16 +60,18 @@ def rope_table(positions: int, head: int, base: float) -> Rope:
 def rotate(
     x: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], in_f32: bool
 ) -> Float[Array, "b q h d"]:
-    """Rotates the half-split pairs (j, j + d/2) of each head by its row's angle.
+    """Rotates the half-split pairs (j, j + d/2) of each head by the angle of its position.
 
     Args:
       x: queries or keys.
       rope: tables from `rope_table`.
-      index: canvas position of each row.
+      index: canvas position of each query or key.
       in_f32: rotate in float32 and cast back (LLaDA), or cast the tables to x's dtype first (Dream).
     """
     compute = jnp.dtype(jnp.float32) if in_f32 else x.dtype
     cos = rope.cos[index][:, :, None].astype(compute)
     sin = rope.sin[index][:, :, None].astype(compute)
+
+    # Pairs are half a head apart (GPT-NeoX's order), as in the checkpoints of LLaDA and Dream.
     first, second = jnp.split(x.astype(compute), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

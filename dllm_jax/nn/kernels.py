@@ -10,6 +10,7 @@ from dllm_jax.nn.attention import Mask
 from pallas_kernels import Implementation, Operation
 from pallas_kernels import attention as operations
 
+# What a layer calls through this module; `explain` reports on these three.
 SEAMS: tuple[Operation, ...] = (operations.ATTENTION, operations.RECEIVED, operations.HEAD_MEAN)
 
 
@@ -20,7 +21,11 @@ def attention(
     mask: Mask | None,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """Softmax attention and its log-sum-exp, see `dllm_jax.nn.attention.attention`."""
+    """Softmax attention and its log-sum-exp, see `dllm_jax.nn.attention.attention`.
+
+    The log-sum-exp takes the place of attention weights, which no implementation returns: `received` and
+    `head_mean` recompute from it what a policy reads.
+    """
     return operations.attention(q, k, v, mask, implementation=implementation)
 
 
@@ -32,7 +37,10 @@ def received(
     mask: Mask | None,
     implementation: Implementation | None,
 ) -> Float[Array, "b k s"]:
-    """Attention that each key receives from the weighted queries, see `dllm_jax.nn.attention.received`."""
+    """Attention that each key receives from the weighted queries, see `dllm_jax.nn.attention.received`.
+
+    These are the votes of MaskKV (equation 7) and of Elastic-Cache (equation 5).
+    """
     return operations.received(q, k, lse, weight, mask, implementation=implementation)
 
 
@@ -43,5 +51,8 @@ def head_mean(
     mask: Mask | None,
     implementation: Implementation | None,
 ) -> Float[Array, "b q s"]:
-    """Attention weights averaged over query heads, see `dllm_jax.nn.attention.head_mean`."""
+    """Attention weights averaged over query heads, see `dllm_jax.nn.attention.head_mean`.
+
+    This is the map that d2Cache rolls out (section 4.2).
+    """
     return operations.head_mean(q, k, lse, mask, implementation=implementation)

@@ -41,6 +41,7 @@ class Layer:
         self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
         """Rotated queries and keys of the inputs x at their positions; padding has the position l."""
+        # Padding has the position l, for which the tables hold an entry.
         normed = self._attention_input(x)
         index = jnp.minimum(position, self.rope.cos.shape[0] - 1)
         turn = lambda y: rotate(y, self.rope, index, self.spec.rope_in_f32)
@@ -106,7 +107,7 @@ class Layer:
 
 
 def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
-    """Embeddings of the tokens."""
+    """Embeddings of the tokens, the residual stream before the first layer."""
     return params["embed"][tokens]
 
 
@@ -124,10 +125,23 @@ def walk(
     carry: Any,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Runs `run(layer, carry) -> carry` over all layers as one `lax.scan`."""
+    """Runs `run(layer, carry) -> carry` over all layers as one `lax.scan`.
+
+    Args:
+      params: the model's; leaves of "layers" are stacked [n ...].
+      spec: the model.
+      rope: rotary tables of all canvas positions.
+      run: one layer; traced once.
+      carry: the state before the first layer, a pytree of any structure.
+      implementation: of the attention, see `Model`.
+
+    Returns:
+      the carry after the last layer.
+    """
 
     def body(carry, weights_and_index):
         weights, index = weights_and_index
         return run(Layer(weights, spec, rope, index, implementation), carry), None
 
+    # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
     return jax.lax.scan(body, carry, (params["layers"], jnp.arange(spec.layers)))[0]

@@ -24,7 +24,7 @@ class Model:
       spec: static.
       implementation: of the attention in a generation's steps, static: "xla"; "pallas" (kernels wherever
         they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
-        (nowhere yet). Whole passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
+        (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
     """
 
     params: Params
@@ -51,7 +51,7 @@ class Model:
 
 
 def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
-    """Positions, attention mask and rotary tables of a pass over the whole canvas."""
+    """Positions, attention mask and rotary tables of a pass over the full canvas."""
     length = tokens.shape[1]
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
@@ -62,7 +62,7 @@ def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask 
 def forward(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
 ) -> Float[Array, "b l v"]:
-    """Logits of every position, unshifted: Dream's row i predicts position i + 1.
+    """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
     Args:
       model: the model.
@@ -80,6 +80,7 @@ def hidden_states(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
+    # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
     position, mask, rope = _full_pass(spec, tokens, valid)
@@ -107,7 +108,7 @@ def encode(
 def exact_layer(
     layer: Layer, x: Float[Array, "b l m"], position: Int[Array, "b l"], mask: Mask | None
 ) -> Float[Array, "b l m"]:
-    """One layer over the whole canvas, with no cache."""
+    """One layer over the full canvas, with no cache."""
     q, k = layer.qk(x, position)
     o, _ = attention(q, k, layer.value(x), mask)
     return layer.finish(x, o)

@@ -29,6 +29,7 @@ class LayerParameters(nnx.Module):
     """
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float = 1.0):
+        # Reordering the matrices below would change what a seed draws.
         m, h, k, d, f = spec.width, spec.heads, spec.kv_heads, spec.head, spec.hidden
 
         def kernel(*shape: int, std: float = INIT_STD) -> nnx.Param:
@@ -102,10 +103,12 @@ def describe(params: Any) -> list[str]:
     """
     if not isinstance(params, dict):
         return [f"params={params!r}"]
+    # Leaves by their own names; of a loader's tree some may not be arrays yet.
     paths = jax.tree_util.tree_leaves_with_path(params)
     leaves = [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in paths]
     arrays = [leaf for _, leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     dtypes = ", ".join(sorted({str(array.dtype) for array in arrays})) or "no dtype"
+    # A line per group, in the order of the computation.
     lines = [f"{sum(array.size for array in arrays):,} parameters, {dtypes}"]
     for name in _ordered(params, ("embed", "layers", "norm", "head")):
         group = params[name]

@@ -57,6 +57,7 @@ def shape(spec: ModelSpec, axes: str) -> tuple[int, ...]:
 
 def partition(spec: ModelSpec, axes: str, mesh: Mesh) -> PartitionSpec:
     """Splits the `SPLIT` axes over the mesh axis "tp"; an axis it does not divide is replicated."""
+    # Dream's 28 heads and 4 kv heads do not divide by 8: there attention is replicated, the rest is split.
     ways = mesh.shape.get(TENSOR_PARALLEL, 1)
     length = sizes(spec)
     split = [letter in SPLIT and ways > 1 and length[letter] % ways == 0 for letter in axes]

@@ -25,7 +25,7 @@ class ModelSpec(Options):
       kv_heads: key/value heads `k`; query head i reads kv head i // (heads // kv_heads).
       head: head width `d`.
       hidden: width of the gated MLP.
-      vocab: vocabulary size `v` (rows of the embedding, unused ids included).
+      vocab: vocabulary size `v` (of the embedding, unused ids included).
       rope_base: theta of the rotary embedding; NTK scaling multiplies it (LongLLaDA).
       norm_eps: epsilon inside RMSNorm's square root.
       mask_id: token id of [MASK].
@@ -33,9 +33,9 @@ class ModelSpec(Options):
       eot_id: token id that ends a turn (LLaDA's <|eot_id|>, Dream's <|im_end|>), None if unknown.
       qkv_bias: q, k and v projections have a bias (Dream).
       tied: the head is the transposed embedding.
-      shifted: row i predicts position i + 1 (Dream) rather than i (LLaDA).
+      shifted: the output at position i predicts token i + 1 (Dream) rather than i (LLaDA).
       rope_in_f32: rotate in float32 (LLaDA) or in the activation dtype (Dream).
-      pad_rows_attend: rows at padding attend to real keys (LLaDA masks keys only) or to nothing
+      pad_rows_attend: queries at padding attend to real keys (LLaDA masks keys only) or to nothing
         (Dream takes the outer product of the padding mask with itself).
     """
 

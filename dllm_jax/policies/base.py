@@ -36,13 +36,13 @@ class Policy(Options):
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
     ) -> Cache:
-        """Called once, before the first step: may ask the model about the request.
+        """Called once, before the first step; may run the model over the request and store what it finds.
 
         Args:
           cache: from `init`.
           canvas: the request, for the sequences of all streams.
           model: the model.
-          tokens: the inputs of the first step.
+          tokens: the inputs of the first step; with guidance, the second stream's prompt is masked.
         """
         return cache
 
@@ -66,7 +66,7 @@ class Policy(Options):
 
         Args:
           layer: this layer's weights as functions, see `Layer`.
-          x: the residual stream at the rows.
+          x: the residual stream at the computed positions.
           cache: this layer's view of the storage, and `shared`.
           rows: which positions x holds.
           canvas: state before the step.
@@ -74,13 +74,21 @@ class Policy(Options):
         Returns:
           x after the layer, and the changed cache.
         """
+        # New K/V go into the cache first, so that computed positions attend to each other's new ones.
         q, k = layer.qk(x, rows.index)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
         o, _ = layer.attention(q, now.k, now.v, canvas.attends(rows))
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Statistics for later steps; called after the network and before tokens are decoded."""
+        """Stores statistics for later steps; called after the network and before tokens are decoded.
+
+        Args:
+          cache: after the last layer.
+          canvas: state before the step, for the sequences of all streams.
+          rows: the computed positions.
+          proposal: candidate tokens and confidences of the scored positions.
+        """
         return cache
 
     # -- what may be decoded ------------------------------------------------------------------------
@@ -102,7 +110,7 @@ class Policy(Options):
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:
-        """Positions computed beyond the selection, averaged over layers; only for statistics.
+        """Positions computed beyond the selection, averaged over layers; read by `Stats` alone.
 
         Args:
           cache: after the step, for the sequences of all streams.

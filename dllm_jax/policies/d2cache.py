@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
+from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
@@ -21,7 +22,7 @@ from dllm_jax.state.rows import Rows
 
 
 class Salience(NamedTuple):
-    """Statistics of each position.
+    """Statistics that decide which positions the next step computes.
 
     Attributes:
       confidence: the sampler's, from the last step that computed the position while masked; -inf if none did.
@@ -46,7 +47,7 @@ class D2Cache(Policy):
     Attributes:
       k: masks per step; more where the sampler's schedule leaves fewer steps than that.
       sigma: width of the certainty density, in positions; the sampler's own is independent of it.
-      p: rollout threshold, the nucleus's share of the influence.
+      p: rollout threshold, the fraction of the influence that the nucleus holds.
       inflate: positions between two computed ones at most this far apart are computed as well (released
         code, which advises 4 for parallel decoding in blocks).
       rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
@@ -67,31 +68,39 @@ class D2Cache(Policy):
 
     scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Dense K and V, and two numbers per position."""
+        """Dense K and V, and the salience of every position."""
         if self.rollout_layers is not None and self.rollout_layers > spec.layers:
             raise ValueError(f"rollout_layers={self.rollout_layers}, but the model has {spec.layers} layers")
         zeros = jnp.zeros((batch, layout.length), jnp.float32)
         return Cache(super().init(spec, layout, batch, dtype).layers, Salience(zeros - jnp.inf, zeros, ()))
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at first, then M* | X | U."""
+        """Everything in the first step, then M* | X | U."""
+        # Section 4.1: M* by certainty prior, the confidence times the density of known tokens; and X.
         known: Salience = cache.shared
         score = prior(known.confidence, canvas, self.sigma)
         upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.just_decoded
-        # the last prompt position is a candidate for U even where it predicts a position of M*
+
+        # Section 4.2: U is the nucleus of everything else by influence. With a shifted head, the last prompt
+        # position is a candidate for it even where it predicts a position of M*.
         others = canvas.valid & ~(upcoming & canvas.response)
         chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
         return chosen | canvas.first_step
 
+    @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
-        """The rollout starts from the identity."""
+        """The rollout matrix C starts as the identity."""
         return cache._replace(shared=cache.shared._replace(rolled=rollout.identity_rows(rows)))
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The default layer; its attention multiplies the rollout matrix."""
+        """The exact layer, whose head-averaged attention then multiplies the rollout matrix."""
+        # As in `Policy.layer`, but the log-sum-exp is needed for the attention weights.
         q, k = layer.qk(x, rows.index)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
         mask = canvas.attends(rows)
@@ -100,6 +109,7 @@ class D2Cache(Policy):
         def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
             return rollout.roll(rolled, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
 
+        # All layers, or only the first ones ("Rollout-5" of table 4).
         rolled = cache.shared.rolled
         if self.rollout_layers is None:
             rolled = roll(rolled)
@@ -107,8 +117,9 @@ class D2Cache(Policy):
             rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
         return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
 
+    @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Updates confidences where the step computed any, and the influence in active sequences."""
+        """Updates the confidence where the step scored a position, and the influence in active sequences."""
         known: Salience = cache.shared
         influence = rollout.column_sums(known.rolled, rows, canvas.valid)
         return cache._replace(

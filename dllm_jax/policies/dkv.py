@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
+from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeInt, PositiveInt
@@ -37,16 +38,18 @@ class Delayed(Policy, abc.ABC):
     delay: NonNegativeInt = 1
     shift: Literal["un", "un_right"] = "un"
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Dense K and V."""
         if self.shift != "un" and not spec.shifted:
             raise ValueError(f"shift={self.shift!r} is for models whose head is shifted, not {spec.family}")
         return super().init(spec, layout, batch, dtype)
 
     @abc.abstractmethod
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that go through the network."""
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
         return (*halvings(layout.response, smallest=16), layout.response_inputs)
@@ -60,7 +63,7 @@ class Delayed(Policy, abc.ABC):
         return interval(canvas, self.refresh_every) | settling
 
     def unsettled(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions not to be reused yet: their tokens are masked or were decoded in the last `delay` steps.
+        """Positions not reused yet: their tokens are masked, or were decoded in the last `delay` steps.
 
         The last position of a shifted head predicts nothing. It is reused after the first `delay` steps of a
         block ("un"), whether or not its own token is decoded, or together with its neighbour ("un_right").
@@ -68,9 +71,13 @@ class Delayed(Policy, abc.ABC):
         tokens = canvas.masked | canvas.decoded_within(self.delay)
         if not canvas.spec.shifted:
             return tokens
+
+        # Appendix B: position p is recomputed while the token it predicts, p + 1, is not settled.
         predictors, last = canvas.sources(tokens), canvas.position == canvas.layout.length - 1
         if self.shift == "un":
             return predictors | (last & (canvas.block_step <= self.delay)[:, None])
+
+        # "un_right": also while its own token is not settled; the last position goes with its left neighbour.
         both = predictors | tokens
         return both | (last & jnp.roll(both, 1, axis=1))
 
@@ -83,12 +90,12 @@ class DKVDecode(Delayed):
 
     Exact limit: refresh_every=1.
     Departures: the shift "right" is left out (the reference drops positions it still needs). Batches and
-      padding
-    work throughout, blocks also with a shifted head.
+      padding work throughout, blocks also with a shifted head.
     """
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at a refresh, else what is not settled."""
+        """Everything at a refresh, else the positions that are not settled."""
         return self.refreshes(canvas) | self.unsettled(canvas)
 
 
@@ -104,11 +111,12 @@ class DKVPD(Delayed):
 
     refresh_every: RefreshInterval = 4
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything once; then the response at a refresh, else what is not settled."""
+        """Everything in the first step; then the response at a refresh, else the positions not settled."""
         return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.unsettled(canvas)
 
 
 def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:
-    """The coming step is the first of its block, or a multiple of `every` after it."""
+    """Whether the coming step is the first of its block, or a multiple of `every` steps after it."""
     return canvas.block_begins if every is None else (canvas.block_step % every == 0)[:, None]

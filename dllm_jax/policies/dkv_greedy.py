@@ -6,6 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+from typing_extensions import override
 
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy
@@ -39,17 +40,24 @@ class DKVGreedy(Policy):
     window: NonNegativeInt = 4
     around: Literal["next", "last"] = "next"
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else D_{t-1}, D_t and the window."""
-        touched = canvas.just_decoded | canvas.planned
+        # D_{t-1} has new tokens to store, D_t needs logits.
+        selected = canvas.just_decoded | canvas.planned
         assert canvas.planned_order is not None, "canvas.planned is known"
         order = canvas.planned_order if self.around == "next" else left_to_right(canvas.just_decoded)
-        near = neighbours(order, canvas.masked, touched, self.window)
-        return interval(canvas, self.refresh_every) | touched | near | canvas.sources(canvas.planned)
 
+        # The window: masked neighbours of the centres, chosen by each centre in turn.
+        near = neighbours(order, canvas.masked, selected, self.window)
+        return interval(canvas, self.refresh_every) | selected | near | canvas.sources(canvas.planned)
+
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """D_t, D_{t-1}, the window, and the positions that predict D_t."""
-        decoded = -(-layout.block // layout.steps_per_block)  # the even schedule's most per step
+        # The even schedule decodes at most `decoded` per step: D_t, D_{t-1}, predictors, and a window per
+        # centre.
+        decoded = -(-layout.block // layout.steps_per_block)
         return (min(decoded * (3 + self.window), layout.length),)
 
 
@@ -59,25 +67,30 @@ def left_to_right(centres: Bool[Array, "b l"]) -> Int[Array, "b l"]:
 
 
 def neighbours(
-    order: Int[Array, "b l"], masked: Bool[Array, "b l"], taken: Bool[Array, "b l"], size: int
+    order: Int[Array, "b l"], masked: Bool[Array, "b l"], selected: Bool[Array, "b l"], size: int
 ) -> Bool[Array, "b l"]:
-    """The `size` nearest masked positions of each centre that are not taken yet, the left of two first.
+    """The `size` nearest masked positions of each centre that are not selected yet, the left of two first.
 
     Args:
       order: in which the centres choose, from 0; -1 elsewhere.
-      masked: positions that may be taken.
-      taken: positions that are taken already, the centres among them.
-      size: positions per centre.
+      masked: positions that may be chosen.
+      selected: positions that are computed in any case, the centres among them.
+      size: positions per centre, both sides together.
     """
     position = jnp.arange(order.shape[1])
     count = jnp.full(order.shape[:1], size, jnp.int32)
 
-    def take(i: Int[Array, ""], near: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    # Centres choose one after the other, since none may choose a position that an earlier one has.
+    def choose(i: Int[Array, ""], near: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        # Distance doubled, and one more to the right: of two equally near positions the left one is nearer.
         centre = order == i
         offset = position - jnp.argmax(centre, axis=1, keepdims=True)
         distance = 2 * jnp.abs(offset) + (offset > 0)
-        free = masked & ~taken & ~near & jnp.any(centre, axis=1, keepdims=True)
+
+        # A sequence with fewer centres has none left, and chooses nothing.
+        free = masked & ~selected & ~near & jnp.any(centre, axis=1, keepdims=True)
         return near | best(jnp.where(free, -distance.astype(jnp.float32), -jnp.inf), count)
 
-    nothing = jnp.zeros_like(taken)
-    return jax.lax.fori_loop(0, jnp.max(order) + 1, take, nothing) if size else nothing
+    # As many rounds as the sequence with most centres needs.
+    nothing = jnp.zeros_like(selected)
+    return jax.lax.fori_loop(0, jnp.max(order) + 1, choose, nothing) if size else nothing

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import key_mask
 from dllm_jax.nn.layer import Layer
@@ -27,30 +28,37 @@ class DKVPrefill(Policy):
     Departures: the reference has Dream only.
     """
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """K and V of the prompt."""
+        """K and V of the prompt positions that are never recomputed."""
         slots = max(layout.prompt - spec.shifted, 0)
         return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything once, then the response and the positions that predict it."""
+        """Everything in the first step, then the response and the positions that predict it."""
         return canvas.first_step | canvas.response_inputs
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The first step stores the prompt; later ones attend to it and to themselves."""
         q, k = layer.qk(x, rows.index)
         new, mask, slots = KV(k, layer.value(x)), canvas.attends(rows), cache.layers.k.shape[2]
+
+        # The first step attends to the canvas as it is, and stores the prompt's pairs.
         if rows.full:
             prompt = full_rows(rows.real[:, :slots])
             cache, _ = cache.update(prompt, jax.tree.map(lambda a: a[:, :slots], new))
+        # Later ones attend to the stored prompt and, behind it, to what they compute.
         else:
             new = jax.tree.map(lambda stored, a: jnp.concatenate([stored, a], axis=1), cache.read(), new)
             mask = key_mask(jnp.concatenate([canvas.valid[:, :slots], rows.real], axis=1))
         o, _ = layer.attention(q, new.k, new.v, mask)
         return layer.finish(x, o), cache
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response, and with a shifted head one position more."""
         return (layout.response, layout.response_inputs)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
@@ -44,39 +45,45 @@ class DLLMCache(Policy):
     response_every: PositiveInt = 7
     ratio: Fraction = 0.25
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
         return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the positions that predict it; everything when the prompt is due."""
         return canvas.response_inputs | canvas.due(self.prompt_every)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """The response and the position before it."""
         return (layout.response_inputs,)
 
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
-        """Whether a layer refreshes the prompt and the response; `first` is true in the first layer."""
+        """Whether a layer refreshes the prompt, and the response; `first` is true in the first layer."""
         return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
 
     def stale(
         self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> Bool[Array, "b q"]:
-        """Rows whose keys and branch outputs this layer recomputes."""
+        """Computed positions whose keys and branch outputs this layer recomputes."""
         # V-verify: new values against those of the previous step, over the response.
         stored = cache.read().v
         similarity = cosine(value, rows.last(stored.shape[1]).take(stored))
         response = rows.take(canvas.response & canvas.valid) & rows.real
         changed = least_similar(similarity, response, self.ratio)
+
+        # Where a refresh is due, all of prompt or response instead.
         prompt_due, response_due = self.due(canvas, layer.index == 0)
         in_prompt = rows.index < canvas.layout.prompt
         return jnp.where(in_prompt, prompt_due, (response_due & rows.real) | changed)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """New values, new keys and branch outputs of the stale rows, cached outputs of the others."""
+        """New values, keys and branch outputs of the stale positions, cached branch outputs of the others."""
         response, slots = canvas.layout.response, cache.layers.v.shape[2]
         tail = rows.last(cache.layers.mlp.shape[2])
 
@@ -86,21 +93,22 @@ class DLLMCache(Policy):
         renewed = stale | (rows.index >= canvas.layout.prompt) if self.ratio else stale
         cache = cache.write(rows.last(slots).where(renewed), v=value)
 
-        # Stale rows go through attention and MLP, in the narrowest width that holds them.
+        # Stale positions go through attention and MLP, in the narrowest width that holds them.
         def refresh(index, some, carry):
             cache, attended, mlp = carry
             o, cache = self.attend(layer, gather(x, index), value, cache, rows, some, canvas)
-            branch = layer.out(o)
-            after = layer.mlp(gather(x, index) + branch)
-            return cache, scatter(attended, index, branch), scatter(mlp, index, after)
+            attention_branch = layer.out(o)
+            mlp_branch = layer.mlp(gather(x, index) + attention_branch)
+            return cache, scatter(attended, index, attention_branch), scatter(mlp, index, mlp_branch)
 
+        # Two widths: what a partial update holds, the position before the response included, and all of them.
         stored = cache.read()
         few = x.shape[1] - response + int(response * self.ratio)
         widths = tuple(w for w in sorted({few, x.shape[1]}) if w > 0)
         carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)
 
-        # The others add what they added when they were last refreshed.
+        # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
         cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
         return x + attended + mlp, cache
 
@@ -114,16 +122,19 @@ class DLLMCache(Policy):
         some: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerCache]:
-        """New keys of some of the rows overwrite the stored ones, then these rows attend to everything.
+        """New keys of the stale positions overwrite the stored ones, then their queries attend to everything.
 
         Args:
           layer: this layer's weights.
           x: the residual stream at `some`.
           value: new values of `rows`; those of the response are stored already.
           cache: this layer's view of the storage.
-          rows: all rows that pass through the layer.
-          some: those to refresh.
+          rows: all positions that pass through the layer.
+          some: the stale ones among them.
           canvas: state before the step.
+
+        Returns:
+          the attention output at `some`, before the output projection, and the changed cache.
         """
         q, k = layer.qk(x, some.index)
         cache = cache.write(some.last(cache.layers.k.shape[2]), k=k)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer
@@ -23,8 +24,7 @@ from dllm_jax.state.rows import Rows, gather
 
 @dataclasses.dataclass(frozen=True)
 class ElasticCache(Policy):
-    """Recomputes a window of masks, just decoded tokens and tracked ones; after drift, all from some layer
-    on.
+    """Recomputes a window of masks, just decoded and tracked tokens; after drift, deeper layers in full.
 
     The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
     the tracked tokens (the most attended ones of the last step) has changed; where the similarity falls below
@@ -56,6 +56,7 @@ class ElasticCache(Policy):
     block_caching: bool = True
     cut_at_eos: bool = False
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
@@ -63,6 +64,7 @@ class ElasticCache(Policy):
         store = InputStore.zeros(spec, layout, batch, dtype)
         return Cache(store, Drift(attended, attended, start, similarity))
 
+    @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""
         masks = canvas.eligible & self.undecided(canvas)
@@ -76,15 +78,17 @@ class ElasticCache(Policy):
         """Positions that predict masks."""
         return canvas.sources(self.eligible(canvas) if self.block_caching else self.undecided(canvas))
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at first; then the just decoded, the tracked, and what predicts the window."""
         tracked = members(cache.shared.attended, canvas.layout.length)
         return canvas.first_step | canvas.just_decoded | tracked | self.voters(canvas)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The rows, or all positions where a lower layer has drifted; then this layer's test and votes."""
+        """The selected positions, or all of them after drift in a lower layer; then test and votes."""
         drift, length = cache.shared, canvas.layout.length
 
         # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
@@ -110,10 +114,12 @@ class ElasticCache(Policy):
         drifted = canvas.active & ~wide & (similarity < self.gamma)
 
         # Equation 5: the most attended decoded tokens are tracked in the next step.
+        # Votes are summed over heads and over the positions that predict the window.
         voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
         votes = jnp.sum(layer.received(q, k, lse, voting, canvas.attends(rows)), axis=1)
         top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
+        # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
         drift = Drift(
             drift.attended,
             drift.coming.at[:, layer.index].set(top),
@@ -122,12 +128,14 @@ class ElasticCache(Policy):
         )
         return x, cache._replace(shared=drift)
 
+    @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """The most attended tokens of this step are tracked from the next step on."""
         drift = cache.shared
         attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
         return cache._replace(shared=drift._replace(attended=attended))
 
+    @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:
@@ -136,6 +144,7 @@ class ElasticCache(Policy):
         further = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
         return jnp.where(canvas.active, further, 0.0)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Four windows, which usually hold the tracked tokens too."""
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxtyping import Array, Bool
+from typing_extensions import override
 
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
@@ -22,12 +23,14 @@ class PrefixCache(Policy):
     unconditionally (the rule of d2Cache's baseline).
     """
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the positions that predict the suffix."""
+        """Everything in a block's first step, then the positions that predict the block and all after it."""
         return canvas.block_begins | canvas.sources(canvas.suffix)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response: later blocks have a shorter suffix."""
+        """Halvings of the response down to a block: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response) if w >= layout.block)
 
 
@@ -42,10 +45,11 @@ class DualCache(Policy):
     Departures: as for `PrefixCache`; the reference's dual cache crashes for batches.
     """
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a block begins, then the positions that predict the block."""
+        """Everything in a block's first step, then the positions that predict the block."""
         return canvas.block_begins | canvas.sources(canvas.block)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The block."""
         return (layout.block,)

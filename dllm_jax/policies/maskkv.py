@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
@@ -26,7 +27,7 @@ from dllm_jax.state.rows import Rows
 class MaskKV(DLLMCache):
     """dLLM-Cache that keeps, after the first step, only the prompt pairs that masked positions look at.
 
-    A prompt refresh attends to the whole prompt. After each layer's attention, every kv head keeps the
+    A prompt refresh attends to the full prompt. After each layer's attention, every kv head keeps the
     positions with most votes; between refreshes nothing else of the prompt is stored. The storage is exactly
     as large as the budget: one flat run of slots over layers and heads.
 
@@ -42,7 +43,7 @@ class MaskKV(DLLMCache):
       heads: how a layer's budget is spread over its kv heads.
       votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
       reselect: vote again at every prompt refresh instead of renewing the pairs first chosen; needs
-        prompt_every to be a multiple of response_every, so that all masked rows vote.
+        prompt_every to be a multiple of response_every, so that all masks vote.
     """
 
     prompt_every: PositiveInt = 50
@@ -59,28 +60,35 @@ class MaskKV(DLLMCache):
         if self.reselect and self.prompt_every % self.response_every:
             raise ValueError(
                 f"reselect needs prompt_every={self.prompt_every} to be a multiple of "
-                f"response_every={self.response_every}: only a response refresh has all masked rows"
+                f"response_every={self.response_every}: only a response refresh has all masks vote"
             )
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
         pairs = empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
         return Cache(BranchStore.zeros(spec, layout, batch, layout.response, dtype), pairs)
 
+    @override
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
     ) -> Cache:
-        """Sets the layer budgets of each sequence."""
+        """Sets the layer budgets of each sequence (equations 9-13)."""
+        # Looked up by prompt length, since padding leaves sequences with shorter prompts.
         table, length = self.table(canvas.spec, canvas.layout), jnp.sum(canvas.prompt, axis=1)
         budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
+
+        # The importance of the layers is measured only if the budgets ask for it.
         measure = lambda: eviction.importance(model, tokens, canvas.valid, canvas.valid)
         budgets = self.layers.of_request(budgets, measure, self.budget, length)
         return cache._replace(shared=cache.shared._replace(budget=budgets))
 
+    @override
     def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
         return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
 
+    @override
     def attend(
         self,
         layer: Layer,
@@ -92,6 +100,7 @@ class MaskKV(DLLMCache):
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerCache]:
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction."""
+        # The response's own pairs are dense, and read like `DLLMCache`'s.
         layout, pairs = canvas.layout, cache.shared
         q, k = layer.qk(x, some.index)
         cache = cache.write(some.last(layout.response), k=k)
@@ -99,13 +108,14 @@ class MaskKV(DLLMCache):
         real = canvas.valid[:, None, None, layout.prompt :]
         widest = self.widest_head(canvas.spec, layout)
 
-        # Between refreshes: the response, then the kept pairs in chunks, merged by their log-sum-exp.
+        # Between refreshes (prompt-state exclusion): the response, then the kept pairs in chunks, merged by
+        # their log-sum-exp.
         holds_prompt = rows.index.shape[1] > layout.response_inputs or (rows.full and layout.prompt > 0)
         if not holds_prompt:
             of_response = layer.attention(q, now.k, now.v, real)
             return attend_to_kept(layer, q, pairs, of_response, self.budget, widest), cache
 
-        # At a refresh (of some sequences at least): the whole prompt where it is due, kept pairs elsewhere.
+        # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
         due = canvas.due(self.prompt_every) & canvas.active[:, None]
         prompt_k, prompt_v, in_prompt = prompt_pairs(
             pairs, layer.index, due, (some, k), (rows, value), canvas
@@ -131,22 +141,33 @@ class MaskKV(DLLMCache):
         due: Bool[Array, "b 1"],
         canvas: Canvas,
     ) -> PairStore:
-        """Chooses a layer's pairs: in the first step, with `reselect` whenever the prompt is due."""
+        """Chooses a layer's pairs (equation 16): in the first step, with `reselect` at every prompt refresh.
+
+        Args:
+          pairs: the store, before the choice.
+          layer: index of the layer.
+          votes: equation 7's, by kv head.
+          preference: P_h of equation 14.
+          due: sequences whose prompt is recomputed.
+          canvas: state before the step.
+        """
+        # Layers lie one after the other in the store, each with the room of its budget.
         first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
         keep = self.heads.keep(votes, preference, pairs.budget[layer], length)
         chooses = due if self.reselect else due & canvas.first_step
         return pairs.allot(layer, first_slot, keep, chooses)
 
+    @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:
-        """The pass of `before_first_step`, if there was one."""
+        """The pass that measures the importance of the layers before the first step, if there was one."""
         first = canvas.active & (canvas.step == 0) & self.layers.online
         return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
-        """Upper bound of the pairs that a head keeps."""
+        """Upper bound of the pairs that a kv head keeps in any layer."""
         widest = self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
         return self.heads.widest(widest, spec.kv_heads, layout.prompt)
 

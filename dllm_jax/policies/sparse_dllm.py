@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.nn.attention import Mask, key_mask
 from dllm_jax.nn.layer import Layer
@@ -49,30 +50,36 @@ class SparseDLLM(Policy):
     delay: NonNegativeInt = 1
     side: Literal["both", "prefix"] = "both"
 
+    @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Room for what the first block keeps; with side="prefix" later ones keep less."""
+        """Room for the pairs of the first block; with side="prefix" later blocks keep fewer."""
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
         return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
 
+    @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything until the cache is filled, then the positions that predict the block."""
+        """Everything in the first 1 + delay steps of a block, then the positions that predict it."""
         return (canvas.block_step <= self.delay)[:, None] | self.recomputed(canvas)
 
+    @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The block."""
         return (layout.block,)
 
+    @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """Full steps attend to everything and may fill the cache; the block attends to it and to itself."""
+        """Full steps attend to the canvas, and one fills the cache; the block attends to it and itself."""
         q, k = layer.qk(x, rows.index)
         new = KV(k, layer.value(x))
+
+        # The exact layer; the last full step also scores its keys and stores the best pairs (Algorithm 1).
         if rows.full:
             o, _ = layer.attention(q, new.k, new.v, canvas.attends(rows))
             cache = self._store(cache, q, new, canvas)
+        # A partial step attends to the stored pairs and, behind them, to its own, which are not stored.
         else:
             stored = cache.read()
             both = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, new)
@@ -82,22 +89,22 @@ class SparseDLLM(Policy):
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
 
     def recomputed(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Recomputed in every step, so never stored."""
+        """Positions recomputed in every step, so never stored."""
         return canvas.sources(canvas.block)
 
     def always_stored(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Stored whatever their importance."""
+        """Positions stored whatever their importance."""
         stored = canvas.block if self.side == "both" else canvas.suffix
         return stored & canvas.valid & ~self.recomputed(canvas)
 
     def candidates(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Stored if important."""
+        """Positions stored if they are important enough."""
         return canvas.valid & ~self.recomputed(canvas) & ~self.always_stored(canvas)
 
     def importance(
         self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
     ) -> Float[Array, "b l"]:
-        """Pooled score of each candidate in this layer, -inf elsewhere."""
+        """Pooled score of each candidate in this layer (Algorithm 1), -inf elsewhere."""
         score = mean_query_score(q, k, canvas.block & canvas.valid)
         return max_pool(score, self.candidates(canvas), self.kernel)
 
@@ -110,19 +117,22 @@ class SparseDLLM(Policy):
     # -- storage ------------------------------------------------------------------------------------
 
     def _budget(self, canvas: Canvas) -> Int[Array, "b"]:
-        """How many candidates are stored."""
+        """Number of candidates that are stored: the retention ratio of those that a sequence has."""
         return fraction_of(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
 
     def _store(self, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas) -> LayerCache:
         """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
+        # Retained pairs are packed to the left; slots behind them keep what they hold and are never read.
         slots = cache.layers.k.shape[2]
         retained = compact_rows(self.retained(q, new.k, canvas), slots)
+
+        # A sequence that has finished the block keeps its pairs, whatever step it stopped at.
         fills = canvas.active & (canvas.block_step == self.delay)
         slot = full_rows(jnp.broadcast_to(fills[:, None], (len(fills), slots)))
         return cache.update(slot, jax.tree.map(retained.take, new))[0]
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
-        """Filled slots, then the computed positions except padding (of the canvas or of the width)."""
+        """Keys that a partial step attends to: filled slots, then computed positions but not padding."""
         filled = self._budget(canvas) + jnp.sum(self.always_stored(canvas), axis=1)
         stored = jnp.arange(slots) < filled[:, None]
         return key_mask(jnp.concatenate([stored, rows.take(canvas.valid) & rows.real], axis=1))

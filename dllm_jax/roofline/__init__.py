@@ -5,8 +5,8 @@
 
 A step takes the longer of moving its bytes and computing its FLOPs, both at the full rate of the hardware: a
 lower bound. Counted as well: what policies move of K/V besides, copies that join and gather pairs included.
-Not counted: activations between the operations of a layer, the re-reading of keys for every chunk of query
-rows, softmax, norms, sampling, launches, collectives. What a policy decides from data is assumed, see
+Not counted: activations between the operations of a layer, the re-reading of keys for every chunk of
+queries, softmax, norms, sampling, launches, collectives. What a policy decides from data is assumed, see
 `Assumed`.
 """
 

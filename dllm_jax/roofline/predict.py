@@ -49,15 +49,15 @@ class Prediction:
     """Lower bounds on the time of a generation.
 
     Attributes:
-      whole_ms: a step that recomputes the canvas.
-      part_ms: the mean of all other steps, None if there are none.
+      full_ms: milliseconds of a full step, which recomputes the canvas.
+      partial_ms: the same of the mean partial step, None if there are none.
       seconds: the generation.
       ms_per_token: the same per token of the batch.
       memory_bound: fraction of the time spent in steps that wait for memory.
     """
 
-    whole_ms: float
-    part_ms: float | None
+    full_ms: float
+    partial_ms: float | None
     seconds: float
     ms_per_token: float
     memory_bound: float
@@ -95,10 +95,10 @@ class Work:
         """Times at the full rates of the hardware."""
         total = _seconds(self.steps, hardware)
         waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
-        whole = _mean_ms([kind for kind in self.steps if kind.step.full], hardware)
-        part = _mean_ms([kind for kind in self.steps if not kind.step.full], hardware)
-        assert whole is not None, "every generation begins with a whole step"
-        return Prediction(whole, part, total, 1e3 * total / self.tokens, waiting / total)
+        full = _mean_ms([kind for kind in self.steps if kind.step.full], hardware)
+        partial = _mean_ms([kind for kind in self.steps if not kind.step.full], hardware)
+        assert full is not None, "every generation begins with a full step"
+        return Prediction(full, partial, total, 1e3 * total / self.tokens, waiting / total)
 
 
 def work(
@@ -120,7 +120,6 @@ def work(
       assumed: what the data decides.
 
     Raises:
-      NotImplementedError: for a policy without a schedule.
       ValueError: batch is not positive, or the policy refuses the model or layout.
     """
     batch = check_argument("batch", batch, PositiveInt)
@@ -137,11 +136,13 @@ def memory(
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
     cache = jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec, layout, batch, dtype)))
+
+    # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches.
     heads = 2 * spec.heads + 2 * spec.kv_heads
-    row = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
+    per_position = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     scores = min(SCORE_BYTES, 4 * batch * spec.heads * layout.length**2)
-    widest = max(step.rows * row + step.scratch for step in steps)
+    widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(
         weights=itemsize * (spec.layers * layer_size(spec) + tables),
         cache=sum(a.size * a.dtype.itemsize for a in cache),

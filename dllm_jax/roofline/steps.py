@@ -44,7 +44,7 @@ class Cost:
 
     Attributes:
       weights: bytes of the layers and the vocabulary head, streamed once; of the embedding only the
-        gathered rows.
+        vectors of the computed tokens.
       pairs: bytes of keys and values read and written, copies of them included.
       branches: bytes of stored branch outputs.
       logits: bytes of float32 logits, written once.
@@ -63,12 +63,12 @@ class Cost:
 
     @property
     def bytes(self) -> float:
-        """All bytes."""
+        """Bytes moved in all."""
         return self.weights + self.pairs + self.branches + self.logits
 
     @property
     def flops(self) -> float:
-        """All FLOPs."""
+        """FLOPs in all."""
         return self.dense_flops + self.attention_flops + self.wide_flops
 
     def moving(self, hardware: Hardware) -> float:
@@ -81,11 +81,11 @@ class Cost:
         return narrow / hardware.flops + self.wide_flops / hardware.float32
 
     def seconds(self, hardware: Hardware) -> float:
-        """The longer of moving and computing."""
+        """Seconds of the step: the longer of moving and computing, which overlap."""
         return max(self.moving(hardware), self.computing(hardware))
 
     def memory_bound(self, hardware: Hardware) -> bool:
-        """Moving takes longer."""
+        """Whether moving the bytes takes longer than computing."""
         return self.moving(hardware) > self.computing(hardware)
 
 
@@ -115,6 +115,7 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
       batch: sequences.
       itemsize: bytes of a parameter, activation or stored scalar.
     """
+    # The vocabulary is streamed only if a position meets it.
     n, m, v = spec.layers, spec.width, spec.vocab
     streamed = n * layer_size(spec) + (m + v * m if step.candidates else 0)
     pairs = step.slots + step.written + step.moved

@@ -45,7 +45,7 @@ def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
     made = jax.eval_shape(lambda: policy.init(at.spec, at.layout, 1, jnp.bfloat16))
     stored = made.layers.k.shape[2]
     if not step.full:
-        return at.joined(at.layout.block, stored)
+        return at.concatenated(at.layout.block, stored)
     fills = index % at.layout.steps_per_block == policy.delay
     return at.over_canvas(stored * fills, moved=at.layout.length / 2 + 2 * stored)
 
@@ -56,7 +56,7 @@ def _prefill(policy: p.DKVPrefill, at: Setting, step: Step, index: int) -> Step:
     stored = at.layout.prompt - at.spec.shifted
     if step.full:
         return at.over_canvas(stored if index == 0 else 0)
-    return at.joined(round(step.rows), stored)
+    return at.concatenated(round(step.rows), stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,9 @@ def evicted_store(policy: p.MaskKV, at: Setting) -> StoreCost:
     chunk = slots_of_chunk(policy.budget, widest)
     longest = np.minimum(budgets * at.assumed.uneven, widest)
     unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
-    again = at.again(layout.length, layout.length)
+    scores = at.score_flops(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
-    refresh = at.over_canvas(budget + layout.response, moved=moved, products=again)
+    refresh = at.over_canvas(budget + layout.response, moved=moved, products=scores)
     return StoreCost(unpacked + layout.response, 2 * unpacked, refresh)
 
 
@@ -113,6 +113,8 @@ def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
     if index % policy.response_every == 0:
         return Step(False, width, written=width, **more)
+
+    # A partial update: in the first layer all of the response passes, in the others a fraction of it.
     few = width - layout.response + int(layout.response * policy.ratio)
     some = few + (width - few) / at.spec.layers
     return Step(False, some, written=(some + width) / 2, valued=width - some, branches=width, **more)
@@ -125,7 +127,7 @@ def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> St
     tested = policy.track * (1 if isinstance(policy.test, KeyCosine) else spec.layers)
     tested = min(tested, length)
     queries = 2 * tested * spec.width * (spec.heads + spec.kv_heads) * spec.head
-    products = at.again(step.rows, length) + 2 * at.again(tested, length) + queries
+    products = at.score_flops(step.rows, length) + 2 * at.score_flops(tested, length) + queries
     return dataclasses.replace(step, moved=1.5 * length, products=products)
 
 
@@ -157,7 +159,7 @@ def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
         step,
         candidates=min(at.layout.response, rows),
         moved=depth * length / 2,
-        products=depth * at.again(rows, length),
+        products=depth * at.score_flops(rows, length),
         wide=depth * 2 * rows * rows * length,
         scratch=2 * 4 * rows * length,
     )

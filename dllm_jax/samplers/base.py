@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.filters import kept
+from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -21,17 +21,20 @@ Alg = Literal["prob", "margin", "entropy"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler(Options, abc.ABC):
-    """Chooses a token for every eligible position, and which positions are decoded now.
+    """Chooses a token for every scored position, and the positions that a denoising step decodes.
+
+    A subclass defines `transfer`, the remasking rule: every position that it does not choose stays masked.
 
     Attributes:
       temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
       top_p: nucleus mass in (0, 1], or None.
-      top_k: number of tokens kept, or None. (Dream's reference lets a default of 50 leak in; ours is None.)
+      top_k: number of most likely tokens to draw from, or None. Dream's reference inherits a default of 50
+        from transformers; here it is None.
       cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
-      logits_eos_inf: never produce end-of-text.
-      confidence_eos_eot_inf: end-of-text and end-of-turn get the least confidence there is (0; with
-        "entropy" that of a uniform distribution) and so come last; refused where the order is random.
+      logits_eos_inf: end-of-text is never decoded.
+      confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
+        "entropy" that of a uniform distribution) and so are decoded last; refused where the order is random.
         LLaDA's released code forgets end-of-text when temperature > 0; this does not.
       allow_mask_token: let [MASK] itself be "decoded", as the references do: the position then stays masked.
         By default the best other token is taken; confidences still count [MASK]'s probability.
@@ -53,11 +56,18 @@ class Sampler(Options, abc.ABC):
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """Which candidates are decoded now; score is -inf where there is no candidate."""
+        """The remasking rule: which candidates this step decodes; all others stay masked.
+
+        Args:
+          score: confidence of each candidate, float32; -inf where it may not be decoded.
+          index: canvas positions of the candidates, l = padding.
+          canvas: state before the step.
+          noise: random numbers; None if the sampler does not draw.
+        """
 
     @property
     def criterion(self) -> Alg:
-        """What `confidence` measures: by default, the probability of the token."""
+        """What `confidence` measures; the default is the probability of the candidate token."""
         return "prob"
 
     def confidence(
@@ -68,28 +78,28 @@ class Sampler(Options, abc.ABC):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """How sure the candidate tokens are, by `criterion`; larger is surer."""
+        """Confidence in the candidate tokens by `criterion`, float32; larger is surer."""
         return score_by(self.criterion, logits, token, self, canvas)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """Which sequences have finished the current block.
 
-        By default those whose schedule for the block is over and that have no mask left in it. If a policy
-        offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token` masks
-        are a result like any other token.
+        The default is those that have taken the block's scheduled steps and have no mask left in it. If a
+        policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`
+        masks are a result like any other token.
         """
         schedule_over = canvas.block_step >= canvas.layout.steps_per_block
         return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.eligible, axis=1)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
-        """The order in which the coming step decodes positions: 0, 1, .., and -1 for those it does not.
+        """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.
 
-        None, the default, where the order depends on the model's output.
+        It is None, the default, where the order depends on the model's output.
         """
         return None
 
     def max_steps(self, layout: Layout) -> int:
-        """Upper bound on denoising steps while the policy offers every mask that may be decoded."""
+        """Upper bound of denoising steps, if the policy offers every mask of the block at every step."""
         return layout.steps
 
     @property
@@ -97,7 +107,7 @@ class Sampler(Options, abc.ABC):
         """Whether the sampler needs random numbers."""
         return self.temperature > 0
 
-    # -- shared -------------------------------------------------------------------------------------
+    # -- the same for all samplers ---------------------------------------------------------------------------
 
     def propose(
         self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
@@ -105,44 +115,68 @@ class Sampler(Options, abc.ABC):
         """The candidate token of each position and its confidence.
 
         Args:
-          logits: guided logits of the positions.
+          logits: guided logits of the positions, in any float dtype.
           index: canvas positions, l = padding.
           canvas: state before the step.
-          noise: random numbers, touched only if the sampler draws.
+          noise: random numbers; None if the sampler does not draw.
+
+        Returns:
+          token ids int32, and confidences float32.
         """
+        # The references take the softmax in bf16, float32 or float64; float32 avoids the ties that bf16
+        # makes.
         logits = logits.astype(jnp.float32)
         if self.logits_eos_inf:
-            logits = _without(logits, canvas.spec.eos_id)
+            logits = _ruled_out(logits, canvas.spec.eos_id)
+
+        # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
         tempered = logits / self.temperature if self.temperature > 0 else logits
-        keep = None if self.top_p is None and self.top_k is None else kept(tempered, self.top_p, self.top_k)
+        truncated = self.top_p is not None or self.top_k is not None
+        keep = survivors(tempered, self.top_p, self.top_k) if truncated else None
         token = self._choose(logits, keep, index, canvas, noise)
+
+        # The confidence is that of the distribution after the filters: they renormalise it. LLaDA scores the
+        # un-tempered distribution, Dream the tempered one.
         scored = tempered if self.tempered_confidence else logits
         if keep is not None:
             scored = jnp.where(keep, scored, -jnp.inf)
         if self.confidence_eos_eot_inf:
-            scored = _without(scored, canvas.spec.eos_id, canvas.spec.eot_id)
+            scored = _ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
         return token, self.confidence(scored, token, index, canvas, noise)
 
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
+        """The candidate token among the survivors `keep` of the filters (None: all tokens)."""
+        # Gumbel-max: argmax(logits + T g) is a draw from softmax(logits / T).
         if self.temperature > 0:
-            logits = logits + self.temperature * require_noise(noise).token_gumbel(
-                canvas, index, logits.shape[-1]
-            )
+            gumbel = require_noise(noise).token_gumbel(canvas, index, logits.shape[-1])
+            logits = logits + self.temperature * gumbel
+
+        # A position decoded to [MASK] would stay masked and could be decoded without end.
         if not self.allow_mask_token:
-            logits = _without(logits, canvas.spec.mask_id)
+            logits = _ruled_out(logits, canvas.spec.mask_id)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if keep is None:
             return token
-        survivors = jnp.where(keep, logits, -jnp.inf)
-        alone = jnp.max(survivors, axis=-1) == -jnp.inf  # only [MASK] survived the filters: next best token
-        return jnp.where(alone, token, jnp.argmax(survivors, axis=-1).astype(jnp.int32))
+
+        # Where [MASK] alone survived the filters nothing is left to choose from: the next best token is
+        # taken.
+        truncated = jnp.where(keep, logits, -jnp.inf)
+        nothing_left = jnp.max(truncated, axis=-1) == -jnp.inf
+        return jnp.where(nothing_left, token, jnp.argmax(truncated, axis=-1).astype(jnp.int32))
 
 
 def score_by(
     alg: Alg, logits: Float[Array, "b c v"], token: Int[Array, "b c"], sampler: Sampler, canvas: Canvas
 ) -> Float[Array, "b c"]:
-    """The named confidence; see `dllm_jax.samplers.scores`."""
-    least = -math.log(logits.shape[-1]) if alg == "entropy" else 0.0
+    """Confidence in the tokens by the named criterion, see `dllm_jax.samplers.scores`.
+
+    Args:
+      alg: the criterion.
+      logits: float32, -inf where a token is ruled out.
+      token: the candidate token of each position.
+      sampler: `confidence_eos_eot_inf` and `allow_mask_token` of it apply.
+      canvas: state before the step.
+    """
     if alg == "margin":
         score = scores.margin(logits, None if sampler.allow_mask_token else canvas.spec.mask_id)
     elif alg == "entropy":
@@ -151,12 +185,17 @@ def score_by(
         score = scores.probability(logits, token)
     if not sampler.confidence_eos_eot_inf:
         return score
+
+    # Their logits are -inf already, unless one of them is the candidate after all, the only survivor of the
+    # filters: it gets the smallest value that the criterion takes, for the entropy that of a uniform
+    # distribution over the vocabulary.
+    smallest = -math.log(logits.shape[-1]) if alg == "entropy" else 0.0
     ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
-    return jnp.where(ends, least, score)  # also where only such a token survived the filters
+    return jnp.where(ends, smallest, score)
 
 
 def check_ends_unordered(sampler: Sampler, order: str):
-    """Raises if end-of-text and end-of-turn are to come last in an order that ignores confidence."""
+    """Raises ValueError if end-of-text and end-of-turn are to come last in an order without confidence."""
     if sampler.confidence_eos_eot_inf:
         raise ValueError(
             f"confidence_eos_eot_inf=True has no effect with {order}, which ignores confidence: "
@@ -164,6 +203,7 @@ def check_ends_unordered(sampler: Sampler, order: str):
         )
 
 
-def _without(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
+def _ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
+    """The logits with probability 0 for these tokens; None is a token that the model does not have."""
     ids = jnp.asarray([t for t in tokens if t is not None])
     return logits.at[..., ids].set(-jnp.inf)

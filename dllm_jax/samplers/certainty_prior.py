@@ -5,6 +5,7 @@ from typing import Annotated
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.options import Fraction, NoneMeans, PositiveFloat, PositiveInt
 from dllm_jax.samplers.base import Alg, Sampler
@@ -25,8 +26,8 @@ class CertaintyPrior(Sampler):
         confidence * density reaches it, and at least one per step, until the block is done.
       tokens_per_step: None as above; a number decodes (at least) that many per step until the block is done,
         regardless of the steps of the layout.
-      alg: as in `Confidence`. "entropy" is kept as released: there a negative score times a density
-        prefers positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
+      alg: as in `Confidence`. "entropy" is as released: a negative score times a density prefers
+        positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
     sigma: PositiveFloat = 10.0
@@ -43,27 +44,35 @@ class CertaintyPrior(Sampler):
             )
 
     @property
+    @override
     def criterion(self) -> Alg:
-        """`alg`; `transfer` applies the density."""
+        """`alg`; `transfer` multiplies it by the density."""
         return self.alg
 
+    @override
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The positions with the largest product of confidence and density."""
+        """The positions with the largest product of confidence and certainty density."""
+        # Equation 3's density of the canvas before the step. A position that is no candidate (-inf) stays
+        # none even at density 0, where the product would be NaN.
         density = certainty_density(canvas, index, self.sigma)
         priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
         if self._scheduled:
             return best(priority, even_schedule(canvas))
+
+        # Without a schedule a step decodes at least one position, so that the block ends.
         chosen = best(priority, jnp.full(score.shape[:1], self.tokens_per_step or 1))
         return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
+    @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """When the schedule has run, or, without a schedule, when nothing is masked."""
+        """As for every schedule; without one, a block is finished when nothing in it is eligible."""
         return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.eligible, axis=1)
 
+    @override
     def max_steps(self, layout: Layout) -> int:
-        """The schedule's steps, or one per position."""
+        """The layout's steps; without a schedule, one per response position."""
         return layout.steps if self._scheduled else layout.response
 
     @property

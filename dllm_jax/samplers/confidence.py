@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, require_noise
@@ -19,10 +20,11 @@ class FixedSchedule(Sampler):
     Steps beyond the number of masks decode nothing but still run the network, as in the reference.
     """
 
+    @override
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The surest positions, up to the schedule's count."""
+        """The surest positions, as many as the transfer schedule wants in this step."""
         return best(score, even_schedule(canvas))
 
 
@@ -38,8 +40,8 @@ class Confidence(FixedSchedule):
     alg: Alg = "prob"
 
     @property
+    @override
     def criterion(self) -> Alg:
-        """`alg`."""
         return self.alg
 
 
@@ -52,10 +54,11 @@ class RandomOrder(FixedSchedule):
         check_ends_unordered(self, "RandomOrder")
 
     @property
+    @override
     def draws(self) -> bool:
-        """Always."""
         return True
 
+    @override
     def confidence(
         self,
         logits: Float[Array, "b c v"],
@@ -64,11 +67,13 @@ class RandomOrder(FixedSchedule):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """Uniform [0, 1), drawn anew at every step."""
+        """Uniform [0, 1) noise, drawn anew at every step."""
         return require_noise(noise).order_uniform(canvas, index)
 
+    @override
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"]:
-        """The schedule's count of eligible positions, in the order of their draws."""
+        """As many eligible positions as the transfer schedule wants, in the order of their draws."""
+        # The same draws as in `confidence`, so `transfer` chooses these positions once the model has run.
         index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
         draw = require_noise(noise).order_uniform(canvas, index)
         turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import jax.numpy as jnp
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.options import NonNegativeFloat
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
@@ -25,10 +26,10 @@ SCORES: dict[str, Alg] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DreamSchedule(Sampler):
-    """Decodes trunc(masks * (1 - s/t)) positions at each step of the time grid linspace(1, eps).
+    """Decodes trunc(masks * (1 - s/t)) positions per step, from time t to s on the grid linspace(1, eps).
 
-    If there are as many steps as tokens, the first step decodes no token and the last step two (truncation in
-    floating point, as in the reference). In blocks, each block runs the grid over its own steps.
+    With as many steps as tokens, the first step decodes no token and the last step two: the product is
+    truncated in floating point, as in the reference. In blocks, each block runs the grid over its own steps.
 
     Confidences are taken after temperature, top_p and top_k, as in Dream's `sample_tokens`.
 
@@ -39,7 +40,8 @@ class DreamSchedule(Sampler):
       alg_temp: if positive, positions are drawn without replacement with probability proportional to
         exp(confidence / alg_temp) instead of taken in order.
 
-    Departure: the count is each row's own; the reference uses the batch mean and can overwrite real tokens.
+    Departure: the count is each sequence's own; the reference takes the batch mean, and can overwrite decoded
+    tokens.
     """
 
     alg: DreamAlg = "entropy"
@@ -58,28 +60,39 @@ class DreamSchedule(Sampler):
                 )
 
     @property
+    @override
     def draws(self) -> bool:
-        """True if the tokens or their order are random."""
+        """True if the tokens or their order are drawn."""
         return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
 
     @property
+    @override
     def criterion(self) -> Alg:
-        """The score that `alg` names; `transfer` applies `alg_temp`."""
+        """The confidence that `alg` names; `transfer` applies `alg_temp` to it."""
         return SCORES[self.alg]
 
+    @override
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The schedule's share of the masked positions."""
+        """The fraction 1 - s/t of the masked positions: a coin for each ("origin"), else the surest ones."""
+        # Steps beyond the schedule, for masks that the policy did not offer in time, take the last fraction,
+        # 1.
         steps = canvas.layout.steps_per_block
         fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
+
+        # "origin": each position on its own, so that the number of decoded tokens is random.
         candidate = score > -jnp.inf
         if self.alg == "origin":
             return candidate & (require_noise(noise).order_uniform(canvas, index) < fraction[:, None])
+
+        # Float32, so that the truncation is the reference's.
         masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.float32)
         count = (masks * fraction).astype(jnp.int32)
+
+        # Gumbel top-k: the `count` largest of score / alg_temp + g are a draw without replacement, with
+        # probabilities proportional to exp(score / alg_temp).
         if self.alg_temp > 0:
-            score = jnp.where(
-                candidate, score / self.alg_temp + require_noise(noise).order_gumbel(canvas, index), -jnp.inf
-            )
+            gumbel = require_noise(noise).order_gumbel(canvas, index)
+            score = jnp.where(candidate, score / self.alg_temp + gumbel, -jnp.inf)
         return best(score, count)

@@ -31,9 +31,13 @@ class Noise(Protocol):
 
 
 def require_noise(noise: Noise | None) -> Noise:
-    """The noise; raises ValueError if there is none."""
+    """The noise of a sampler that draws.
+
+    Raises:
+      ValueError: there is none.
+    """
     if noise is None:
-        raise ValueError("the sampler draws random numbers, and was given neither a key nor a recording")
+        raise ValueError("the sampler draws random numbers, but there is neither a key nor a recording")
     return noise
 
 
@@ -47,21 +51,23 @@ class KeyNoise(NamedTuple):
     keys: Key[Array, "b"]
 
     def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
-        """See `Noise`."""
+        """Standard Gumbel noise from the token stream of each sequence's key."""
         return self._draw(canvas, index, 0, lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))
 
     def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """See `Noise`."""
+        """Uniform [0, 1) noise from the order stream of each sequence's key."""
         return self._draw(canvas, index, 1, lambda key: jax.random.uniform(key, (), jnp.float32))
 
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """See `Noise`."""
+        """Standard Gumbel noise from the order stream; a sampler takes this or uniform noise, never both."""
         return self._draw(canvas, index, 1, lambda key: jax.random.gumbel(key, (), jnp.float32))
 
     def _draw(self, canvas: Canvas, index, stream: int, draw):
-        def at(row_key, step, position):
-            return draw(jax.random.fold_in(jax.random.fold_in(row_key, 2 * step + stream), position))
+        # Two streams per step, tokens (0) and their order (1).
+        def at(sequence_key, step, position):
+            return draw(jax.random.fold_in(jax.random.fold_in(sequence_key, 2 * step + stream), position))
 
+        # Positions count from the end of the canvas, so that left padding changes no draw.
         over_positions = jax.vmap(at, in_axes=(None, None, 0))
         return jax.vmap(over_positions)(self.keys, canvas.step, canvas.layout.length - index)
 
@@ -87,19 +93,19 @@ class RecordedNoise(NamedTuple):
                 )
 
     def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:
-        """See `Noise`."""
+        """The recorded token noise of each sequence's current step."""
         return self._at(self.token, canvas, index)
 
     def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """See `Noise`."""
+        """The recorded order noise of each sequence's current step."""
         return self._at(self.order, canvas, index)
 
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """See `Noise`."""
+        """The recorded order noise of each sequence's current step."""
         return self._at(self.order, canvas, index)
 
     def _at(self, recorded: Array, canvas: Canvas, index: Int[Array, "b c"]) -> Array:
         if recorded.ndim == 0:
-            raise ValueError("the sampler draws numbers that this recording does not hold")
-        row = jnp.arange(index.shape[0])[:, None]
-        return recorded[canvas.step[:, None], row, jnp.minimum(index, canvas.layout.length - 1)]
+            raise ValueError("the sampler draws numbers that the recorded noise does not hold")
+        sequence = jnp.arange(index.shape[0])[:, None]
+        return recorded[canvas.step[:, None], sequence, jnp.minimum(index, canvas.layout.length - 1)]

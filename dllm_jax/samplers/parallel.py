@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.options import Fraction, PositiveFloat
 from dllm_jax.samplers.base import Alg, Sampler
@@ -23,12 +24,14 @@ class UntilDone(Sampler, abc.ABC):
     `steps` of the layout is not used.
     """
 
+    @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """No eligible position is left."""
+        """A sequence has finished the block when none of its positions is eligible any more."""
         return ~jnp.any(canvas.eligible, axis=1)
 
+    @override
     def max_steps(self, layout: Layout) -> int:
-        """One step per position."""
+        """One step per response position, since each step decodes at least one."""
         return layout.response
 
 
@@ -45,14 +48,15 @@ class Threshold(UntilDone):
     alg: Literal["prob", "margin"] = dataclasses.field(default="prob", kw_only=True)
 
     @property
+    @override
     def criterion(self) -> Alg:
-        """`alg`."""
         return self.alg
 
+    @override
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """All positions that reach the threshold, at least one."""
+        """All positions whose confidence reaches the threshold, and the surest one in any case."""
         one = jnp.ones(score.shape[:1], jnp.int32)
         return best(score, one) | (score >= self.threshold)
 
@@ -69,8 +73,9 @@ class Factor(UntilDone):
 
     factor: PositiveFloat = 1.0
 
+    @override
     def transfer(
         self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
     ) -> Bool[Array, "b c"]:
-        """The longest prefix of the ranking that passes."""
+        """The longest prefix of the ranking by confidence that passes theorem 1's bound."""
         return best(score, passing_prefix(score, self.factor))

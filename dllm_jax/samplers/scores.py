@@ -10,13 +10,18 @@ from jaxtyping import Array, Float, Int
 
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
-    """softmax(logits)[token]."""
+    """Probability of the token, softmax(logits)[token], in [0, 1]."""
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
 
 
 def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "b c"]:
-    """Probability of the best token minus that of the second best, `mask_id` left out of the two."""
+    """Probability of the best token minus that of the second best, in [0, 1].
+
+    Args:
+      logits: float32.
+      mask_id: a token that is neither of the two, though its probability counts in the softmax; or None.
+    """
     candidates = logits if mask_id is None else logits.at[..., mask_id].set(-jnp.inf)
     best = jax.lax.top_k(candidates, 2)[0]
     p = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
@@ -24,6 +29,6 @@ def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "
 
 
 def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
-    """sum p log(p + 1e-10), in nats, at most 0."""
+    """Negative entropy sum p log(p + 1e-10) in nats, at most 0; the offset is the reference's."""
     p = jax.nn.softmax(logits, axis=-1)
     return jnp.sum(p * jnp.log(p + 1e-10), axis=-1)

@@ -10,28 +10,35 @@ from dllm_jax.state.canvas import Canvas
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
     """LLaDA's transfer schedule: the block's masks spread over its steps, the remainder to the early ones.
 
-    Steps beyond the schedule, for masks that the policy did not offer in time, decode as many as its first.
+    Counts are of the masks when the block began. Steps beyond the schedule, for masks that the policy did not
+    offer in time, decode as many as its first.
     """
+    # K = block masks // steps, and one more in each of the first (block masks mod steps) steps.
     steps = canvas.layout.steps_per_block
+    remainder = canvas.block_masks % steps
     beyond = canvas.block_step >= steps
-    remainder = jnp.where(
-        beyond, canvas.block_masks % steps > 0, canvas.block_step < canvas.block_masks % steps
-    )
-    return canvas.block_masks // steps + remainder.astype(jnp.int32)
+    one_more = jnp.where(beyond, remainder > 0, canvas.block_step < remainder)
+    return canvas.block_masks // steps + one_more.astype(jnp.int32)
 
 
 def passing_prefix(priority: Float[Array, "b c"], factor: float) -> Int[Array, "b"]:
     """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, c descending; at least 1."""
     ranked = -jnp.sort(-priority, axis=1)
     n = jnp.arange(1, priority.shape[1] + 1)
+
+    # (n + 1)(1 - c_n) ascends while c descends: the prefix ends at the first n that fails. Positions that are
+    # no candidates have c = -inf, and fail.
     passes = (n + 1) * (1.0 - ranked) < factor
     return jnp.maximum(jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1), 1)
 
 
 def dream_fractions(steps: int, eps: float) -> np.ndarray:
     """1 - s/t for each step of Dream's time grid linspace(1, eps), float32 [steps]; the last is 1."""
+    # In float32, as the reference: a float64 grid changes entries by an ulp, and counts are truncated.
     times = dream_times(steps, eps)
     fractions = np.float32(1) - times[1:] / times[:-1]
+
+    # The last step decodes whatever is left.
     fractions[-1] = 1
     return fractions
 
@@ -41,7 +48,11 @@ def dream_times(steps: int, eps: float) -> np.ndarray:
 
     Torch builds the grid from both ends towards the middle, each entry one fused multiply-add.
     """
+    # The stride is a float32 quotient. Products and sums in float64, rounded once to float32, are what a
+    # fused multiply-add gives.
     last = np.float64(np.float32(eps))
     stride = np.float64((np.float32(eps) - np.float32(1)) / np.float32(steps))
+
+    # First half: 1 + i stride; second half: eps - (steps - i) stride.
     i = np.arange(steps + 1)
     return np.where(i < (steps + 1) // 2, 1 + stride * i, last - stride * (steps - i)).astype(np.float32)

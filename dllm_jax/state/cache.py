@@ -1,7 +1,7 @@
 """The cache pytree, and one layer's view of it inside the layer scan.
 
 The stacked arrays are in the scan's carry and are written in place at [layer, sequence, position]. Passed
-through `lax.scan` as per-layer inputs and outputs, the whole cache would be copied in every step.
+through `lax.scan` as per-layer inputs and outputs, all of it would be copied in every step.
 """
 
 from typing import Any, NamedTuple
@@ -65,8 +65,11 @@ class LayerCache(NamedTuple):
           the changed cache, and this layer after the write: [b s ...], new where computed, stored elsewhere.
           A policy that stores nothing computes everything, and gets the new values back.
         """
+        # The exact decoder stores nothing: what it has just computed is all there is.
         if not jax.tree.leaves(self.layers):
             return self, new
+
+        # What was written is read back: reading before the write would make XLA copy the stacked arrays.
         cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
         return cache, cache.read()
 
@@ -84,7 +87,10 @@ class LayerCache(NamedTuple):
         return self._replace(layers=self.layers._replace(**written))
 
     def _write(self, array: Array, rows: Rows, new: Array) -> Array:
+        """The stacked array [n b s ...] with new values of this layer."""
         new = new.astype(array.dtype)
+
+        # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
         if not rows.full:
             batch = jnp.arange(array.shape[1])[:, None]
             return array.at[self.index, batch, rows.index].set(new, mode="drop")

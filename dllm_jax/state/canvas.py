@@ -62,21 +62,21 @@ class Canvas:
 
     @property
     def everything(self) -> Bool[Array, "b l"]:
-        """All positions, padding included."""
+        """The set of all positions, padding included."""
         return jnp.ones_like(self.valid)
 
     @property
     def masked(self) -> Bool[Array, "b l"]:
-        """Still undecided; padding excluded, whatever token it holds."""
+        """Positions that are masked; never padding, whatever token it holds."""
         return self.valid & (self.tokens == self.spec.mask_id)
 
     @property
     def just_decoded(self) -> Bool[Array, "b l"]:
-        """Decoded by the sequence's previous step."""
+        """Positions that the sequence's previous step decoded."""
         return self.decoded_within(1)
 
     def decoded_within(self, steps: int) -> Bool[Array, "b l"]:
-        """Decoded by one of the sequence's last `steps` steps."""
+        """Positions that one of the sequence's last `steps` steps decoded."""
         return (self.decoded_at >= 0) & (self.decoded_at >= self.step[:, None] - steps)
 
     @property
@@ -111,16 +111,19 @@ class Canvas:
 
     @property
     def eligible(self) -> Bool[Array, "b l"]:
-        """May be decoded now: masked, not beyond the current block, in an active sequence."""
+        """Positions that may be decoded: masked, not beyond the current block, in an active sequence.
+
+        Masks left in earlier blocks are among them, as in LLaDA's reference.
+        """
         end = self.block_start + self.layout.block
         return self.masked & (self.position < end) & self.active[:, None]
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
-        """Decoded by the coming step, where the sampler's order does not depend on the model.
+        """Positions that the coming step decodes, where the order does not depend on the model.
 
         Raises:
-          ValueError: the sampler cannot say beforehand.
+          ValueError: the sampler's order depends on the model's output.
         """
         if self.planned_order is None:
             raise ValueError(
@@ -136,6 +139,7 @@ class Canvas:
         A position without a left neighbour (the first one, or the first after padding) predicts itself, as
         in Dream's reference.
         """
+        # The left neighbour exists if it is on the canvas and not padding.
         own = jnp.broadcast_to(self.position, self.valid.shape)
         if not self.spec.shifted:
             return own
@@ -146,6 +150,7 @@ class Canvas:
         """The positions whose output predicts these positions, see `predictor`."""
         if not self.spec.shifted:
             return positions
+        # A maximum, since two positions may have one predictor: the first token and its right neighbour.
         sequence = jnp.arange(positions.shape[0])[:, None]
         return jnp.zeros_like(positions).at[sequence, self.predictor].max(positions)
 
@@ -153,16 +158,16 @@ class Canvas:
 
     @property
     def first_step(self) -> Bool[Array, "b 1"]:
-        """The coming step is the sequence's first."""
+        """Whether the coming step is the sequence's first."""
         return (self.step == 0)[:, None]
 
     @property
     def block_begins(self) -> Bool[Array, "b 1"]:
-        """The coming step is the first of its block."""
+        """Whether the coming step is the first of its block."""
         return (self.block_step == 0)[:, None]
 
     def due(self, every: int) -> Bool[Array, "b 1"]:
-        """The coming step's index is a multiple of `every`."""
+        """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
         return (self.step % every == 0)[:, None]
 
     # -- geometry -----------------------------------------------------------------------------------
@@ -207,6 +212,8 @@ def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
     """Decodes the chosen positions; active sequences count one more step."""
+    # A sequence that waits for its batch mates counts no step: its refreshes and draws are what they are
+    # alone.
     took_part = canvas.active.astype(jnp.int32)
     return dataclasses.replace(
         canvas,
@@ -232,8 +239,11 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions behind the leftmost end-of-text of the first step that decoded one."""
+    # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
     eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.decoded_at >= 0)
     first = jnp.min(jnp.where(eos, canvas.decoded_at, canvas.layout.steps + canvas.layout.response), axis=1)
+
+    # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.
     earliest = eos & (canvas.decoded_at == first[:, None])
     end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
     return canvas.position > end[:, None]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The positions that one step computes, in an array of static width; what is left over is padding.
+    """The positions that one denoising step computes, as an array of static width; the rest of it is padding.
 
     Attributes:
       index: position of each entry, ascending; `length` = padding, which reads anything and writes nothing.
@@ -32,19 +32,23 @@ class Rows:
         """The rows as a set of positions."""
         if self.full:
             return self.real
+        # Padding has the index l, beyond the canvas: the scatter drops it.
         batch = jnp.arange(self.index.shape[0])[:, None]
         return jnp.zeros((batch.shape[0], self.length), bool).at[batch, self.index].set(True, mode="drop")
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
-        """x at the rows; what padding reads must not be used."""
+        """x at the computed positions; what padding reads must not be used."""
         return x if self.full else gather(x, self.index)
 
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
+        # In a full step a position's place is the position itself, if it is computed.
         b, q = self.index.shape
         if self.full:
             own = gather(self.real, position) & (position < self.length)
             return jnp.where(own, position, q)
+
+        # The inverse of `index` over the canvas and, in its last entry, padding, which is at no place.
         inverse = jnp.full((b, self.length + 1), q, jnp.int32)
         inverse = inverse.at[jnp.arange(b)[:, None], self.index].set(jnp.arange(q, dtype=jnp.int32)[None])
         inverse = inverse.at[:, self.length].set(q)
@@ -81,6 +85,8 @@ def compact_rows(need: Bool[Array, "b l"], width: int) -> Rows:
 
 def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
     """The first `width` True positions of each sequence in ascending order, padded with l."""
+    # A position's rank among the True ones is its place; those beyond the width share a column that is cut
+    # off.
     b, length = mask.shape
     rank = jnp.cumsum(mask, axis=1) - 1
     target = jnp.where(mask & (rank < width), rank, width)
@@ -91,6 +97,7 @@ def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
 
 def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array, "b q *d"]:
     """Reads positions; padding (index l) reads the last one, a value that must not be used."""
+    # Out of bounds, `take_along_axis` would give NaN, which no mask hides from a sum.
     index = jnp.minimum(index, x.shape[1] - 1)
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 

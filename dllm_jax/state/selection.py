@@ -13,7 +13,7 @@ from dllm_jax.state.rows import compact, gather, scatter
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
-    """The `count` largest entries of each sequence, ties to the lower index; those of -inf never."""
+    """The `count` largest entries of each sequence, ties to the lower index, and never an entry of -inf."""
     return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
 
 
@@ -29,11 +29,15 @@ def mean_query_score(
 
     Queries outside of `among` may hold anything, NaN included.
     """
+    # The mean query first: q k^T is linear, so no [q s] scores are needed. Selected rather than multiplied by
+    # 0, because 0 * NaN is NaN.
     b, _, heads, head = q.shape
     kv_heads = k.shape[2]
     wide = jnp.where(among[..., None, None], q, 0).astype(jnp.float32)
     count = jnp.maximum(jnp.sum(among, axis=1), 1)[:, None, None]
     mean = jnp.sum(wide, axis=1) / count
+
+    # The mean over query heads commutes with the product too: the queries of a kv head's group are summed.
     grouped = jnp.sum(mean.reshape(b, kv_heads, heads // kv_heads, head), axis=2) / heads
     return einsum("bkd,bskd->bs", grouped, k)
 
@@ -46,6 +50,7 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
       among: the members; -inf is returned elsewhere.
       kernel: odd window; 1 does not pool. The window is cut off at the ends of the set.
     """
+    # Members are packed side by side, so that those next to a gap are neighbours, pooled, and put back.
     length = score.shape[1]
     index = compact(among, length)
     packed = jnp.where(index < length, gather(score, index), -jnp.inf)
@@ -53,25 +58,28 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
 
 
-def fraction_of(size: Int[Array, "b"], ratio: float, most: int) -> Int[Array, "b"]:
-    """int(size * ratio) for sizes up to `most`, the product rounded as Python rounds it (100 * 0.29 -> 28).
+def fraction_of(size: Int[Array, "b"], ratio: float, upper: int) -> Int[Array, "b"]:
+    """int(size * ratio) for sizes up to `upper`, the product rounded as Python rounds it (100 * 0.29 -> 28).
 
     Looked up in a table, because devices have no doubles.
     """
-    return jnp.asarray([int(n * ratio) for n in range(most + 1)], jnp.int32)[size]
+    return jnp.asarray([int(n * ratio) for n in range(upper + 1)], jnp.int32)[size]
 
 
 def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:
-    """Gaussian-weighted share of known tokens around each position, in [0, 1], float32.
+    """Gaussian-weighted fraction of known tokens around each position, in [0, 1], float32.
 
     D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
     virtual known positions to its left and G to its right, known iff the response's last position is. The
     paper's eq. 3 has neither Z nor the virtual positions; the released code does.
     """
+    # The virtual positions: G known ones to the left; to the right G that are as the last response position.
     g, prompt = canvas.layout.response, canvas.layout.prompt
     known = ~canvas.masked[:, prompt:]
     ends = jnp.broadcast_to(known[:, -1:], known.shape)
     extended = jnp.concatenate([jnp.ones_like(known), known, ends], axis=1).astype(jnp.float32)
+
+    # Summed directly in float32; the released code's FFT has noise of 1e-7 and may fall below 0.
     phi = lambda distance: jnp.exp(-(distance.astype(jnp.float32) ** 2) / (2 * sigma**2))
     distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
     return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(

@@ -31,7 +31,7 @@ def d2cache(case: Case):
     prompt, options = case.arrays["prompt"], dict(policy=policy, sampler=sampler, **shape)
     out = dj.generate(model, prompt, trace=True, **options)
     compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
-    exactly("active rows", out.trace.active, case.arrays["active_rows"])
+    exactly("active sequences", out.trace.active, case.arrays["active_rows"])
     length = prompt.shape[1] + d["gen_length"]
     _, *after = states(model, prompt, widths=(length,), **options)
     _compare_selection(case, policy, after)
@@ -56,10 +56,10 @@ class ToppedUp(dj.policies.D2Cache):
 def topped_up(
     chosen: Bool[Array, "b l"], influence: Float[Array, "b l"], score: Float[Array, "b l"], canvas: Canvas
 ) -> Bool[Array, "b l"]:
-    """The reference's batches: all active rows are filled up to the number of positions of the longest.
+    """The reference's batches: all active sequences are filled up to the number of positions of the longest.
 
     Response positions come first, by their (for decoded ones, last known) score, the block's raised above
-    all others; then the rest by influence. The maxima are over all rows, as in the reference.
+    all others; then the rest by influence. The maxima are over all sequences, as in the reference.
     """
     size = jnp.sum(chosen, axis=1)
     missing = jnp.max(jnp.where(canvas.active, size, 0)) - size
@@ -71,7 +71,7 @@ def topped_up(
 
 
 def _compare_selection(case: Case, policy: dj.policies.D2Cache, seen: list[State]):
-    """Influence, scores and sets after every step, in rows that go on."""
+    """Influence, scores and sets after every step, in sequences that go on."""
     selected = jax.jit(lambda state: _selection(policy, state))
     ours = jax.tree.map(lambda *a: np.stack(a), *[selected(state) for state in seen])
     going_on = np.stack([state.canvas.active for state in seen])[..., None]

@@ -1,4 +1,4 @@
-"""MaskKV: votes, budgets and kept sets of one forward pass, and whole runs."""
+"""MaskKV: votes, budgets and kept sets of one forward pass, and complete runs."""
 
 import functools
 
@@ -64,7 +64,7 @@ PREFERENCE = {
 
 
 def maskkv(case: Case):
-    """Tokens, confidences, refreshed rows, kept sets, budgets, and the last step's logits."""
+    """Tokens, confidences, refreshed positions, kept sets, budgets, and the last step's logits."""
     s, arrays = case.settings, case.arrays
     prompt, model = arrays["prompt"], case.model(mask_id=s["mask_id"])
     layers = BOUNDARY[s["rounding"]](
@@ -94,11 +94,11 @@ def maskkv(case: Case):
         kept = run[at].cache.shared[0]
         exactly("head_budget", np.swapaxes(kept.length, 0, 1), arrays["head_budget"][which])
         exactly("keep", kept_sets(kept, layout.prompt), arrays["keep"][which])
-        for row in range(len(prompt)) if at == 0 else ():
-            canvas = at_the_start(model, arrays["tokens"][0][row : row + 1], layout.prompt)
+        for sequence in range(len(prompt)) if at == 0 else ():
+            canvas = at_the_start(model, arrays["tokens"][0][sequence : sequence + 1], layout.prompt)
             votes, preference = look(model, canvas, policy.votes)
-            closely("score", votes, arrays["score"][which, row])
-            closely("prompt_preference", preference, arrays["prompt_preference"][which, row])
+            closely("score", votes, arrays["score"][which, sequence])
+            closely("prompt_preference", preference, arrays["prompt_preference"][which, sequence])
     step = int(arrays["logits_steps"][-1])
     logits = unembed(model.params, model.spec, logs[step].hidden)
     source = slice(layout.prompt - model.spec.shifted, layout.length - model.spec.shifted)
@@ -237,12 +237,12 @@ def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):
 
 
 def kept_sets(kept, prompt: int) -> np.ndarray:
-    """The kept positions of every row, layer and head, as sets."""
+    """The kept positions of every sequence, layer and head, as sets."""
     layers, batch, heads = kept.length.shape
     sets = np.zeros((batch, layers, heads, prompt), bool)
-    for layer, row, head in np.ndindex(layers, batch, heads):
-        start, length = int(kept.start[layer, row, head]), int(kept.length[layer, row, head])
-        sets[row, layer, head, np.asarray(kept.position)[row, start : start + length]] = True
+    for layer, sequence, head in np.ndindex(layers, batch, heads):
+        start, length = int(kept.start[layer, sequence, head]), int(kept.length[layer, sequence, head])
+        sets[sequence, layer, head, np.asarray(kept.position)[sequence, start : start + length]] = True
     return sets
 
 

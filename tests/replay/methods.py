@@ -165,7 +165,7 @@ def research_dllm(case: Case):
         trace=True,
     )
     compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
-    exactly("active rows", out.trace.active, arrays["active_rows"])
+    exactly("active sequences", out.trace.active, arrays["active_rows"])
     if not s["cache"]:
         compare_logits(case, model, shifted=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax.nn.arithmetic import rope_table
@@ -21,10 +22,11 @@ from tests.replay.compare import closely, exactly
 from tests.replay.steps import compare_steps
 
 
-class WithoutTheRowBefore(dj.policies.SparseDLLM):
-    """The reference on Dream: the block's own rows, so that nothing predicts its first position ..."""
+class WithoutThePredictorBefore(dj.policies.SparseDLLM):
+    """The reference on Dream: the block's own positions, so that nothing predicts its first position ..."""
 
-    def fresh(self, canvas: Canvas):
+    @override
+    def recomputed(self, canvas: Canvas):
         return canvas.block
 
 
@@ -46,12 +48,12 @@ class FirstTokenAtOnce(dj.samplers.DreamSchedule):
 
 
 def sparse_dllm(case: Case):
-    """Both models; Dream's cases, which are optional, with the reference's own row and schedule."""
+    """Both models; Dream's cases, which are optional, with the reference's own selection and schedule."""
     s = case.settings["hyperparameters"]
     s.only("remasking", "low_confidence")
     s.describes("steps_per_block", "eps")
     dream = case.settings["family"] == "dream"
-    policy = (WithoutTheRowBefore if dream else dj.policies.SparseDLLM)(
+    policy = (WithoutThePredictorBefore if dream else dj.policies.SparseDLLM)(
         keep=s["retention_ratio"], kernel=s["kernel_size"] or 1, delay=s["delay_steps"]
     )
     sampler = dj.samplers.Confidence(temperature=s["temperature"])

@@ -21,10 +21,10 @@ class Log(NamedTuple):
     """What the layers of one step did.
 
     Attributes:
-      fed: rows that passed through the network.
-      stale: rows whose keys and branch outputs were recomputed.
+      fed: positions that passed through the network.
+      stale: positions whose keys and branch outputs were recomputed.
       similarity: new and stored values compared, where fed.
-      hidden: the rows as they leave the last layer.
+      hidden: the residual stream of the positions as they leave the last layer.
     """
 
     fed: Bool[Array, "b l"]

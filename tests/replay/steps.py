@@ -1,4 +1,4 @@
-"""Comparison of whole runs: what every method's recording has in common."""
+"""Comparison of complete runs: what every method's recording has in common."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ def compare_steps(case: Case, trace, predicted: str, computed: str | None = None
     active = np.asarray(trace.active)[..., None]
     if computed:
         exactly(computed, trace.computed, arrays[computed][keep], where=active)
-    width = arrays["confidence"].shape[-1]  # the whole canvas, or the response alone
+    width = arrays["confidence"].shape[-1]  # the full canvas, or the response alone
     score = np.asarray(trace.score)[..., -width:]
     # Where the reference's candidate is [MASK], ours is the best other token.
     mask_id = case.settings.get("mask_token_id", case.settings.get("mask_id"))

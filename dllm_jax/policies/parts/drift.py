@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
@@ -35,19 +36,31 @@ class Drift(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DriftTest(Options, abc.ABC):
-    """Which tokens a layer tests, and how similar their attention is."""
+    """Which tracked tokens a layer tests, and how similar their attention is before and after the step."""
 
     @abc.abstractmethod
     def tokens(
         self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
     ) -> Int[Array, "b t"]:
-        """The positions that a layer tests, l = none; attended: what each layer attended to most."""
+        """The positions that a layer tests, l = none.
+
+        Args:
+          attended: the tracked tokens of every layer, l = none.
+          layer: index of the layer.
+          length: canvas positions l.
+        """
 
     @abc.abstractmethod
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
-        """Similarity of each token's attention weights over the keys that exist."""
+        """Similarity of each tested token's attention weights before and after the step.
+
+        Args:
+          old: attention weights before the step.
+          new: after it.
+          keys: keys that are not padding.
+        """
 
     def similarity(
         self,
@@ -56,7 +69,14 @@ class DriftTest(Options, abc.ABC):
         tested: Bool[Array, "b t"],
         keys: Bool[Array, "b s"],
     ) -> Float[Array, "b"]:
-        """Mean over the tested tokens; if there are none NaN, which is below no threshold."""
+        """Mean similarity of the tested tokens; without any, NaN, which is below no threshold.
+
+        Args:
+          old: attention weights before the step.
+          new: after it.
+          tested: entries of t that are tokens.
+          keys: keys that are not padding.
+        """
         return _mean(self.cosine(old, new, keys), tested)
 
 
@@ -68,17 +88,19 @@ class HeadCosine(DriftTest):
     numbers, so values are close to 1 and not comparable with `KeyCosine`.
     """
 
+    @override
     def tokens(
         self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
     ) -> Int[Array, "b t"]:
-        """The union over layers, ascending."""
+        """The tracked tokens of all layers, each once, in order of position."""
         union = members(attended, length)
         return compact(union, min(length, attended.shape[1] * attended.shape[2]))
 
+    @override
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
-        """Mean over keys of the cosine over heads."""
+        """The mean over keys of the cosine along the head axis, whose vectors have one entry per head."""
         return _mean(_cosine(old, new, axis=1), keys[:, None, :])
 
 
@@ -89,21 +111,24 @@ class KeyCosine(DriftTest):
     Weights are averaged over heads, the cosine is over keys.
     """
 
+    @override
     def tokens(
         self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
     ) -> Int[Array, "b t"]:
-        """This layer's own."""
+        """The tokens that this layer itself attended to most."""
         return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
 
+    @override
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
-        """Cosine over keys of the mean over heads; absent keys have weight 0."""
+        """Equation 6: the cosine over keys of weights averaged over heads."""
+        # Padding has weight 0 in both vectors, so `keys` changes nothing.
         return _cosine(jnp.mean(old, axis=1), jnp.mean(new, axis=1), axis=-1)
 
 
 def members(attended: Int[Array, "b n track"], length: int) -> Bool[Array, "b l"]:
-    """All layers' tracked positions as a set."""
+    """The tracked positions of all layers as a set."""
     return Rows(attended.reshape(attended.shape[0], -1), length).mask()
 
 
@@ -111,15 +136,18 @@ def most_attended(
     votes: Float[Array, "b l"], candidates: Bool[Array, "b l"], track: int
 ) -> Int[Array, "b track"]:
     """The candidates with most votes, ties to the lower position; l where there are too few."""
+    # Of equal votes, `top_k` takes that of the lower index first.
     length = votes.shape[1]
     value, index = jax.lax.top_k(jnp.where(candidates, votes, -jnp.inf), min(track, length))
     return jnp.where(value > -jnp.inf, index, length)
 
 
 def _cosine(x: Float[Array, "..."], y: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    # Each norm is bounded on its own, as torch does, rather than their product.
     norm = lambda v: jnp.maximum(jnp.sqrt(jnp.sum(v * v, axis=axis)), EPS)
     return jnp.sum(x * y, axis=axis) / (norm(x) * norm(y))
 
 
 def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """The mean over the last axis of the marked entries, NaN without any."""
     return jnp.mean(x, axis=-1, where=jnp.broadcast_to(where, x.shape))

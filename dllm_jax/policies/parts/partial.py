@@ -1,4 +1,4 @@
-"""Partial updates inside a layer: which of its rows change, and in what static width they run."""
+"""Partial updates inside a layer: which of its positions change, and in what static width they run."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +16,14 @@ Carry = TypeVar("Carry")
 def least_similar(
     similarity: Float[Array, "b q"], among: Bool[Array, "b q"], ratio: float
 ) -> Bool[Array, "b q"]:
-    """The int(count * ratio) least similar of `count` marked rows of each sequence; ties: lowest index."""
+    """The int(count * ratio) least similar of a sequence's `count` marked positions, ties to the lower one.
+
+    Args:
+      similarity: of the new values to the stored ones.
+      among: marked positions.
+      ratio: fraction of them to update.
+    """
+    # Of the sequence's own positions: padding must not count, or batch mates would change the result.
     count = selection.fraction_of(jnp.sum(among, axis=1), ratio, similarity.shape[1])
     return selection.best(jnp.where(among, -similarity, -jnp.inf), count)
 
@@ -24,25 +31,26 @@ def least_similar(
 def run_narrowest(
     marked: Bool[Array, "b q"], widths: tuple[int, ...], rows: Rows, body: Callable, carry: Carry
 ) -> Carry:
-    """Runs `body(index, some, carry)` once over the marked rows, in the narrowest width that holds them.
+    """Runs `body(index, some, carry)` once over the marked positions, in the narrowest width that holds them.
 
-    Runs nothing if no row is marked.
+    Nothing runs if no position is marked.
 
     Args:
-      marked: rows to run.
-      widths: ascending; the last must hold every row.
-      rows: the rows that `marked` refers to.
-      body: `index` holds places in `rows` (its width where padding), `some` the rows there.
-      carry: threaded through.
+      marked: entries of `rows` to run.
+      widths: static widths, ascending; the last must hold all entries.
+      rows: the computed positions.
+      body: takes places in `rows` (its width where padding), the positions there, and the carry.
+      carry: the state that `body` returns changed.
     """
+    # One entry more than there are rows: what padding, whose place is the width, reads is padding again.
     position = jnp.pad(rows.index, ((0, 0), (0, 1)), constant_values=rows.length)
-    most, narrower = jnp.max(jnp.sum(marked, axis=1)), jnp.int32(0)
+    needed, narrower = jnp.max(jnp.sum(marked, axis=1)), jnp.int32(0)
 
     # Each width is a loop of one trip or none: branches of a `lax.switch` would copy the caches they write.
     for width in widths:
         index = compact(marked, width)
         some = Rows(jnp.take_along_axis(position, index, axis=1), rows.length)
-        trips = ((most > narrower) & (most <= width)).astype(jnp.int32)
+        trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
         carry = jax.lax.fori_loop(
             0, trips, lambda _, carry, index=index, some=some: body(index, some, carry), carry
         )

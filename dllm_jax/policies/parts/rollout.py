@@ -1,4 +1,4 @@
-"""Attention rollout over the rows of one step, and the nucleus of positions that carry its influence.
+"""Attention rollout over one step's computed positions, and the nucleus that carries most of its influence.
 
 Rollout (Abnar & Zuidema 2020; arXiv:2509.23094, section 4.2) multiplies the layers' head-averaged attention:
 C = W_n ... W_1, W = (E + I) / row sums, E being the identity with the computed rows replaced by their
@@ -19,7 +19,7 @@ from dllm_jax.state.rows import Rows
 
 
 def identity_rows(rows: Rows) -> Float[Array, "b q l"]:
-    """C before the first layer; rows of padding are zero."""
+    """C before the first layer: the identity's rows at the computed positions, zero at padding."""
     return (rows.index[..., None] == jnp.arange(rows.length)).astype(jnp.float32)
 
 
@@ -29,10 +29,19 @@ def roll(
     """The computed rows of W C, for one layer's head-averaged attention.
 
     A row that attends to nothing stays unchanged; so does any row at padding.
+
+    Args:
+      c: computed rows of C, before this layer.
+      attention: attention weights of the computed positions, averaged over query heads.
+      rows: the computed positions.
+      valid: positions that are not padding.
     """
     # Rows of E that were computed are attention, all others identity: E C = attention (C with the rows of
     # positions that were not computed replaced by the identity's).
     attention = jnp.where((rows.real & rows.take(valid))[..., None], attention, 0.0)
+
+    # Rows of C that were not computed are the identity's: there the product is the attention itself. Only the
+    # q computed columns need a multiplication.
     to_identity = jnp.where(rows.mask()[:, None], 0.0, attention)
     # Rows of padding read the attention of some position, but their C is zero.
     to_computed = jnp.swapaxes(rows.take(jnp.swapaxes(attention, 1, 2)), 1, 2)
@@ -48,21 +57,32 @@ def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"])
     The sums of a row add up to the number of valid positions. A position that was not computed adds 1 to its
     own sum, so the recomputed set rotates.
     """
+    # The identity rows of positions that were not computed are never stored: they add 1 on the diagonal.
     from_rows = jnp.sum(jnp.where(rows.take(valid)[..., None], c, 0.0), axis=1)
     return jnp.where(valid, from_rows + ~rows.mask(), 0.0)
 
 
 def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: float) -> Bool[Array, "b l"]:
-    """The heaviest positions whose mass together stays within p of the whole, and always the heaviest one.
+    """The heaviest positions whose summed weight stays within p of the total, and always the heaviest one.
 
-    The paper takes the smallest set whose mass exceeds p, one position more. Ties to the lower index; p = 1
-    is all of them.
+    The paper takes the smallest set whose mass exceeds p, one position more. Ties go to the lower index; p =
+    1 is all of them.
+
+    Args:
+      weight: influence of each position, not negative.
+      among: positions to choose from.
+      p: fraction of their total weight.
     """
+    # Sums of fractions may end below 1: the exact limit must not depend on rounding.
     if p == 1:
         return among
+
+    # Descending, those outside of `among` last.
     weight = jnp.where(among, weight, 0.0)
     order = jnp.argsort(-jnp.where(among, weight, -1.0), axis=1, stable=True)
-    share = jnp.take_along_axis(weight, order, axis=1) / (jnp.sum(weight, axis=1, keepdims=True) + 1e-9)
-    taken = (jnp.cumsum(share, axis=1) <= p) | (jnp.arange(weight.shape[1]) == 0)
-    batch = jnp.arange(weight.shape[0])[:, None]
-    return jnp.zeros_like(among).at[batch, order].set(taken) & among
+    probability = jnp.take_along_axis(weight, order, axis=1) / (jnp.sum(weight, axis=1, keepdims=True) + 1e-9)
+
+    # Inclusive: a position belongs to the nucleus if its own mass still fits.
+    in_nucleus = (jnp.cumsum(probability, axis=1) <= p) | (jnp.arange(weight.shape[1]) == 0)
+    sequence = jnp.arange(weight.shape[0])[:, None]
+    return jnp.zeros_like(among).at[sequence, order].set(in_nucleus) & among

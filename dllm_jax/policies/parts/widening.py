@@ -29,12 +29,12 @@ class InputStore(NamedTuple):
 
 
 class LayerResult(NamedTuple):
-    """What a layer gives, at the rows.
+    """What a layer returns, at the computed positions.
 
     Attributes:
-      x: the residual stream.
-      q: queries.
-      lse: log sum exp of their attention scores.
+      x: the residual stream after the layer.
+      q: rotated queries.
+      lse: log-sum-exp of their attention scores.
       cache: the changed storage.
     """
 
@@ -52,40 +52,54 @@ def pass_layer(
     wide: Bool[Array, "b"],
     canvas: Canvas,
 ) -> LayerResult:
-    """One layer: sequences that are `wide` compute all positions, the others only the rows.
+    """One layer: sequences that are `wide` compute all positions, the others only the selected ones.
 
-    The rows' new inputs are stored first; a wide sequence recomputes everything from the stored inputs and
-    stores its outputs as the next layer's inputs. If any sequence is wide, all are computed in full, but the
-    others keep only the results that they would have computed alone.
+    New inputs are stored first; a wide sequence recomputes everything from the stored inputs and stores its
+    outputs as the next layer's inputs (algorithm 1). If any sequence is wide, all are computed in full, but
+    the others keep only the results that they would have computed alone.
+
+    Args:
+      layer: this layer's weights.
+      x: the residual stream at the rows.
+      cache: this layer's view of an `InputStore`.
+      rows: the selected positions.
+      wide: sequences that compute all positions.
+      canvas: state before the step.
     """
-    queried = rows.mask()
+    # q and lse are placeholders: exactly one of the two branches below replaces them.
+    selected = rows.mask()
     (b, q, _), (h, d) = x.shape, (layer.spec.heads, layer.spec.head)
-    begun = LayerResult(x, jnp.zeros((b, q, h, d), x.dtype), jnp.zeros((b, h, q)), cache.write(rows, x=x))
+    before = LayerResult(x, jnp.zeros((b, q, h, d), x.dtype), jnp.zeros((b, h, q)), cache.write(rows, x=x))
 
-    def narrow(c: LayerResult) -> LayerResult:
+    def compute_selected(c: LayerResult) -> LayerResult:
         return _compute(layer, c.x, c.cache, rows, rows, canvas)
 
-    def widened(c: LayerResult) -> LayerResult:
-        # Everything is recomputed from the stored inputs; a narrow sequence keeps its rows alone.
-        inputs, keep = c.cache.read().x, full_rows(queried | wide[:, None])
+    def compute_all(c: LayerResult) -> LayerResult:
+        # Everything is recomputed from the stored inputs; a sequence that is not wide keeps its selection
+        # alone.
+        inputs, keep = c.cache.read().x, full_rows(selected | wide[:, None])
         x, q, lse, cache = _compute(layer, inputs, c.cache, full_rows(canvas.everything), keep, canvas)
 
-        # Outputs are the next layer's inputs; gathered rows, so that the last layer's write is dropped.
-        following = Rows(full_rows(canvas.everything & wide[:, None]).index, rows.length)
-        cache = cache._replace(index=cache.index + 1).write(following, x=x)._replace(index=cache.index)
+        # Outputs are the next layer's inputs. Not as a full step, whose write would be clamped to the last
+        # layer: a scatter beyond it is dropped.
+        next_inputs = Rows(full_rows(canvas.everything & wide[:, None]).index, rows.length)
+        cache = cache._replace(index=cache.index + 1).write(next_inputs, x=x)._replace(index=cache.index)
+
+        # Only the selected positions go on to the next layer's test and votes.
         lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
         return LayerResult(rows.take(x), rows.take(q), lse, cache)
 
+    # A full step has the width of the canvas in any case.
     if rows.full:
-        return widened(begun)
+        return compute_all(before)
     any_wide = jnp.any(wide)
-    return when(any_wide, widened, when(~any_wide, narrow, begun))
+    return when(any_wide, compute_all, when(~any_wide, compute_selected, before))
 
 
 def _compute(
     layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, keep: Rows, canvas: Canvas
 ) -> LayerResult:
-    """The layer at the rows; of their K/V only those of `keep` (a subset, in the same places) are stored."""
+    """The exact layer at the rows; only the K/V of `keep`, a subset in the same places, are stored."""
     q, k = layer.qk(x, rows.index)
     cache = cache.write(keep, k=k, v=layer.value(x))
     now = cache.read()
