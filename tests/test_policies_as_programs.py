@@ -13,8 +13,8 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.request import step_widths
 from dllm_jax.decoding.step import Plan
+from dllm_jax.decoding.widths import step_widths
 from tests.models import FAMILIES, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.programs import compilations

@@ -138,7 +138,7 @@ def test_more_than_k_where_the_schedule_asks_for_more():
 
 
 @few
-@given(bits(12), st.integers(0, 12))
+@given(bits(12), st.integers(0, 30))
 def test_inflation(chosen, distance):
     expected = chosen.copy()
     places = np.flatnonzero(chosen)

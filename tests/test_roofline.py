@@ -10,7 +10,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import roofline
-from dllm_jax.decoding.request import step_widths
+from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.roofline.steps import layer_size, pair_size
 from tests.models import random_tokens, spec, tiny

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.decoding.request import step_widths
 from dllm_jax.decoding.step import computed_rows, network
+from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import SEAMS

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import Model, encode
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import inputs
 
 
@@ -61,8 +62,7 @@ def log_likelihood(
         raise ValueError(
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1")
+    check_argument("chunk", chunk, PositiveInt)
     if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
         raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
     padding = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
@@ -99,7 +99,9 @@ def stratified_masks(key: Key[Array, ""], length: int, strata: int) -> Bool[Arra
 def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, "draws b r"]:
     if key is None:
         raise ValueError("log_likelihood draws random masks: pass key=jax.random.key(seed)")
-    if draws < 1 or strata < 1 or draws % strata:
+    check_argument("draws", draws, PositiveInt)
+    check_argument("strata", strata, PositiveInt)
+    if draws % strata:
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
 
     # Draws are grouped in strata, and each sequence has masks of its own.

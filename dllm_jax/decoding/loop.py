@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers.noise import Noise
@@ -76,15 +77,5 @@ def denoise(
 
 
 def coming(plan: Plan, state: State) -> Int[Array, ""]:
-    """The variant of the coming step: an index into `plan.widths`, or their number for the full canvas.
-
-    That is the narrowest width that holds what every sequence needs; the full canvas if nothing narrower does
-    or every active sequence needs all of it. Either way a sequence computes what it needs and no more.
-    """
-    # Inactive sequences need nothing, and decide nothing.
-    active = repeat(state.canvas, plan.streams).active
-    everything = jnp.all(state.need | ~active[:, None])
-    widest = jnp.max(jnp.sum(state.need, axis=1))
-    too_narrow = ((widest > width).astype(jnp.int32) for width in plan.widths)
-    narrowest = sum(too_narrow) if plan.widths else jnp.int32(0)
-    return jnp.where(everything, len(plan.widths), narrowest)
+    """The variant of the coming step: an index into `plan.widths`, or their number for the full canvas."""
+    return narrowest_variant(plan.widths, state.need, repeat(state.canvas, plan.streams).active)

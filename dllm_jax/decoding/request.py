@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.step import Plan
+from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import inputs
@@ -132,33 +132,6 @@ def sequence_keys(key: Keys, batch: int) -> Key[Array, "b"]:
     if key.shape != (batch,):
         raise ValueError(f"key has shape {key.shape}; expected one key, or one per sequence: ({batch},)")
     return key
-
-
-def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Static widths of the partial steps, ascending; none if the policy recomputes everything.
-
-    Widths change speed, never what is computed. What fits no narrower width is computed in place on the full
-    canvas. The default layer can do that for any set of positions; a policy with a `layer` of its own may
-    treat a full step as one in which every sequence computes everything, so it also gets a partial step as
-    wide as the canvas.
-
-    Args:
-      policy: proposes widths.
-      layout: the geometry.
-      override: the user's, in place of the policy's.
-
-    Raises:
-      ValueError: a width that is no whole number of at least 1; one beyond the canvas is the canvas.
-    """
-    if not policy.reuses:
-        return ()
-    # Widths of at least the canvas run no faster than the step over the canvas in place.
-    proposed = policy.widths(layout) if override is None else override
-    check_argument("widths", tuple(proposed), tuple[PositiveInt, ...])
-    partial = {int(width) for width in proposed if width < layout.length}
-    if type(policy).layer is not Policy.layer:
-        partial.add(layout.length)
-    return tuple(sorted(partial))
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec):
