@@ -237,7 +237,7 @@ def test_both_sides_are_one_computation_in_a_block_that_ends_the_response(family
     now = canvas(np.arange(12)[None] >= 6, prompt=6, family=family)
     size = lambda policy: policy.init(now.spec, now.layout, 1, jnp.float32).layers.k.shape
     assert size(both) == size(prefix)
-    for stored in ("always", "candidates"):
+    for stored in ("always_stored", "candidates"):
         np.testing.assert_array_equal(getattr(both, stored)(now), getattr(prefix, stored)(now))
     now = canvas(np.arange(12)[None] >= 6, prompt=6, block=3, family=family)
     assert (both.candidates(now) != prefix.candidates(now)).any()

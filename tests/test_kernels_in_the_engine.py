@@ -149,11 +149,11 @@ def test_explain_tells_what_each_policy_calls():
 
 
 def test_explain_looks_at_the_masks_of_each_step():
-    """Padded Dream: the queries of a full step see different slots, those of Sparse-dLLM's others do not."""
+    """Padded Dream: queries of a full step see different slots, those of Sparse-dLLM's partial ones do not."""
     rows = explained(tiny("dream"), "pallas", dj.policies.SparseDLLM(), padded=True).rows
     reasons = collections.defaultdict(set)
     for row in rows:
         if row.platform == "tpu":
             reasons[row.queries].add(row.implementation)
-    assert reasons[16] == {"xla: the mask differs between query positions"}
+    assert "xla: the mask differs between query positions" in reasons[16]
     assert "pallas" in set().union(*reasons.values())

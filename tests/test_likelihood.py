@@ -160,7 +160,7 @@ REFUSED = {
     "chunk=0": {"chunk": 0, **KEYED},
     r"cfg_scale=-0\.5": {"cfg_scale": -0.5, **KEYED},
     "cfg_scale=nan": {"cfg_scale": math.nan, **KEYED},
-    "prompt has 2 rows, answer has 3": {"answer": np.zeros((3, 2), int)},
+    "prompt has 2 sequences, answer has 3": {"answer": np.zeros((3, 2), int)},
     rf"prompt holds id {VOCAB}, outside": {"prompt": np.full((2, 2), VOCAB)},
     rf"answer\[0, 0\] is the mask id {MASK_ID}": {"answer": np.full((2, 2), MASK_ID)},
     "hides every token": {"prompt_mask": np.zeros((2, PROMPT), bool)},

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,19 +58,22 @@ class Settings(dict):
 
 # What describes a recording and its making, and is not a setting of the run.
 DESCRIPTION = """
-    answer_length answer_seed arrays attention attention_mask_passed batch batch_size
-    cache_ratio_field_returned_by_reference cache_ratio_paper calibration case commit
-    computed_fraction decoded decoded_without_logits diff_row1_padded_vs_alone dropped_for_size
-    dtype family field_docs field_docs_extra fields files input_seeds interpretations
-    kv_bytes_formula left_pads leftover_masks loglik loglik_float64 loglik_weights_perturbed_1e6
-    masked_tail masks_left_at_end mean_recomputed_fraction method min_topk_gap model
+    answer_length answer_seed arrays attention attention_mask_passed base_rope_theta batch
+    batch_size cache_ratio_field_returned_by_reference cache_ratio_paper calibration case commit
+    computed_fraction dataset_score_levenshtein decoded decoded_without_logits
+    diff_when_max_length_not_overridden dropped_for_size dtype edit_similarity_backend
+    effective_rope_theta family fields files input_kind input_seeds interpretations kv_bytes_formula
+    left_pads leftover_masks loglik loglik_float64 loglik_weights_perturbed_1e6 longllada_commit
+    longllada_repo masked_tail masks_left_at_end mean_recomputed_fraction method min_topk_gap model
     model_class_commit model_class_repo names nan_confidences_occurred nan_in_logits nfe note origin
     packages patches prompt_length prompt_lengths prompt_seed prompt_shape reference_fixes
-    robustness same_sampler_in seeds smallest_selection_margin source source_commit source_file
+    same_sampler_in scaling_factor seeds smallest_selection_margin source source_commit source_file
     source_files source_function source_repo split status status_reason steps_note tie_breaking
     tokens_per_forward tokens_that_differ_from_no_eviction top_k_source torch torch_seed
-    total_forward_steps triggered_steps unpatched_topk_gives_same_tokens why_this_source
+    total_forward_steps triggered_steps unpatched_topk_gives_same_tokens weights_dtype
+    why_this_source
 """
+MEASURED = re.compile("max_abs_diff|_vs_|_docs|^robust|^diff_")  # comparisons made while recording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,9 @@ class Case:
 
     def check_everything_was_read(self):
         """Raises UnknownSetting if the replay ignored a setting that may matter."""
-        ignored = [name for name in self.settings.unread() if name.split(".")[0] not in DESCRIPTION.split()]
+        described = DESCRIPTION.split()
+        unread = [(name, name.split(".")[0]) for name in self.settings.unread()]
+        ignored = [name for name, top in unread if top not in described and not MEASURED.search(top)]
         if ignored:
             raise UnknownSetting(f"{self.name}: the replay does not read {', '.join(ignored)}")
 
@@ -118,6 +124,8 @@ class Case:
         model = load(self.folder.parents[1] / "models" / self.settings["model"], self.settings["dtype"])
         if "rope_theta" in overrides:
             spec_changes["rope_base"] = overrides["rope_theta"]
+        if overrides:
+            overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
         return model.replace_spec(**spec_changes)
 
 

@@ -65,7 +65,7 @@ def vanilla_llada(case: Case):
 def vanilla_dream(case: Case):
     """Dream's diffusion_generate; prompts that hold masks are templates to fill."""
     s, arrays = case.settings, case.arrays
-    s.describes("block_length")  # Dream has one block
+    s.describes("block_length", "gen_length")  # Dream has one block; templates have their own length
     model = case.model(mask_id=s["mask_token_id"])
     closely("timesteps", dream_times(s["steps"], s["eps"]), arrays["timesteps"], tolerance=0)
     sampler = dj.samplers.DreamSchedule(
