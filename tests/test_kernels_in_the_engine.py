@@ -149,7 +149,7 @@ def test_explain_tells_what_each_policy_calls():
 
 
 def test_explain_looks_at_the_masks_of_each_step():
-    """Padded Dream: queries of a full step see different slots, those of Sparse-dLLM's partial ones do not."""
+    """Padded Dream: queries of a full step see different slots, those of Sparse-dLLM's others do not."""
     rows = explained(tiny("dream"), "pallas", dj.policies.SparseDLLM(), padded=True).rows
     reasons = collections.defaultdict(set)
     for row in rows:

@@ -197,7 +197,7 @@ def test_settings_are_those_printed(name, expected):
 @pytest.mark.parametrize("prompt", [2048, 3500, 8192])
 def test_the_pyramid_preset_descends_at_the_prompts_of_its_paper(prompt):
     policy = presets["pyramidkv-by-maskkv/llada-8b-instruct/samsum"].policy
-    budgets = policy.layers.budgets(32, policy.budget, prompt, policy.exact)
+    budgets = policy.layers.budgets(32, policy.budget, prompt)
     assert (np.diff(budgets) < 0).all()
 
 
