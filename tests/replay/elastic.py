@@ -18,7 +18,7 @@ TESTS = {"code": dj.policies.HeadCosine(), "paper": dj.policies.KeyCosine()}
 def elastic(case: Case):
     """Tokens, sets and confidences of the run, then what each layer saw and did."""
     s, arrays = case.settings, case.arrays
-    s.describes("steps")
+    s.describes("steps", "threshold")  # the threshold is not used where `commit_topk` is set
     stops, each = s["stop_token"] >= 0, s["commit_topk"]
     policy = dj.policies.ElasticCache(
         window=s["window"],
