@@ -51,7 +51,8 @@ def sparse_dllm(case: Case):
     """Both models; Dream's cases, which are optional, with the reference's own selection and schedule."""
     s = case.settings["hyperparameters"]
     s.only("remasking", "low_confidence")
-    s.describes("steps_per_block", "eps")
+    s.describes("steps_per_block", "eps", "alg")
+    case.settings.describes("gen_length", "block_length", "steps", "steps_per_block")  # the same again
     dream = case.settings["family"] == "dream"
     policy = (WithoutThePredictorBefore if dream else dj.policies.SparseDLLM)(
         keep=s["retention_ratio"], kernel=s["kernel_size"] or 1, delay=s["delay_steps"]
