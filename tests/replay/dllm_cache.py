@@ -30,7 +30,7 @@ def dllm_cache(case: Case):
     s, arrays = case.settings, case.arrays
     s.only("temperature", 0.0)
     s.only("factor")
-    s.describes("implementation", "num_transfer_tokens", "pad_token_id", "algorithm")
+    s.describes("implementation", "num_transfer_tokens", "pad_token_id", "algorithm", "threshold")
     prompt, model = arrays["prompt"], case.model(mask_id=s["mask_token_id"])
     valid = None
     if s["left_padding"]:
