@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
-from dllm_jax.nn.parameters import INIT_STD, abstract
+from dllm_jax.nn.parameters import INIT_STD, abstract, separate, separate_is_faster
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
 SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
@@ -35,14 +35,17 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
 def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0) -> dj.Model:
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
-    Memory never holds more than the weights and one such piece; nothing passes through the host.
+    They have the form that `load` gives weights on this device. Memory never holds more than the weights and
+    one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
     leaves = [
         _leaf(jax.tree_util.keystr(path), leaf, key) for (path, leaf), key in zip(paths, keys, strict=True)
     ]
-    return dj.Model(jax.tree.unflatten(tree, leaves), spec)
+    params = jax.tree.unflatten(tree, leaves)
+    where = jax.tree.leaves(params)[0].devices()
+    return dj.Model(separate(params) if separate_is_faster(next(iter(where)).platform) else params, spec)
 
 
 def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
