@@ -1,5 +1,6 @@
 """The torch decoders of bench.peer_torch produce our tokens, and its rows have what the table needs."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -57,6 +58,18 @@ def test_the_policies_differ_where_tokens_are_compared(family):
     """Otherwise equal tokens would say nothing."""
     found = [generations(tiny(family), policy)[1] for policy in POLICIES]
     assert len({tokens.tobytes() for tokens in found}) == len(POLICIES)
+
+
+def test_masks_are_never_decoded():
+    """Of a model that prefers [MASK] in most places, as ours."""
+    model = tiny("llada")
+    head = model.params["head"].at[model.spec.mask_id].multiply(10)
+    model = dataclasses.replace(model, params={**model.params, "head": head})
+    ours, theirs = generations(model, dj.policies.Policy())
+    best = np.asarray(dj.forward(model, ours)).argmax(axis=-1)
+    assert np.mean(best == model.spec.mask_id) > 0.2
+    assert not np.any(theirs == model.spec.mask_id)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}], ids=str)
