@@ -309,27 +309,3 @@ def test_growth_has_a_knee():
     steep = growth.positions_ms(spec, 1024, "h100") / growth.positions_ms(spec, 512, "h100")
     assert flat < 1.1
     assert steep == pytest.approx(2, rel=0.05)
-
-
-def test_peer_needs_torch_or_decodes_as_many_tokens(tiny):
-    torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
-    from bench.peer_torch import __main__ as peer_torch
-
-    torch.set_num_threads(1)  # more of them spin where the cores are taken
-    spec = models.shape("tiny")
-    theirs = peer_torch.twin(spec, "float32", None)
-    options = peer_torch.Options(shape="tiny", prompt=8, length=4, block=2, repeats=1)
-    tokens = torch.full((2, 12), spec.mask_id)
-    tokens[:, :8] = 1
-    with torch.inference_mode():
-        full = theirs.logits(tokens, slice(None))
-        changed = tokens.clone()
-        changed[:, -1] = 2
-        assert not torch.equal(full[:, 0], theirs.logits(changed, slice(None))[:, 0])  # not causal
-        out = theirs.generate(tokens.clone(), options.run(), spec)
-    assert torch.equal(out[:, :8], tokens[:, :8])
-    forward, whole = peer_torch.compare(tiny, theirs, options)
-    assert (forward["of"], whole["of"]) == ("forward", "generation")
-    assert forward["theirs_over_ours"]["low"] > 0
-    assert len(whole["ours"]["values"]) == 1
-    assert runner.table_of(peer_torch.COLUMNS, [forward, whole]).endswith("x |")

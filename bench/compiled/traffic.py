@@ -3,9 +3,9 @@
     python -m bench.compiled.traffic PROGRAM.hlo [--least MB]
 
 PROGRAM.hlo is `compiled.as_text()` of a program for a TPU or a CUDA GPU; no device is needed. Counted per
-trip of each loop body are operands and results, in main memory, of every instruction on its own.
-Not counted: a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part
-that is read; what is updated in place, beyond the part that is written. A GPU's L2 cache is not modelled, so
+trip of each loop body are operands and results, in main memory, of every instruction on its own. Not counted:
+a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part that is
+read; what is updated in place, beyond the part that is written. A GPU's L2 cache is not modelled, so
 intermediate results that stay in it are counted. `compiled.cost_analysis()` is no substitute: it counts every
 loop body once, and whole stacks instead of slices.
 """
