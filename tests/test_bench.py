@@ -27,7 +27,7 @@ from bench.shared import device, measure, models, runner, steps
 from bench.shared.measure import Grid
 from dllm_jax import roofline
 from dllm_jax.decoding.stats import Stats
-from dllm_jax.nn.parameters import abstract
+from dllm_jax.nn.parameters import abstract, stacked
 from dllm_jax.roofline import Hardware
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
@@ -188,11 +188,12 @@ def test_random_model():
     spec = models.shape("tiny", qkv_bias=True, layers=3)
     model = models.random_model(spec, dtype)
     wanted = abstract(spec, dtype)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), model.params) == jax.tree.map(
+    assert model.layers_are_separate == dj.abstract(spec).layers_are_separate
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), stacked(model.params)) == jax.tree.map(
         lambda a: (a.shape, a.dtype), wanted
     )
     assert models.size(model) == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(wanted))
-    layers = np.asarray(model.params["layers"]["gate"], np.float32)
+    layers = np.asarray(stacked(model.params)["layers"]["gate"], np.float32)
     assert np.std(layers) == pytest.approx(0.02, rel=0.05)
     assert not np.allclose(layers[0], layers[1])
     with pytest.raises(ValueError, match="shape='huge'"):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
-from dllm_jax.nn.parameters import INIT_STD, abstract, separate, separate_is_faster
+from dllm_jax.nn.parameters import INIT_STD, abstract, separate_is_faster
+from dllm_jax.nn.sharding import default_device
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
 SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
@@ -37,28 +38,27 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
 def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.0) -> dj.Model:
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
-<<<<<<< HEAD
     They have the form that `load` gives weights on this device. Memory never holds more than the weights and
     one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
-=======
-    Memory never holds more than the weights and one such piece; nothing passes through the host.
 
     Args:
       spec: the model.
       dtype: of the weights.
       seed: of the draws.
       gain: multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
->>>>>>> peer
     """
+    apart = separate_is_faster(default_device().platform)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
-    leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, key, gain)
-        for (path, leaf), key in zip(paths, keys, strict=True)
-    ]
+    leaves = []
+    for (path, leaf), key in zip(paths, keys, strict=True):
+        array = _leaf(jax.tree_util.keystr(path), leaf, key, gain)
+        leaves.append(list(array) if apart and path[0].key == "layers" else array)
     params = jax.tree.unflatten(tree, leaves)
-    where = jax.tree.leaves(params)[0].devices()
-    return dj.Model(separate(params) if separate_is_faster(next(iter(where)).platform) else params, spec)
+    if apart:
+        layers = params["layers"]
+        params["layers"] = [{name: layers[name][i] for name in layers} for i in range(spec.layers)]
+    return dj.Model(params, spec)
 
 
 def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, gain: float) -> jax.Array:

@@ -51,7 +51,7 @@ class Delayed(Policy, abc.ABC):
 
     @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to 16 (fewer are no faster); the widest has room for a shifted head."""
+        """Halvings of the response down to 16 (fewer are no faster); a shifted head has one position more."""
         return (*halvings(layout.response, smallest=16)[:-1], layout.response_inputs)
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:

@@ -12,7 +12,6 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, scatter
 from pallas_kernels.topk_evict import bisection
 
-
 COMPARABLE = 2048  # entries of which all pairs are compared: 4 million, less work than the passes of a sort
 
 
