@@ -16,6 +16,7 @@ def main(
     rope_factor: float = 1.0,
     overwrite: bool = False,
     check_finite: bool = False,
+    weights: Literal["int8"] | None = None,
 ):
     """Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax.
 
@@ -26,10 +27,18 @@ def main(
       rope_factor: multiply the rotary base (NTK scaling for long contexts).
       overwrite: replace an existing destination; it stays until the new one is complete.
       check_finite: refuse weights with NaN or infinity.
+      weights: matrices of the layers and the vocabulary head in int8; there is no way back.
     """
     with plain_errors():
         written = convert(
-            source, destination, dtype, rope_factor, overwrite, check_finite, show_progress=True
+            source,
+            destination,
+            dtype,
+            rope_factor,
+            overwrite,
+            check_finite,
+            show_progress=True,
+            weights=weights,
         )
     print(written)
 

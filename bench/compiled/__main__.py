@@ -17,7 +17,7 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -54,6 +54,7 @@ class Options:
     dtype: str = "bfloat16"
     implementation: Implementation | None = None
     separate_layers: bool | None = None
+    weights: Literal["int8"] | None = None
     hlo: Path | None = None
     json: runner.JsonFile = None
 

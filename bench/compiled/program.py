@@ -3,7 +3,7 @@
 import dataclasses
 import resource
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ class Case:
       dtype: of the weights.
       implementation: of attention.
       separate_layers: as in `dj.load`.
+      weights: as in `dj.load`.
     """
 
     target: str
@@ -61,6 +62,7 @@ class Case:
     dtype: str = "bfloat16"
     implementation: Implementation | None = None
     separate_layers: bool | None = None
+    weights: Literal["int8"] | None = None
 
     @property
     def on(self) -> Target:
@@ -94,7 +96,7 @@ def compile_case(case: Case) -> Report:
       Exception: whatever the compiler raises.
     """
     mesh = case.on.mesh(case.dp, case.tp)
-    model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers)
+    model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers, case.weights)
     before = _cpu_seconds()
     if case.policy == TRAINING:
         lowered, request = _training(case, model, mesh), None

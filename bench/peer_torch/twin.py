@@ -141,7 +141,9 @@ def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> No
     for unit in units(model.spec, dream.NAMES):
         arrays = source.read(unit)
         for entry in unit.entries:
-            array = to_hf(model.spec, entry, arrays[entry.leaf]).astype(np.float32)  # torch reads no bfloat16
+            ours = arrays[entry.leaf]
+            assert isinstance(ours, np.ndarray), "models of this bench are random, not int8"
+            array = to_hf(model.spec, entry, ours).astype(np.float32)  # torch reads no bfloat16
             theirs[entry.name].copy_(tensor(np.ascontiguousarray(array)))
             loaded.add(entry.name)
     if left := set(theirs) - loaded:

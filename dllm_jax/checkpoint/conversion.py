@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
-from dllm_jax.checkpoint.dtypes import choose
+from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
 from dllm_jax.checkpoint.hf import INDEX, HFCheckpoint, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
+from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
 
 LIBRARIES = ("dllm-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors")
@@ -27,6 +28,7 @@ def convert(
     overwrite: bool = False,
     check_finite: bool = False,
     show_progress: bool = False,
+    weights: Weights | None = None,
 ) -> Path:
     """Converts a Hugging Face checkpoint; see `dllm_jax.checkpoint.converted` for what is written.
 
@@ -40,6 +42,8 @@ def convert(
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       check_finite: refuse weights with NaN or infinity.
       show_progress: draw a bar on standard error.
+      weights: "int8" writes matrices in int8, half of bfloat16's size; the way back is refused. See
+        `dllm_jax.nn.int8`.
 
     Returns:
       the destination.
@@ -54,33 +58,34 @@ def convert(
     if is_converted(found):
         raise ValueError(f"{found} is converted already; expected a Hugging Face directory")
     checkpoint = open_hf(found)
-    written = choose(dtype, checkpoint.dtypes, str(found))
+    written, held = choose(dtype, checkpoint.dtypes, str(found)), choose_weights(weights, None, str(found))
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
         atomic_directory(target, overwrite) as partial,
-        progress("convert", checkpoint, written, show_progress) as advance,
+        progress("convert", checkpoint, written, held, show_progress) as advance,
     ):
-        for unit, arrays in stream(checkpoint, written, check_finite):
+        for unit, arrays in stream(checkpoint, written, held, check_finite):
             write_unit(partial, unit, arrays)
             advance(unit)
         copy_auxiliary_files(found, partial)
-        history = _provenance(checkpoint, str(source), written, rope_factor)
+        history = _provenance(checkpoint, str(source), written, held, rope_factor)
         (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
-        write_spec(partial, spec, written)
+        write_spec(partial, spec, written, held)
     return target
 
 
 def _provenance(
-    checkpoint: HFCheckpoint, source: str, written: np.dtype, rope_factor: float
+    checkpoint: HFCheckpoint, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
 ) -> dict[str, Any]:
-    weights = weight_files(checkpoint.path)
+    tensors = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
-    files = (*auxiliary_files(checkpoint.path), *index, *weights)
+    files = (*auxiliary_files(checkpoint.path), *index, *tensors)
     return {
         "source": source,
         "date": now(),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
+        **({} if weights is None else {"weights": weights}),
         "rope_factor": rope_factor,
         "versions": versions(LIBRARIES),
     }

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dllm_jax.nn.int8 import Weights
+
 SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
 SAFETENSORS = {  # by their names in safetensors files: the formats a weight may be stored in
     "F32": np.dtype(jnp.float32),
@@ -45,6 +47,20 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
             "Ask for one of them: dtype='float32' or dtype='bfloat16'"
         )
     return kinds[0]
+
+
+def choose_weights(weights: Any, stored: Weights | None, where: str) -> Weights | None:
+    """How to hold matrices: as asked for, or as they are stored if that is None.
+
+    Raises:
+      ValueError: another word than "int8", and what int8 files cannot give.
+    """
+    if weights is None or weights == "int8":
+        return weights or stored
+    reason = f"weights={weights!r} must be None (as they are stored) or 'int8'; dtype= chooses other dtypes"
+    if stored is not None:
+        reason += f". {where} holds {stored}: what rounding took cannot be given back, load the original"
+    raise ValueError(reason)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

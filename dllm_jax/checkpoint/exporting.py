@@ -18,6 +18,7 @@ from dllm_jax.checkpoint.names.table import Unit, to_hf
 from dllm_jax.checkpoint.source import Source, locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
+from dllm_jax.nn.int8 import HostArray, Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.spec import ModelSpec
@@ -48,17 +49,18 @@ def export(
     Raises:
       FileExistsError: the destination exists.
       FileNotFoundError: no such source.
-      ValueError: not a converted directory, damaged, or it contains the destination.
+      ValueError: not a converted directory, one of int8 matrices, damaged, or it contains the destination.
     """
     found, target = locate(source), Path(destination)
     check_apart(found, target)
     if not is_converted(found):
         raise ValueError(f"{found} is no converted directory (no spec.json and params/ as `convert` writes)")
     checkpoint = open_converted(found)
+    _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
     original = read_config(found / "config.json") if (found / "config.json").is_file() else None
     with atomic_directory(target, overwrite) as partial:
         copy_auxiliary_files(found, partial)
-        with progress("export", checkpoint, checkpoint.dtype, show_progress) as advance:
+        with progress("export", checkpoint, checkpoint.dtype, None, show_progress) as advance:
             _write(partial, checkpoint, original, shard_bytes, advance)
     return target
 
@@ -84,8 +86,10 @@ def save_hf(
 
     Raises:
       FileExistsError: the destination exists.
-      ValueError: parameters of another or of several dtypes, or a spec its family's config.json cannot hold.
+      ValueError: parameters of another or of several dtypes, int8 matrices, or a spec its family's
+        config.json cannot hold.
     """
+    _refuse_int8(InMemory(model), "save the model that was loaded without weights='int8'")
     target, original = Path(destination), None
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
@@ -117,13 +121,25 @@ class InMemory:
         """The dtypes of the parameters."""
         return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(self.model.params)}
 
-    def read(self, unit: Unit) -> dict[str, np.ndarray]:
+    @property
+    def weights(self) -> Weights | None:
+        """How matrices are held."""
+        return self.model.weights
+
+    def read(self, unit: Unit) -> dict[str, HostArray]:
         """The parameters of one unit by name, fetched from the device."""
         params = self.model.params
-        if unit.layer is None:
-            return {entry.leaf: np.asarray(params[entry.leaf]) for entry in unit.entries}
-        layer = layer_of(params, unit.layer)
-        return {entry.leaf: np.asarray(layer[entry.leaf]) for entry in unit.entries}
+        held = params if unit.layer is None else layer_of(params, unit.layer)
+        return {entry.leaf: jax.tree.map(np.asarray, held[entry.leaf]) for entry in unit.entries}
+
+
+def _refuse_int8(source: Source, instead: str):
+    """Raises ValueError if matrices are int8: what was rounded away does not come back."""
+    if source.weights is not None:
+        raise ValueError(
+            f"{source.path} holds int8 matrices: a Hugging Face directory of them would not be the original, "
+            f"whose digits are lost, and this layout has no int8; {instead}"
+        )
 
 
 def _write(
@@ -138,17 +154,19 @@ def _write(
     if original is None or values != original.values:
         (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     shards = plan(spec, dtype, shard_bytes)
-    tensors = _tensors(spec, stream(source, dtype), advance)
+    tensors = _tensors(spec, stream(source, dtype, None), advance)
     write(path, shards, tensors)
     next(tensors, None)  # all are written; this lets the last unit count as done
 
 
 def _tensors(
     spec: ModelSpec,
-    read: Iterable[tuple[Unit, dict[str, np.ndarray]]],
+    read: Iterable[tuple[Unit, dict[str, HostArray]]],
     advance: Callable[[Unit], None],
 ) -> Iterator[np.ndarray]:
     for unit, arrays in read:
         for entry in unit.entries:
-            yield to_hf(spec, entry, arrays[entry.leaf])
+            array = arrays[entry.leaf]
+            assert isinstance(array, np.ndarray), "int8 matrices are refused before anything is written"
+            yield to_hf(spec, entry, array)
         advance(unit)

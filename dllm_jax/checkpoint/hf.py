@@ -10,6 +10,7 @@ from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.names.table import Unit, check, hf_shape, to_ours
+from dllm_jax.nn.int8 import HostArray
 from dllm_jax.nn.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -49,7 +50,12 @@ class HFCheckpoint:
             for entry in unit.entries
         }
 
-    def read(self, unit: Unit) -> dict[str, np.ndarray]:
+    @property
+    def weights(self) -> None:
+        """Matrices are stored in one of `dtypes`."""
+        return None
+
+    def read(self, unit: Unit) -> dict[str, HostArray]:
         """Our parameters of one unit, in the stored dtype; views of the tensors as they lie in the file.
 
         Raises:

@@ -11,11 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dllm_jax.checkpoint.dtypes import choose
+from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.source import Source, open_checkpoint, stream
+from dllm_jax.nn.int8 import Weights, placements
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import Params, separate_is_faster
-from dllm_jax.nn.sharding import AXES, default_device, leaves, place, shape, sharding, stacked_format
+from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
+from dllm_jax.nn.sharding import default_device, place
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import Implementation
 
@@ -28,6 +29,7 @@ def load(
     check_finite: bool = False,
     implementation: Implementation | None = None,
     separate_layers: bool | None = None,
+    weights: Weights | None = None,
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
 
@@ -46,6 +48,9 @@ def load(
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs, separate
         elsewhere. Tokens do not depend on it.
+      weights: "int8" holds the matrices of the layers and the vocabulary head in int8
+        (`dllm_jax.nn.int8`): programs read half of bfloat16's bytes, and answers change as rounding has it.
+        None keeps what is stored: a directory converted to int8 loads as int8, any other one in `dtype`.
 
     Returns:
       the model.
@@ -53,15 +58,17 @@ def load(
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, an unknown implementation or kernels over a mesh, or (check_finite)
-        tensors with NaN or infinity; each by name.
+        a factor that is not positive, an unknown implementation or kernels over a mesh, other weights than
+        an int8 directory holds, or (check_finite, int8) tensors with NaN or infinity; each by name.
     """
     if mesh is not None and implementation == "pallas":
         raise ValueError("implementation='pallas' does not go with a mesh: XLA cannot split a kernel over it")
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
-    return dataclasses.replace(empty, params=fill(source, target, mesh, check_finite, separate_layers))
+    held = choose_weights(weights, source.weights, str(source.path))
+    params = fill(source, target, mesh, check_finite, separate_layers, held)
+    return dataclasses.replace(empty, params=params)
 
 
 def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
@@ -81,17 +88,20 @@ def fill(
     mesh: Mesh | None = None,
     check_finite: bool = False,
     separate_layers: bool | None = None,
+    weights: Weights | None = None,
 ) -> Params:
     """Parameters of an opened checkpoint on the device or the mesh; arguments as of `load`."""
+    weights = weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     if separate_layers is None:
         separate_layers = separate_is_faster(platform)
-    layers = _List() if separate_layers else _Stack(source.spec, dtype, mesh, platform)
+    layers = _List() if separate_layers else _Stack(source.spec, dtype, weights, mesh, platform)
     lone: Params = {}
-    for unit, arrays in stream(source, dtype, check_finite):
-        placed = {
-            entry.leaf: _place(source.spec, entry.leaf, arrays[entry.leaf], mesh) for entry in unit.entries
+    for unit, arrays in stream(source, dtype, weights, check_finite):
+        where = {
+            leaf: placements(source.spec, leaf, weights, mesh, platform, stacked=False) for leaf in arrays
         }
+        placed = jax.tree.map(place, arrays, where)
         if unit.layer is None:
             lone |= placed
         else:
@@ -99,18 +109,13 @@ def fill(
     return {"layers": layers.layers, **lone}
 
 
-def _place(spec: ModelSpec, leaf: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    axes = AXES[leaf].removeprefix("n")
-    return place(array, None if mesh is None else sharding(spec, axes, mesh))
-
-
 class _List:
     """Separate layers, in the order in which they are read."""
 
     def __init__(self):
-        self.layers: list[dict[str, Array]] = []
+        self.layers: list[dict[str, Any]] = []
 
-    def add(self, index: int, new: dict[str, Array]):
+    def add(self, index: int, new: dict[str, Any]):
         assert index == len(self.layers), "layers are read in order"
         self.layers.append(new)
 
@@ -118,17 +123,19 @@ class _List:
 class _Stack:
     """Stacked layers, which are filled in place: the stack is never held twice."""
 
-    def __init__(self, spec: ModelSpec, dtype: np.dtype, mesh: Mesh | None, platform: str):
-        axes = {leaf: AXES[leaf] for leaf in leaves(spec) if AXES[leaf].startswith("n")}
-        split = {leaf: None if mesh is None else sharding(spec, axes[leaf], mesh) for leaf in axes}
-        where = {leaf: stacked_format(leaf, split[leaf], platform) for leaf in axes}
-        empty = lambda: {leaf: jnp.zeros(shape(spec, axes[leaf]), dtype) for leaf in axes}
-        self.layers: dict[str, Array] = jax.jit(empty, out_shardings=where)()
+    def __init__(
+        self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None, mesh: Mesh | None, platform: str
+    ):
+        shapes = abstract(spec, dtype, weights)["layers"]
+        where = {leaf: placements(spec, leaf, weights, mesh, platform, stacked=True) for leaf in shapes}
+        empty = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+        self.layers: dict[str, Any] = jax.jit(empty, out_shardings=where)()
         self._set = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)
 
-    def add(self, index: int, new: dict[str, Array]):
+    def add(self, index: int, new: dict[str, Any]):
         self.layers = self._set(self.layers, new, jnp.int32(index))
 
 
-def _set_layer(layers: dict[str, Array], new: dict[str, Array], layer: Int[Array, ""]) -> dict[str, Array]:
-    return {leaf: jax.lax.dynamic_update_index_in_dim(layers[leaf], new[leaf], layer, 0) for leaf in layers}
+def _set_layer(layers: dict[str, Any], new: dict[str, Any], layer: Int[Array, ""]) -> dict[str, Any]:
+    put = lambda stack, array: jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
+    return jax.tree.map(put, layers, new)

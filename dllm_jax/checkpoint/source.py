@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import huggingface_hub
+import jax
 import numpy as np
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
-from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.names.table import Unit, own_axes
+from dllm_jax.nn.int8 import HostArray, Weights, quantise
+from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.nn.spec import ModelSpec
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -42,7 +45,12 @@ class Source(Protocol):
         """The dtypes that weights are stored in."""
         ...
 
-    def read(self, unit: Unit) -> dict[str, np.ndarray]:
+    @property
+    def weights(self) -> Weights | None:
+        """How matrices are stored: "int8", or None for one of `dtypes`."""
+        ...
+
+    def read(self, unit: Unit) -> dict[str, HostArray]:
         """The parameters of one unit by name, in our layout and the stored dtype."""
         ...
 
@@ -82,27 +90,48 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
 
 
 def stream(
-    source: Source, dtype: np.dtype, check_finite: bool = False
-) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
+    source: Source, dtype: np.dtype, weights: Weights | None, check_finite: bool = False
+) -> Iterator[tuple[Unit, dict[str, HostArray]]]:
     """Reads every unit in turn, cast to `dtype`; refuses NaN and infinity at the end if `check_finite`.
 
+    Args:
+      source: the checkpoint.
+      dtype: of all arrays but int8 matrices.
+      weights: "int8" makes matrices int8, from the stored numbers; None leaves them as they are, so that
+        those of an int8 checkpoint stay int8.
+      check_finite: look at every array.
+
     Raises:
-      ValueError: (check_finite, after the last unit) naming all tensors with NaN or infinity.
+      ValueError: naming all tensors with NaN or infinity (check_finite, after the last unit), or the first
+        one that therefore cannot be int8.
     """
-    bad = []
+    bad: list[str] = []
     for unit in units_of(source.spec):
-        arrays = {leaf: array.astype(dtype, copy=False) for leaf, array in source.read(unit).items()}
-        if check_finite:
-            bad += [entry.name for entry in unit.entries if not np.isfinite(arrays[entry.leaf]).all()]
+        stored, arrays = source.read(unit), {}
+        for entry in unit.entries:
+            array = stored[entry.leaf]
+            if isinstance(array, np.ndarray) and weights == "int8" and entry.leaf in OUTPUTS:
+                try:
+                    array = quantise(array, own_axes(entry.leaf), OUTPUTS[entry.leaf])
+                except ValueError as error:
+                    raise ValueError(f"{source.path}: {error} in {entry.name}") from error
+            if isinstance(array, np.ndarray):
+                array = array.astype(dtype, copy=False)
+                # An int8 matrix is finite, or there would be none.
+                if check_finite and not np.isfinite(array).all():
+                    bad.append(entry.name)
+            arrays[entry.leaf] = array
         yield unit, arrays
     if bad:
         raise ValueError(f"{source.path}: NaN or infinite values in {', '.join(bad)}")
 
 
 @contextlib.contextmanager
-def progress(title: str, source: Source, dtype: np.dtype, show: bool) -> Iterator[Callable[[Unit], None]]:
+def progress(
+    title: str, source: Source, dtype: np.dtype, weights: Weights | None, show: bool
+) -> Iterator[Callable[[Unit], None]]:
     """Draws a bar of bytes and tensors on standard error if `show`; yields `advance`, called per unit."""
-    size = {unit.name: _bytes(source, unit, dtype) for unit in units_of(source.spec)}
+    size = {unit.name: _bytes(source, unit, dtype, weights) for unit in units_of(source.spec)}
     tensors = sum(len(unit.entries) for unit in units_of(source.spec))
     done = 0
     columns = (
@@ -123,5 +152,6 @@ def progress(title: str, source: Source, dtype: np.dtype, show: bool) -> Iterato
         yield advance
 
 
-def _bytes(source: Source, unit: Unit, dtype: np.dtype) -> int:
-    return sum(int(np.prod(shape)) for shape in unit.shapes(source.spec).values()) * dtype.itemsize
+def _bytes(source: Source, unit: Unit, dtype: np.dtype, weights: Weights | None) -> int:
+    arrays = jax.tree.leaves(unit.arrays(source.spec, dtype, weights))
+    return sum(array.size * array.dtype.itemsize for array in arrays)

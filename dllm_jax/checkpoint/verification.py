@@ -12,8 +12,11 @@ from rich.table import Column, Table
 from dllm_jax.checkpoint.dtypes import SUPPORTED, same_bits
 from dllm_jax.checkpoint.families import differences, units_of
 from dllm_jax.checkpoint.loading import fill
+from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.source import Source, open_checkpoint
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward
+from dllm_jax.nn.sharding import OUTPUTS
 
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory
 TENSORS_SHOWN = 20  # in the table, those that differ most
@@ -110,7 +113,9 @@ def verify(
 ) -> Comparison:
     """Compares two checkpoints, each a Hugging Face directory, a converted one or a hub id.
 
-    One model at a time is in memory.
+    One model at a time is in memory. A checkpoint of int8 matrices is compared as it is: with another of them
+    bit by bit, with the original by the numbers that the matrices stand for, which then all differ, and by
+    logits, for which the tolerance has to be as wide as the loss that is accepted.
 
     Args:
       a: one checkpoint.
@@ -140,16 +145,22 @@ def verify(
 
 
 def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, ...]]:
-    """Counts the tensors and lists those whose bits differ; only one unit of each checkpoint is in memory."""
+    """Counts the tensors and lists those whose bits differ; only one unit of each checkpoint is in memory.
+
+    Two int8 matrices are the same if values and scales are. Where bits differ, an int8 matrix counts as the
+    numbers that it stands for.
+    """
     count, differing = 0, []
     for unit in units_of(a.spec):
         left, right = a.read(unit), b.read(unit)
         count += len(unit.entries)
         for entry in unit.entries:
             x, y = left[entry.leaf], right[entry.leaf]
-            pieces = [slice(start, start + PIECE) for start in range(0, len(x), PIECE)]
-            if not all(same_bits(x[piece], y[piece]) for piece in pieces):
-                far = max(_distance(x[piece], y[piece]) for piece in pieces)
+            if not _same(x, y):
+                far = max(
+                    _distance(_floats(x, entry.leaf, piece), _floats(y, entry.leaf, piece))
+                    for piece in _pieces(x)
+                )
                 differing.append(TensorDifference(entry.name, str(x.dtype), str(y.dtype), far))
     return count, tuple(differing)
 
@@ -197,8 +208,29 @@ def _log_softmax(x: Float[np.ndarray, "l v"]) -> Float[np.ndarray, "l v"]:
 def _logits(source: Source, ids: Int[np.ndarray, "1 l"]) -> Float[np.ndarray, "l v"]:
     kinds = source.dtypes
     dtype = next(iter(kinds)) if len(kinds) == 1 and kinds <= set(SUPPORTED) else np.dtype(np.float32)
-    model = Model(fill(source, dtype), source.spec)
+    model = Model(fill(source, dtype), source.spec)  # int8 matrices stay int8
     return np.asarray(jax.device_get(forward(model, jnp.asarray(ids)))[0], np.float32)
+
+
+def _pieces(array: HostArray) -> list[slice]:
+    """Ranges of the first axis that are looked at one at a time."""
+    return [slice(start, start + PIECE) for start in range(0, array.shape[0], PIECE)]
+
+
+def _same(x: HostArray, y: HostArray) -> bool:
+    """Whether two parameters are the same bit by bit."""
+    if isinstance(x, Int8Matrix) and isinstance(y, Int8Matrix):
+        return _same(x.values, y.values) and _same(x.scale, y.scale)
+    if isinstance(x, Int8Matrix) or isinstance(y, Int8Matrix):
+        return False
+    return all(same_bits(x[piece], y[piece]) for piece in _pieces(x))
+
+
+def _floats(array: HostArray, leaf: str, piece: slice) -> np.ndarray:
+    """A piece of the numbers that a parameter stands for."""
+    if isinstance(array, Int8Matrix):
+        return dequantise(array, own_axes(leaf), OUTPUTS[leaf], piece)
+    return array[piece]
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:

@@ -7,14 +7,31 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.nn.int8 import Int8Matrix
+
 
 def precision(dtype: jnp.dtype) -> Precision:
     """Full precision for float32 (no TF32, no bf16 passes); the hardware's default for narrower types."""
     return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
 
 
-def einsum(formula: str, x: Float[Array, "..."], y: Float[Array, "..."], out=None) -> Float[Array, "..."]:
-    """`jnp.einsum` of two operands at the `precision` of the first one's dtype; `out` widens the result."""
+def einsum(
+    formula: str, x: Float[Array, "..."], y: Float[Array, "..."] | Int8Matrix, out=None
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands at the `precision` of the first one's dtype; `out` widens the result.
+
+    Of an int8 matrix, whose outputs must be the last axes of the result, the sums are scaled in float32.
+    """
+    if isinstance(y, Int8Matrix):
+        # The conversion is all that stands between the values and the product: compilers then fuse the two.
+        sums = jnp.einsum(
+            formula,
+            x,
+            y.values.astype(x.dtype),
+            precision=precision(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return (sums * y.scale).astype(out or x.dtype)
     return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
 
 

@@ -34,7 +34,7 @@ class Layer:
       implementation: of `attention`, `received` and `head_mean`, see `Model`.
     """
 
-    weights: dict[str, Array]
+    weights: dict[str, Any]
     spec: ModelSpec
     rope: Rope
     index: LayerIndex

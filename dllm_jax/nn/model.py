@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
+from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.parameters import Params, describe
 from dllm_jax.nn.spec import ModelSpec
@@ -42,8 +43,13 @@ class Model:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of parameters and activations."""
+        """Dtype of activations and of all parameters but int8 matrices."""
         return self.params["embed"].dtype
+
+    @property
+    def weights(self) -> Weights | None:
+        """How matrices are held: "int8" (`dllm_jax.nn.int8`), or None for `dtype`."""
+        return held_as(self.params)
 
     @property
     def layers_are_separate(self) -> bool:

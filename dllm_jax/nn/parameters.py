@@ -7,7 +7,7 @@ Everything else in the package works on the pure pytree these modules describe:
 That is the stacked form, which one scan runs through: short programs, and on TPUs each product reads its
 layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 3 times the traffic of the
 product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
-Everything that takes parameters takes both forms.
+Everything that takes parameters takes both forms. In either, matrices may be int8 (`dllm_jax.nn.int8`).
 """
 
 from typing import Any
@@ -19,6 +19,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from dllm_jax.nn import int8
+from dllm_jax.nn.int8 import Weights, held_as, is_int8
 from dllm_jax.nn.sharding import AXES
 from dllm_jax.nn.spec import ModelSpec
 
@@ -90,9 +92,13 @@ def initialise(spec: ModelSpec, key: PRNGKeyArray, dtype: Any = jnp.float32, gai
     return nnx.to_pure_dict(nnx.state(Decoder(spec, jnp.dtype(dtype), rngs, gain), nnx.Param))
 
 
-def abstract(spec: ModelSpec, dtype: Any = jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
+def abstract(
+    spec: ModelSpec, dtype: Any = jnp.float32, weights: Weights | None = None
+) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
-    return jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
+    params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
+    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked=True)
+    return jax.tree_util.tree_map_with_path(held, params)
 
 
 def separate(params: Params) -> Params:
@@ -100,7 +106,7 @@ def separate(params: Params) -> Params:
     layers = params["layers"]
     if isinstance(layers, list):
         return params
-    return params | {"layers": [{name: a[i] for name, a in layers.items()} for i in range(_count(layers))]}
+    return params | {"layers": [layer_of(params, i) for i in range(_count(layers))]}
 
 
 def stacked(params: Params) -> Params:
@@ -111,10 +117,10 @@ def stacked(params: Params) -> Params:
     return params | {"layers": jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)}
 
 
-def layer_of(params: Params, index: int) -> dict[str, Array]:
+def layer_of(params: Params, index: int) -> dict[str, Any]:
     """One layer's parameters, of either form."""
     layers = params["layers"]
-    return layers[index] if isinstance(layers, list) else {name: a[index] for name, a in layers.items()}
+    return layers[index] if isinstance(layers, list) else jax.tree.map(lambda a: a[index], layers)
 
 
 def separate_is_faster(platform: str) -> bool:
@@ -122,13 +128,13 @@ def separate_is_faster(platform: str) -> bool:
     return platform != "tpu"
 
 
-def _count(layers: dict[str, Array]) -> int:
+def _count(layers: dict[str, Any]) -> int:
     return next(iter(layers.values())).shape[0]
 
 
 def count(params: PyTree[Array | jax.ShapeDtypeStruct]) -> int:
-    """Number of scalars in a parameter tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    """Number of scalars in a parameter tree; scales of int8 matrices are not counted."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=is_int8))
 
 
 def describe(params: Any) -> list[str]:
@@ -140,7 +146,7 @@ def describe(params: Any) -> list[str]:
     if not isinstance(params, dict):
         return [f"params={params!r}"]
     # Leaves by their own names; of a loader's tree some may not be arrays yet.
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8)
     leaves = [(jax.tree_util.keystr(path[-1:], simple=True), leaf) for path, leaf in paths]
     arrays = [leaf for _, leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     dtypes = ", ".join(sorted({str(array.dtype) for array in arrays})) or "no dtype"
@@ -155,6 +161,9 @@ def describe(params: Any) -> list[str]:
         else:
             shapes = _shape(group)
         lines.append(f"{name:<8}{shapes}")
+    if held_as(params):
+        names = dict.fromkeys(name for name, leaf in leaves if is_int8(leaf))
+        lines.append(f"int8    {', '.join(_ordered(names, tuple(AXES)))}; a float32 scale per output channel")
     return lines + _mesh_line(leaves)
 
 
@@ -174,7 +183,8 @@ def _shape(array: Any) -> str:
 def _mesh_line(leaves: list[tuple[str, Any]]) -> list[str]:
     """The mesh that parameters are placed on, and which are split over it; nothing on a single device."""
     # A traced array has no placement of its own, and refuses the question.
-    placed = [(n, getattr(x, "sharding", None)) for n, x in leaves if not isinstance(x, Tracer)]
+    arrays = [(n, leaf.values if is_int8(leaf) else leaf) for n, leaf in leaves]
+    placed = [(n, getattr(x, "sharding", None)) for n, x in arrays if not isinstance(x, Tracer)]
     meshes = {s.mesh.shape_tuple for _, s in placed if isinstance(s, NamedSharding)}
     if not meshes:
         return []

@@ -26,6 +26,17 @@ AXES: dict[str, str] = {
     "norm": "m",
     "head": "vm",
 }
+# Of the matrices: the axes they produce. What is left is summed over.
+OUTPUTS: dict[str, str] = {
+    "q": "hd",
+    "k": "kd",
+    "v": "kd",
+    "o": "m",
+    "gate": "f",
+    "up": "f",
+    "down": "m",
+    "head": "v",
+}
 TENSOR_PARALLEL = "tp"
 SPLIT = "hkfv"  # heads, kv heads, MLP width and vocabulary are what tensor parallelism divides
 

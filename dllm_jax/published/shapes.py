@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dllm_jax.checkpoint.dtypes import choose
+from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.nn import parameters
+from dllm_jax.nn.int8 import Weights, is_int8, placements
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.sharding import AXES, default_device, sharding, stacked_format
+from dllm_jax.nn.sharding import default_device
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.published.presets import presets
 from pallas_kernels import Implementation
@@ -23,6 +24,7 @@ def abstract(
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
     separate_layers: bool | None = None,
+    weights: Weights | None = None,
 ) -> Model:
     """The model that `load` would return, as shapes and placements: nothing is read or allocated.
 
@@ -35,6 +37,7 @@ def abstract(
       mesh: as in `load`; a mesh of one device is that device.
       implementation: as in `load`.
       separate_layers: as in `load`.
+      weights: as in `load`.
 
     Raises:
       FileNotFoundError, ValueError: as `load`, if shape is a checkpoint.
@@ -42,23 +45,24 @@ def abstract(
     if isinstance(shape, ModelSpec) or str(shape) in presets.names("models"):
         spec = shape if isinstance(shape, ModelSpec) else presets.model_spec(str(shape))
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
+        held = choose_weights(weights, None, str(shape))
     else:
         source = open_checkpoint(shape)
         spec, target = source.spec, choose(dtype, source.dtypes, str(source.path))
+        held = choose_weights(weights, source.weights, str(source.path))
 
-    # The form and, leaf by leaf, the place that `load` chooses.
+    # The form and, array by array, the place that `load` chooses.
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     if separate_layers is None:
         separate_layers = parameters.separate_is_faster(platform)
-    stacked = parameters.abstract(spec, target)
+    stacked = parameters.abstract(spec, target, held)
     params = jax.eval_shape(parameters.separate, stacked) if separate_layers else stacked
 
-    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name, in_layers = path[-1].key, path[0].key == "layers"
-        axes = AXES[name].removeprefix("n") if separate_layers else AXES[name]
-        where = None if mesh is None else sharding(spec, axes, mesh)
-        if in_layers and not separate_layers:
-            where = stacked_format(name, where, platform)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    def placed(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = path[-1].key
+        alone = separate_layers or path[0].key != "layers"
+        where = placements(spec, name, held, mesh, platform, stacked=not alone)
+        put = lambda array, at: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
+        return jax.tree.map(put, leaf, where)
 
-    return Model(jax.tree_util.tree_map_with_path(placed, params), spec, implementation)
+    return Model(jax.tree_util.tree_map_with_path(placed, params, is_leaf=is_int8), spec, implementation)

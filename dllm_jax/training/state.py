@@ -32,7 +32,16 @@ class TrainState(NamedTuple):
 
 
 def begin(model: Model, config: TrainConfig) -> TrainState:
-    """The state before the first step; copies the parameters, since `train_step` donates its input."""
+    """The state before the first step; copies the parameters, since `train_step` donates its input.
+
+    Raises:
+      ValueError: int8 matrices, which have no gradient.
+    """
+    if model.weights is not None:
+        raise ValueError(
+            f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "
+            "smaller than their spacing; load the original without weights='int8'"
+        )
     params = jax.tree.map(jnp.copy, model.params)
     return TrainState(params, optimiser(config).init(params), jnp.int32(0), jax.random.key(config.seed))
 

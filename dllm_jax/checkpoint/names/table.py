@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 
+from dllm_jax.nn import int8
+from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.sharding import AXES, leaves, shape, sizes
 from dllm_jax.nn.spec import ModelSpec
 
@@ -38,9 +41,10 @@ class Unit:
     layer: int | None
     entries: tuple[TensorName, ...]
 
-    def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Our shape of every parameter in the unit."""
-        return {entry.leaf: shape(spec, own_axes(entry.leaf)) for entry in self.entries}
+    def arrays(self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None) -> dict[str, Any]:
+        """Our shape and dtype of every parameter in the unit, see `dllm_jax.nn.int8.abstract`."""
+        described = lambda leaf: int8.abstract(spec, leaf, dtype, weights, stacked=False)
+        return {entry.leaf: described(entry.leaf) for entry in self.entries}
 
 
 def own_axes(leaf: str) -> str:

@@ -1,0 +1,152 @@
+"""Matrices in int8 with a scale for each output channel: half of bfloat16's bytes.
+
+    w[i, o] = values[i, o] scale[o],   scale[o] = max_i |w[i, o]| / 127
+
+Symmetric, to the nearest value, and of weights alone: a product converts the values to the dtype of the
+activations, which is exact, as every integer up to 256 is a bfloat16; compilers do so while they read. The
+matrices of the layers and the vocabulary head are int8 (`dllm_jax.nn.sharding.OUTPUTS`). The embedding, norms
+and biases keep the model's dtype; so does a table that embedding and head share.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, PyTree
+
+from dllm_jax.nn.sharding import AXES, OUTPUTS, shape, sharding, stacked_format
+from dllm_jax.nn.spec import ModelSpec
+
+Weights = Literal["int8"]  # how matrices are held, if not in the model's dtype
+LARGEST = 127  # -128 is not used: the range is symmetric
+PIECE = 2**24  # scalars that are float32 at once while a matrix is quantised
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Matrix:
+    """A matrix in int8, in the place of an array in the parameters.
+
+    Besides arrays of devices or of the host, it may hold what describes them: shapes, axes, shardings.
+
+    Attributes:
+      values: int8 from -127 to 127, in the matrix's shape.
+      scale: float32, positive, one per output channel: the axes of `OUTPUTS`.
+    """
+
+    values: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.values.shape
+
+    @property
+    def size(self) -> int:
+        """Number of the matrix's scalars."""
+        return self.values.size
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the values, int8."""
+        return self.values.dtype
+
+
+HostArray = np.ndarray | Int8Matrix  # a parameter on the host
+
+
+def is_int8(leaf: Any) -> bool:
+    """Whether a parameter is an `Int8Matrix`; as `is_leaf`, trees of parameters end there."""
+    return isinstance(leaf, Int8Matrix)
+
+
+def held_as(params: PyTree) -> Weights | None:
+    """How the matrices of these parameters are held: "int8", or None for the model's dtype."""
+    return "int8" if any(map(is_int8, jax.tree.leaves(params, is_leaf=is_int8))) else None
+
+
+def axes_of(leaf: str, weights: Weights | None) -> Any:
+    """Axes of a parameter as in `AXES`; of one that is int8 an `Int8Matrix` of the axes of its two arrays."""
+    axes = AXES[leaf]
+    if weights is None or leaf not in OUTPUTS:
+        return axes
+    return Int8Matrix(axes, "n" * axes.startswith("n") + OUTPUTS[leaf])
+
+
+def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, stacked: bool) -> Any:
+    """Shape and dtype of a parameter, an `Int8Matrix` of them if it is int8; arguments as of `placements`."""
+    axes = axes_of(leaf, weights)
+    sized = lambda axes, dtype: jax.ShapeDtypeStruct(
+        shape(spec, axes if stacked else axes.removeprefix("n")), dtype
+    )
+    if not is_int8(axes):
+        return sized(axes, dtype)
+    return Int8Matrix(sized(axes.values, np.int8), sized(axes.scale, np.float32))
+
+
+def placements(
+    spec: ModelSpec, leaf: str, weights: Weights | None, mesh: Mesh | None, platform: str, stacked: bool
+) -> Any:
+    """Where a parameter lies: a sharding, None without a mesh; of an int8 matrix, those of both arrays.
+
+    Args:
+      spec: the model.
+      leaf: a key of `AXES`.
+      weights: how matrices are held.
+      mesh: None puts everything on the default device.
+      platform: of the devices.
+      stacked: whether the parameter is one of stacked layers.
+    """
+
+    def where(axes: str) -> Any:
+        split = None if mesh is None else sharding(spec, axes if stacked else axes.removeprefix("n"), mesh)
+        return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
+
+    return jax.tree.map(where, axes_of(leaf, weights))
+
+
+def quantise(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Matrix:
+    """The nearest int8 matrix of an array on the host, computed in float32, bounded in memory.
+
+    Halves go to the even neighbour. A channel of zeros has the scale 1, and so has one of numbers so small
+    that its scale would not be a normal float32: these become zeros.
+
+    Args:
+      array: the matrix; any strides.
+      axes: its axes, a letter each.
+      outputs: those of them that are output channels, in the same order.
+
+    Raises:
+      ValueError: NaN or infinity, for which there is no scale.
+    """
+    # A piece is a range of the first output axis, so that it has its channels to itself.
+    first, inputs = axes.index(outputs[0]), tuple(i for i, axis in enumerate(axes) if axis not in outputs)
+    values = np.empty_like(array, np.int8)
+    scale = np.empty([array.shape[axes.index(axis)] for axis in outputs], np.float32)
+    step = max(1, PIECE * array.shape[first] // max(array.size, 1))
+    for start in range(0, array.shape[first], step):
+        piece = (slice(None),) * first + (slice(start, start + step),)
+        wide = array[piece].astype(np.float32)
+        largest = np.abs(wide).max(axis=inputs, keepdims=True)
+        if not np.isfinite(largest).all():
+            raise ValueError("NaN or infinite values, for which int8 has no scale,")
+        divisor = largest / np.float32(LARGEST)
+        divisor[divisor < np.finfo(np.float32).tiny] = 1
+        values[piece] = np.rint(wide / divisor)
+        scale[start : start + step] = divisor.squeeze(inputs)
+    return Int8Matrix(values, scale)
+
+
+def dequantise(
+    matrix: Int8Matrix, axes: str, outputs: str, piece: slice = slice(None)
+) -> Float[np.ndarray, "..."]:
+    """The float32 array that an int8 matrix on the host stands for, or a `piece` along its first axis.
+
+    Other arguments as of `quantise`.
+    """
+    inputs = tuple(i for i, axis in enumerate(axes) if axis not in outputs)
+    scale = np.expand_dims(matrix.scale, inputs)
+    return matrix.values[piece].astype(np.float32) * (scale[piece] if axes[0] in outputs else scale)
