@@ -57,9 +57,9 @@ for path, meshes in ((llada, (DATA, BOTH)), (dream, (BOTH, TP)), (converted, (BO
         print(path, mesh)
     if path != converted:
         assert same(decode(alone), decode(model))
-        separate = dj.load(path, mesh=mesh, separate_layers=True)
+        separate = dj.load(path, mesh=jax.make_mesh(*mesh), separate_layers=True)
         for layer, at in ((layer, at) for layer in separate.params["layers"] for at in layer):
-            where = sharding(model.spec, AXES[at].removeprefix("n"), mesh)
+            where = sharding(model.spec, AXES[at].removeprefix("n"), jax.make_mesh(*mesh))
             assert layer[at].sharding.is_equivalent_to(where, layer[at].ndim), (at, layer[at].sharding)
         assert same(decode(alone), decode(separate))
 """
