@@ -11,7 +11,9 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.nn import parameters
+from dllm_jax.nn.int8 import quantise
 from dllm_jax.nn.parameters import abstract
+from dllm_jax.nn.sharding import AXES, OUTPUTS
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.layout import Layout
 
@@ -73,6 +75,19 @@ def tiny(family: str, **spec_changes) -> dj.Model:
 def separate(model: dj.Model) -> dj.Model:
     """The same model with a list of layers."""
     return dataclasses.replace(model, params=parameters.separate(model.params))
+
+
+def in_int8(model: dj.Model) -> dj.Model:
+    """The same stacked model with its matrices in int8."""
+
+    def held(path, array):
+        name = path[-1].key
+        if name not in OUTPUTS:
+            return array
+        layers = "n" * (path[0].key == "layers")  # every layer has channels of its own
+        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), AXES[name], layers + OUTPUTS[name]))
+
+    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(held, model.params))
 
 
 def cast(model: dj.Model, dtype) -> dj.Model:

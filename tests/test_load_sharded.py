@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 import dllm_jax as dj
-from dllm_jax.nn.sharding import AXES, leaves, sharding
+from dllm_jax.nn import parameters
+from dllm_jax.nn.sharding import AXES, OUTPUTS, leaves, sharding
 
 prompt = np.arange(10).reshape(2, 5)
 llada, dream, converted = sys.argv[1:]
@@ -62,6 +63,25 @@ for path, meshes in ((llada, (DATA, BOTH)), (dream, (BOTH, TP)), (converted, (BO
             where = sharding(model.spec, AXES[at].removeprefix("n"), jax.make_mesh(*mesh))
             assert layer[at].sharding.is_equivalent_to(where, layer[at].ndim), (at, layer[at].sharding)
         assert same(decode(alone), decode(separate))
+
+# Of int8 matrices, values lie as the matrix would, and scales as its outputs do.
+alone, kinds = dj.load(dream, weights="int8"), set()
+for apart, mesh in ((False, jax.make_mesh(*BOTH)), (True, jax.make_mesh(*TP))):
+    model = dj.load(dream, mesh=mesh, separate_layers=apart, weights="int8")
+    chex.assert_trees_all_equal(parameters.stacked(alone.params), parameters.stacked(model.params))
+    described = dj.abstract(dream, mesh=mesh, separate_layers=apart, weights="int8").params
+    same_place = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert jax.tree.all(jax.tree.map(same_place, model.params, described))
+    layer = model.params["layers"][0] if apart else model.params["layers"]
+    for name in OUTPUTS:
+        leaf, n = (model.params[name], "") if name == "head" else (layer[name], "n" * (not apart))
+        pairs = {n + AXES[name].removeprefix("n"): leaf.values, n + OUTPUTS[name]: leaf.scale}
+        for axes, array in pairs.items():
+            where = sharding(model.spec, axes, mesh)
+            assert array.sharding.is_equivalent_to(where, array.ndim), (name, array.sharding, where)
+        kinds.add(tuple(array.sharding.is_fully_replicated for array in (leaf.values, leaf.scale)))
+    assert same(decode(alone), decode(model))
+assert kinds == {(False, False), (False, True), (True, True)}, kinds  # gate; down; k, of fewer heads than chips
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from tests.models import FAMILIES, cast, separate, tiny
+from tests.models import FAMILIES, cast, in_int8, separate, tiny
 from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
 from tests.traces import assert_same_run, of_sequence, partial_steps
 
@@ -144,6 +144,21 @@ def test_separate_layers_decode_as_stacked_ones(policy, family):
     assert_same_run(runs[1].trace, runs[0].trace, computed=True)
     for separate_layers, stacked in zip(runs[1].stats, runs[0].stats, strict=True):
         np.testing.assert_allclose(separate_layers, stacked, rtol=1e-6)
+
+
+@pytest.mark.rotate(every=3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
+    """And not as the original, bit by bit: else nothing would have been int8."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 7))
+    options = dict(prompt_mask=mask, length=12, block=4, key=KEY, trace=True, policy=policy)
+    run = lambda m: dj.generate(m, prompt, sampler=suited(policy, samplers.Confidence()), **options)
+    stacked, apart, floats = map(run, (in_int8(model), separate(in_int8(model)), model))
+    assert_same_run(apart.trace, stacked.trace, computed=True)
+    first = [finite(out.trace.score)[0] for out in (stacked, floats)]
+    assert 1e-5 < np.abs(first[0] - first[1]).max() < 0.2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dllm_jax import embedded
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.files import read_tokenizer, sha256
 from dllm_jax.checkpoint.source import locate
+from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 
 DTYPES = ("float32", "bfloat16")
@@ -24,8 +25,8 @@ class LanguageModel:
       name: as the user gave it.
       model: see `load`.
       tokenizer: from transformers.
-      identity: hash of the checkpoint's files, dtype and rope factor: all that answers depend on besides
-        settings and prompt.
+      identity: hash of the checkpoint's files, dtype, rope factor and int8, if matrices are: all that
+        answers depend on besides settings and prompt.
     """
 
     name: str
@@ -43,16 +44,20 @@ class Checkpoint:
       tokenizer: directory or hub id of the tokenizer, if not the model's own.
       dtype: of the weights; None keeps the checkpoint's.
       rope_factor: multiplies the rotary base (NTK scaling).
+      weights: "int8" holds matrices in int8; None keeps what is stored, see `load`.
     """
 
     model: str = "tiny-llada"
     tokenizer: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     rope_factor: float = 1.0
+    weights: Weights | None = None
 
     def __post_init__(self):
         if self.dtype not in (None, *DTYPES):
             raise ValueError(f"dtype={self.dtype!r} must be {' or '.join(map(repr, DTYPES))}")
+        if self.weights not in (None, "int8"):
+            raise ValueError(f"weights={self.weights!r} must be None (as they are stored) or 'int8'")
 
     def open(self) -> LanguageModel:
         """The model and its tokenizer.
@@ -64,8 +69,9 @@ class Checkpoint:
         is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
         path = embedded.path(self.model) if is_embedded else locate(self.model)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        model = load(path, dtype=dtype, rope_factor=self.rope_factor)
+        model = load(path, dtype=dtype, rope_factor=self.rope_factor, weights=self.weights)
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
+        identity += "" if model.weights is None else f" weights={model.weights}"
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         return LanguageModel(self.model, model, tokenizer, identity)
 

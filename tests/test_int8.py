@@ -1,0 +1,322 @@
+"""Weight-only int8: rounding, the same numbers by every way in, what programs read, and what is refused."""
+
+import dataclasses
+import json
+import tracemalloc
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies
+from safetensors.numpy import load_file
+
+import dllm_jax as dj
+from bench.compiled import traffic
+from dllm_jax.checkpoint import Tolerance, convert, export, save_hf, verify
+from dllm_jax.checkpoint.verification import report
+from dllm_jax.nn import int8, parameters
+from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
+from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
+from dllm_jax.training import TrainConfig, begin
+from tests.checkpoints import save_sharded, tensors, tiny, write_hf
+from tests.models import FAMILIES, in_int8
+from tests.models import tiny as model_of
+
+from .ahead_of_time import compiled_for_v5e
+
+CASES = [
+    tiny("llada"),
+    tiny("llada", qkv_bias=True, kv_heads=2),
+    tiny("llada", tied=True),
+    tiny("dream"),
+    tiny("dream", tied=True),
+]
+BIAS_HEADS_TIED = lambda spec: f"{spec.family}-{spec.qkv_bias}-{spec.tied}"
+
+
+def bound(matrix: Int8Matrix, array, axes, outputs):
+    """Asserts that every number is within half a scale, but for the rounding of float32 itself."""
+    inputs = tuple(i for i, axis in enumerate(axes) if axis not in outputs)
+    scale = np.expand_dims(np.asarray(matrix.scale, np.float64), inputs)
+    far = np.abs(np.asarray(array, np.float64) - np.asarray(matrix.values, np.float64) * scale)
+    assert (far <= scale / 2 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("leaf", OUTPUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_number_is_within_half_a_scale_of_its_channel(monkeypatch, leaf, dtype):
+    axes, outputs, spec = AXES[leaf].removeprefix("n"), OUTPUTS[leaf], tiny("dream")
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal(shape(spec, axes)) * 10.0 ** rng.uniform(-3, 1, shape(spec, axes))
+    array = np.asarray(jnp.asarray(wide, dtype))
+    found = quantise(array, axes, outputs)
+    assert found.values.shape == array.shape
+    assert found.scale.shape == shape(spec, outputs)
+    assert (found.values.dtype, found.scale.dtype) == (np.int8, np.float32)
+    bound(found, array, axes, outputs)
+
+    # Every channel uses the whole range; the scale is that of its largest number alone.
+    inputs = tuple(i for i, axis in enumerate(axes) if axis not in outputs)
+    assert (np.abs(found.values).max(axis=inputs) == 127).all()
+    largest = np.abs(array.astype(np.float32)).max(axis=inputs)
+    np.testing.assert_array_equal(found.scale, largest / np.float32(127))
+
+    # Pieces change nothing, nor do strides.
+    for piece in (1, array.size // 3):
+        monkeypatch.setattr(int8, "PIECE", piece)
+        chex.assert_trees_all_equal(quantise(array, axes, outputs), found, strict=True)
+    chex.assert_trees_all_equal(quantise(np.asfortranarray(array), axes, outputs), found, strict=True)
+    np.testing.assert_allclose(dequantise(found, axes, outputs), array.astype(np.float32), atol=0.2)
+
+
+@hypothesis.given(
+    strategies.lists(
+        strategies.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=6
+    )
+)
+def test_no_finite_channel_is_out_of_bounds(channel):
+    array = np.asarray(channel, np.float32)[:, None]
+    bound(quantise(array, "md", "d"), array, "md", "d")
+
+
+def test_halves_are_even_and_channels_of_nothing_have_the_scale_one():
+    array = np.asarray([[127, 0, 1e-40], [2.5, 0, 0], [-1.5, -0.0, 0], [-127, 0, -1e-40]], np.float32)
+    found = quantise(array, "md", "d")
+    np.testing.assert_array_equal(found.values, [[127, 0, 0], [2, 0, 0], [-2, 0, 0], [-127, 0, 0]])
+    np.testing.assert_array_equal(found.scale, [1, 1, 1])
+
+
+def test_quantising_holds_a_piece_in_float32(monkeypatch):
+    monkeypatch.setattr(int8, "PIECE", 2**14)
+    array = np.asarray(jnp.ones((512, 1024), jnp.bfloat16))
+    for axes, outputs in (("vm", "v"), ("fm", "m")):
+        tracemalloc.start()
+        quantise(array, axes, outputs)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < array.size + 16 * 2**14  # the values; a few pieces
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
+def test_converted_and_loaded_is_loaded_as_int8(tmp_path, spec, dtype):
+    source = write_hf(tmp_path / "hf", spec, dtype=dtype, shards=2)
+    converted = convert(source, tmp_path / "jax", weights="int8")
+    models = [
+        dj.load(path, separate_layers=apart, **options)
+        for apart in (False, True)
+        for path, options in (
+            (source, {"weights": "int8"}),
+            (converted, {}),
+            (converted, {"weights": "int8"}),
+        )
+    ]
+    for model in models:
+        assert (model.weights, model.dtype, model.spec) == ("int8", dtype, spec)
+        one_form = parameters.stacked(model.params)
+        chex.assert_trees_all_equal(one_form, models[0].params, strict=True)
+    for model in (models[0], models[-1]):
+        apart = model.layers_are_separate
+        for where, options in ((source, {"weights": "int8"}), (converted, {}), (spec, {"weights": "int8"})):
+            described = dj.abstract(where, dtype=dtype, separate_layers=apart, **options)
+            chex.assert_trees_all_equal_shapes_and_dtypes(model.params, described.params)
+
+    # What is not a matrix of the layers or the head is as it was.
+    plain = dj.load(source, separate_layers=False)
+    held = lambda params: {k: v for k, v in {**params, **params["layers"]}.items() if k != "layers"}
+    for name, leaf in held(models[0].params).items():
+        assert isinstance(leaf, Int8Matrix) == (name in OUTPUTS), name
+        if name not in OUTPUTS:
+            np.testing.assert_array_equal(leaf, held(plain.params)[name])
+    assert parameters.count(models[0].params) == parameters.count(plain.params)
+
+
+def test_another_dtype_changes_no_int8_matrix(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny(), dtype="float32")
+    wide = convert(source, tmp_path / "wide", weights="int8")
+    narrow = convert(source, tmp_path / "narrow", weights="int8", dtype="bfloat16")
+    chex.assert_trees_all_equal(dj.load(wide, dtype="bfloat16").params, dj.load(narrow).params, strict=True)
+    assert dj.load(narrow, dtype="float32").dtype == jnp.float32
+
+
+def test_matrices_are_those_of_the_tensors(tmp_path):
+    """Computed here from the file: there every matrix is [outputs, inputs], heads merged."""
+    source = write_hf(tmp_path / "hf", tiny())
+    written = tensors(tiny())
+    layer = dj.load(source, weights="int8").params["layers"][1]
+    start = "model.transformer.blocks.1."
+    names = {"q": "q_proj", "o": "attn_out", "gate": "ff_proj", "up": "up_proj", "down": "ff_out"}
+    for leaf, name in names.items():
+        tensor = written[f"{start}{name}.weight"]
+        scale = np.abs(tensor).max(axis=1) / np.float32(127)
+        values = np.rint(tensor / scale[:, None])
+        ours = np.asarray(layer[leaf].values)
+        ours = ours.reshape(-1, tensor.shape[0]) if leaf != "q" else ours.reshape(32, 32)
+        np.testing.assert_array_equal(ours.T, values)
+        np.testing.assert_array_equal(np.asarray(layer[leaf].scale).ravel(), scale)
+
+
+@pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
+def test_logits_are_those_of_the_numbers_it_stands_for(tmp_path, spec):
+    model = dj.load(write_hf(tmp_path / "hf", spec), weights="int8", separate_layers=False)
+    stands_for = lambda leaf, array: (
+        dequantise(jax.tree.map(np.asarray, array), AXES[leaf], "n" * (leaf != "head") + OUTPUTS[leaf])
+        if isinstance(array, Int8Matrix)
+        else array
+    )
+    floats = {k: stands_for(k, v) for k, v in model.params.items() if k != "layers"}
+    floats["layers"] = {k: stands_for(k, v) for k, v in model.params["layers"].items()}
+    ids = np.random.default_rng(1).integers(0, 60, (2, 12), dtype=np.int32)
+    plain = dataclasses.replace(model, params=floats)
+    assert plain.weights is None
+    np.testing.assert_allclose(dj.forward(model, ids), dj.forward(plain, ids), atol=2e-4)
+
+
+def test_products_are_scaled_in_float32():
+    """In bfloat16 the sums, not the rounded product, meet the scale; values up to 127 convert exactly."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.bfloat16)
+    matrix = quantise(rng.standard_normal((64, 4, 8)).astype(np.float32), "mhd", "hd")
+    found = einsum("bqm,mhd->bqhd", x, jax.tree.map(jnp.asarray, matrix))
+    exact = np.einsum("bqm,mhd->bqhd", np.asarray(x, np.float64), matrix.values.astype(np.float64))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact * matrix.scale, rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_says_that_it_is_int8(family):
+    model = in_int8(model_of(family))
+    first, *lines = repr(model).splitlines()
+    assert "float32, int8" in first
+    assert any("q, k, v, o, gate, up, down, head; a float32 scale" in line for line in lines)
+    assert "int8" not in repr(model_of(family))
+    assert first.split(" parameters")[0] == repr(model_of(family)).splitlines()[0].split(" parameters")[0]
+
+
+def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
+    source = write_hf(tmp_path / "hf", tiny())
+    converted = convert(source, tmp_path / "jax", weights="int8")
+    for weights in ("bfloat16", "int4"):  # as users call, without checks of annotations
+        with pytest.raises(ValueError, match=f"weights='{weights}' must be None .* or 'int8'"):
+            dj.load(source, weights=weights)
+        with pytest.raises(ValueError, match="jax holds int8: what rounding took cannot be given back"):
+            dj.load(converted, weights=weights)
+        with pytest.raises(ValueError, match="must be None"):
+            convert(source, tmp_path / "other", weights=weights)
+        with pytest.raises(ValueError, match="must be None"):
+            dj.abstract(tiny(), weights=weights)
+    with pytest.raises(
+        ValueError, match=r"jax holds int8 matrices: a Hugging Face directory .* whose digits"
+    ):
+        export(converted, tmp_path / "back")
+    with pytest.raises(ValueError, match="model holds int8 matrices"):
+        save_hf(dj.load(converted), tmp_path / "back")
+    with pytest.raises(ValueError, match="weights='int8' cannot be trained"):
+        begin(dj.load(converted), TrainConfig(steps=1000))
+    assert not (tmp_path / "back").exists()
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_has_no_scale_is_refused_by_name(tmp_path, bad):
+    source = write_hf(tmp_path / "hf", tiny())
+    weights = load_file(source / "model.safetensors")
+    name = "model.transformer.blocks.1.up_proj.weight"
+    weights[name][3, 4] = bad
+    save_sharded(source, weights)
+    with pytest.raises(ValueError, match=rf"NaN or infinite values, .* in {name}"):
+        dj.load(source, weights="int8")
+    with pytest.raises(ValueError, match=name):
+        convert(source, tmp_path / "jax", weights="int8")
+    weights[name][3, 4] = 0
+    weights["model.transformer.wte.weight"][0, 0] = bad  # kept as it is, unless somebody asks
+    save_sharded(source, weights)
+    dj.load(source, weights="int8")
+    with pytest.raises(ValueError, match=r"values in model\.transformer\.wte\.weight"):
+        dj.load(source, weights="int8", check_finite=True)
+
+
+def test_damaged_and_mixed_directories(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    plain, ours = convert(source, tmp_path / "plain"), convert(source, tmp_path / "jax", weights="int8")
+    file = ours / "spec.json"
+    written = json.loads(file.read_text())
+    assert (written["format"], written["weights"]) == (2, "int8")
+    assert json.loads((plain / "spec.json").read_text()).keys() == {"format", "dtype", "spec"}
+    assert json.loads((plain / "spec.json").read_text())["format"] == 1  # earlier releases read it
+    assert json.loads((ours / "provenance.json").read_text())["weights"] == "int8"
+
+    def refused(match: str, **changes):
+        file.write_text(json.dumps({k: v for k, v in (written | changes).items() if v != "absent"}))
+        with pytest.raises(ValueError, match=match):
+            dj.load(ours)
+        file.write_text(json.dumps(written))
+
+    refused("format=3 is not supported; supported: 1 and 2", format=3)
+    refused(r"weights='int8' does not belong to format 1, whose weights are None", format=1)
+    refused(r"weights=None does not belong to format 2, whose weights are 'int8'", weights="absent")
+    refused("weights='int4' does not belong", weights="int4")
+    refused(r"layer_000 holds .*'q/values'.* but spec\.json describes .*'q'", format=1, weights="absent")
+
+    # A layer of floats among int8 ones, and the other way around.
+    (ours / "params" / "layer_001").rename(tmp_path / "kept")
+    (plain / "params" / "layer_001").rename(ours / "params" / "layer_001")
+    with pytest.raises(ValueError, match=r"layer_001 holds .*'q': .* but spec\.json describes .*'q/values'"):
+        dj.load(ours)
+    (tmp_path / "kept").rename(plain / "params" / "layer_001")
+    with pytest.raises(ValueError, match=r"layer_001 holds .*'q/values'"):
+        dj.load(plain)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_scales_that_no_conversion_writes(tmp_path, monkeypatch, scale):
+    source = write_hf(tmp_path / "hf", tiny(layers=1))
+
+    def damaged(array, axes, outputs):
+        found = quantise(array, axes, outputs)
+        found.scale.flat[-1] = scale if outputs == "v" else 1
+        return found
+
+    monkeypatch.setattr("dllm_jax.checkpoint.source.quantise", damaged)
+    ours = convert(source, tmp_path / "jax", weights="int8")
+    with pytest.raises(ValueError, match="head: head/scale holds numbers that are not positive and finite"):
+        dj.load(ours)
+
+
+def test_verify_compares_int8_as_it_is(tmp_path):
+    source = write_hf(tmp_path / "hf", tiny())
+    a, b = (convert(source, tmp_path / name, weights="int8") for name in "ab")
+    assert verify(a, b, tokens=8).identical
+    found = verify(source, a, tokens=8)
+    assert not found.ok
+    assert {(t.dtype_a, t.dtype_b) for t in found.differing} == {("float32", "int8")}
+    assert len(found.differing) == 3 * 7 + 1  # the matrices
+    assert 0 < max(t.max_abs for t in found.differing) < 0.02  # half a scale: largest number / 254
+    assert verify(source, a, tokens=8, tolerance=Tolerance(1, 0.01, 0.5)).ok
+    other = verify(convert(write_hf(tmp_path / "hf2", tiny(), seed=1), tmp_path / "c", weights="int8"), a)
+    assert len(other.differing) == other.tensors
+    assert report(found).row_count
+
+
+def test_tpu_programs_read_half_the_bytes():
+    """No copy of a matrix in bfloat16: the scan's body converts what it reads where it multiplies."""
+    n, q, m, f = 8, 32, 4096, 12288
+    moved = {}
+    for name in (None, "int8"):
+        matrix = int8.abstract(tiny(layers=n, width=m, hidden=f), "up", jnp.bfloat16, name, stacked=True)
+        tree = jax.tree.structure(matrix)
+
+        def program(x, *arrays, tree=tree):
+            step = lambda x, w: (einsum("bqm,mf->bqf", x, w)[..., :m], None)
+            return jax.lax.scan(step, x, jax.tree.unflatten(tree, arrays))[0]
+
+        x = jax.ShapeDtypeStruct((1, q, m), jnp.bfloat16)
+        compiled = compiled_for_v5e(program, x, *jax.tree.leaves(matrix))
+        (body,) = (loop for loop in traffic.program(compiled.as_text()).walk() if loop.trips == n)
+        moved[name] = body.bytes
+    assert moved[None] >= 2 * m * f
+    assert moved["int8"] <= 0.55 * moved[None]
