@@ -81,7 +81,7 @@ for apart, mesh in ((False, jax.make_mesh(*BOTH)), (True, jax.make_mesh(*TP))):
             assert array.sharding.is_equivalent_to(where, array.ndim), (name, array.sharding, where)
         kinds.add(tuple(array.sharding.is_fully_replicated for array in (leaf.values, leaf.scale)))
     assert same(decode(alone), decode(model))
-assert kinds == {(False, False), (False, True), (True, True)}, kinds  # gate; down; k, of fewer heads than chips
+assert kinds == {(False, False), (False, True), (True, True)}, kinds  # up; down; k, of 2 heads
 """
 
 

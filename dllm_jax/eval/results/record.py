@@ -44,7 +44,6 @@ def provenance(runner: Runner) -> Provenance:
             "family": model.spec.family,
             "parameters": count(model.params),
             "dtype": str(model.dtype),
-            **({} if model.weights is None else {"weights": model.weights}),
             "rope_base": model.spec.rope_base,
         },
         "decoding": decoding.described(),
