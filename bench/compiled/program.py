@@ -46,7 +46,7 @@ class Case:
       dtype: of the weights.
       implementation: of attention.
       separate_layers: as in `dj.load`.
-      weights: as in `dj.load`.
+      weights: as in `dj.load`; the roofline stays that of `dtype`.
     """
 
     target: str
