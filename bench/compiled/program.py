@@ -155,7 +155,7 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     found["step_variants"] = 1 + len(request.plan.widths)
     chips = case.dp * case.tp
     for kind, (variant, floor) in _steps(case, request).items():
-        loop = _loop_of(loops, scope(variant))
+        loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
         moved = _bytes(loop, skip=None if kind == "full" else REFRESH)
         found[f"{kind}_step"] = {
@@ -179,9 +179,14 @@ def _steps(case: Case, request: Request) -> dict[str, tuple[int | None, float]]:
     return kinds
 
 
-def _loop_of(loops: Iterable[traffic.Loop], name: str) -> traffic.Loop:
-    """The outermost loop with operations of a name scope."""
-    return next(loop for loop in loops if any(f"/{name}/" in f"{m.instruction.source}/" for m in loop.moves))
+def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
+    """The loop that repeats a step: a loop in a loop, with most operations of the step's name scope."""
+    # Operations that compilers have moved out of it keep their names, so one operation proves nothing.
+    inside = [step for outer in entry.inner for step in outer.inner]
+    mentions = lambda loop: sum(f"/{name}/" in f"{m.instruction.source}/" for m in loop.moves)
+    found = max(inside, key=mentions)
+    assert mentions(found), f"no loop has operations of {name}"
+    return found
 
 
 def _bytes(loop: traffic.Loop, skip: str | None) -> int:
