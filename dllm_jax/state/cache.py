@@ -3,7 +3,8 @@
 It has the form of the model's parameters. Where the layers are stacked, so is their storage: it is in the
 scan's carry and is written in place at [layer, sequence, position]. Passed through `lax.scan` as per-layer
 inputs and outputs, all of it would be copied in every step. Where the layers are separate, each has arrays of
-its own, and reading one copies nothing. Keys and values lie in memory in one order of axes for all loops (`dllm_jax.nn.memory`).
+its own, and reading one copies nothing. Keys and values lie in memory in one order of axes for all loops
+(`dllm_jax.nn.memory`).
 """
 
 from collections.abc import Callable
