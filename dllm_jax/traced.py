@@ -45,8 +45,11 @@ def is_traced(*numbers: Number | Count | None) -> bool:
     return any(isinstance(number, jax.Array) for number in numbers)
 
 
-def fixed_at(number: Number | Count | None, value: float) -> bool:
-    """Whether a number is `value` in every run of the program; a traced one is not, see `Traced.unless`."""
+def fixed_at(number: Any, value: float) -> bool:
+    """Whether a number is `value` in every run of the program; a traced one is not, see `Traced.unless`.
+
+    Neither is whatever else JAX may put in the place of a leaf.
+    """
     return isinstance(number, int | float | np.number) and bool(number == value)
 
 

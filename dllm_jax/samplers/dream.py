@@ -38,7 +38,7 @@ class DreamSchedule(Sampler):
     Attributes:
       alg: "maskgit_plus" probability, "topk_margin", "entropy"; or "origin", which ignores confidence and
         decodes each position with probability 1 - s/t.
-      eps: end of the time grid, in (0, 1).
+      eps: end of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it.
       alg_temp: if positive, positions are drawn without replacement with probability proportional to
         exp(confidence / alg_temp) instead of taken in order.
 
