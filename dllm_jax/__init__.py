@@ -33,6 +33,7 @@ from dllm_jax.decoding.likelihood import log_likelihood
 # Models that ship with the package, published settings
 from dllm_jax import embedded
 from dllm_jax.published.presets import presets
+from dllm_jax.published.shapes import abstract
 
 # isort: on
 
@@ -43,6 +44,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Output",
+    "abstract",
     "buckets",
     "chat",
     "embedded",

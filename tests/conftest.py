@@ -18,7 +18,7 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("family", "sampler", "batch", "row")
+ROTATED = ("apart", "family", "sampler", "batch", "row")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 jax.config.update("jax_compilation_cache_dir", str(CACHE))

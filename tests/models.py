@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
+from dllm_jax.nn import parameters
 from dllm_jax.nn.parameters import abstract
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.layout import Layout
@@ -67,6 +68,11 @@ def tiny(family: str, **spec_changes) -> dj.Model:
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract(described))
     params = [_weight(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves]
     return dj.Model(jax.tree.unflatten(tree, params), described)
+
+
+def separate(model: dj.Model) -> dj.Model:
+    """The same model with a list of layers."""
+    return dataclasses.replace(model, params=parameters.separate(model.params))
 
 
 def cast(model: dj.Model, dtype) -> dj.Model:

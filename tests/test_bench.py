@@ -27,7 +27,7 @@ from bench.shared import device, measure, models, runner, steps
 from bench.shared.measure import Grid
 from dllm_jax import roofline
 from dllm_jax.decoding.stats import Stats
-from dllm_jax.nn.parameters import abstract
+from dllm_jax.nn.parameters import abstract, stacked
 from dllm_jax.roofline import Hardware
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
@@ -188,11 +188,12 @@ def test_random_model():
     spec = models.shape("tiny", qkv_bias=True, layers=3)
     model = models.random_model(spec, dtype)
     wanted = abstract(spec, dtype)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), model.params) == jax.tree.map(
+    assert model.layers_are_separate == dj.abstract(spec).layers_are_separate
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), stacked(model.params)) == jax.tree.map(
         lambda a: (a.shape, a.dtype), wanted
     )
     assert models.size(model) == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(wanted))
-    layers = np.asarray(model.params["layers"]["gate"], np.float32)
+    layers = np.asarray(stacked(model.params)["layers"]["gate"], np.float32)
     assert np.std(layers) == pytest.approx(0.02, rel=0.05)
     assert not np.allclose(layers[0], layers[1])
     with pytest.raises(ValueError, match="shape='huge'"):
@@ -309,27 +310,3 @@ def test_growth_has_a_knee():
     steep = growth.positions_ms(spec, 1024, "h100") / growth.positions_ms(spec, 512, "h100")
     assert flat < 1.1
     assert steep == pytest.approx(2, rel=0.05)
-
-
-def test_peer_needs_torch_or_decodes_as_many_tokens(tiny):
-    torch = pytest.importorskip("torch", reason="torch peer: install the 'oracle' extra")
-    from bench.peer_torch import __main__ as peer_torch
-
-    torch.set_num_threads(1)  # more of them spin where the cores are taken
-    spec = models.shape("tiny")
-    theirs = peer_torch.twin(spec, "float32", None)
-    options = peer_torch.Options(shape="tiny", prompt=8, length=4, block=2, repeats=1)
-    tokens = torch.full((2, 12), spec.mask_id)
-    tokens[:, :8] = 1
-    with torch.inference_mode():
-        full = theirs.logits(tokens, slice(None))
-        changed = tokens.clone()
-        changed[:, -1] = 2
-        assert not torch.equal(full[:, 0], theirs.logits(changed, slice(None))[:, 0])  # not causal
-        out = theirs.generate(tokens.clone(), options.run(), spec)
-    assert torch.equal(out[:, :8], tokens[:, :8])
-    forward, whole = peer_torch.compare(tiny, theirs, options)
-    assert (forward["of"], whole["of"]) == ("forward", "generation")
-    assert forward["theirs_over_ours"]["low"] > 0
-    assert len(whole["ours"]["values"]) == 1
-    assert runner.table_of(peer_torch.COLUMNS, [forward, whole]).endswith("x |")

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
-from dllm_jax.nn.parameters import abstract
+from dllm_jax.nn import parameters
+from dllm_jax.nn.parameters import abstract, layer_of
 from dllm_jax.nn.sharding import AXES, leaves, shape
 from tests.checkpoints import config, save_sharded, shapes, tensors, tiny, write_hf
 
@@ -23,9 +24,38 @@ FAMILIES = ("llada", "dream")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shapes_and_dtypes_are_those_of_the_definition(tmp_path, family, tied, dtype):
     spec = tiny(family, tied=tied)
-    model = dj.load(write_hf(tmp_path / "hf", spec, dtype=dtype, shards=3))
-    assert model.spec == spec
-    chex.assert_trees_all_equal_shapes_and_dtypes(model.params, abstract(spec, dtype))
+    path = write_hf(tmp_path / "hf", spec, dtype=dtype, shards=3)
+    stacked, separate = (dj.load(path, separate_layers=apart) for apart in (False, True))
+    assert stacked.spec == separate.spec == spec
+    assert (stacked.layers_are_separate, separate.layers_are_separate) == (False, True)
+    chex.assert_trees_all_equal_shapes_and_dtypes(stacked.params, abstract(spec, dtype))
+    assert len(separate.params["layers"]) == spec.layers
+
+    # One form is the other: the same numbers, back and forth.
+    chex.assert_trees_all_equal(parameters.stacked(separate.params), stacked.params, strict=True)
+    chex.assert_trees_all_equal(parameters.separate(stacked.params), separate.params, strict=True)
+
+
+def test_the_form_of_layers_is_that_of_the_platform(tmp_path):
+    """Stacked layers are for TPUs; on this one, whichever it is, `load` and `abstract` agree."""
+    path = write_hf(tmp_path / "hf", tiny())
+    separate = jax.devices()[0].platform != "tpu"
+    assert dj.load(path).layers_are_separate == dj.abstract(path).layers_are_separate == separate
+    for apart in (False, True):
+        model, shapes = dj.load(path, separate_layers=apart), dj.abstract(path, separate_layers=apart)
+        chex.assert_trees_all_equal_shapes_and_dtypes(model.params, shapes.params)
+
+
+def test_abstract_models_by_name_by_spec_and_by_checkpoint(tmp_path):
+    named = dj.abstract("dream-7b", dtype="float32")
+    assert named.spec == dj.presets.model_spec("dream-7b")
+    assert named.dtype == jnp.float32
+    assert dj.abstract(tiny()).dtype == jnp.bfloat16
+    assert dj.abstract(write_hf(tmp_path / "hf", tiny(), dtype="float32")).dtype == jnp.float32
+    with pytest.raises(FileNotFoundError, match="llada-9b"):
+        dj.abstract("llada-9b")
+    with pytest.raises(ValueError, match="int8"):
+        dj.abstract(tiny(), dtype="int8")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,7 +71,7 @@ def test_axes_table_describes_the_parameters(family):
 def test_llada_tensors_land_where_the_model_reads_them(tmp_path):
     spec, start = tiny(), "model.transformer.blocks.1."
     weights = tensors(spec)
-    params = dj.load(write_hf(tmp_path / "hf", spec)).params
+    params = dj.load(write_hf(tmp_path / "hf", spec), separate_layers=False).params
     x = np.random.default_rng(1).standard_normal(spec.width, np.float32)
     heads = np.einsum("m,mhd->hd", x, params["layers"]["q"][1])
     np.testing.assert_allclose(heads.ravel(), weights[start + "q_proj.weight"] @ x, rtol=1e-4, atol=1e-5)
@@ -55,7 +85,7 @@ def test_llada_tensors_land_where_the_model_reads_them(tmp_path):
 def test_dream_biases_and_grouped_heads(tmp_path):
     spec, start = tiny("dream"), "model.layers.2.self_attn."
     weights = tensors(spec)
-    layers = dj.load(write_hf(tmp_path / "hf", spec)).params["layers"]
+    layers = dj.load(write_hf(tmp_path / "hf", spec), separate_layers=False).params["layers"]
     assert layers["k"].shape == (3, 32, 2, 8)
     np.testing.assert_array_equal(layers["k_bias"][2].ravel(), weights[start + "k_proj.bias"])
     np.testing.assert_array_equal(layers["k"][2].reshape(32, 16), weights[start + "k_proj.weight"].T)
@@ -66,7 +96,7 @@ def test_llada_with_qkv_bias(tmp_path):
     model = dj.load(write_hf(tmp_path / "hf", spec))
     assert model.spec == spec
     expected = tensors(spec)["model.transformer.blocks.0.v_proj.bias"]
-    np.testing.assert_array_equal(model.params["layers"]["v_bias"][0].ravel(), expected)
+    np.testing.assert_array_equal(layer_of(model.params, 0)["v_bias"].ravel(), expected)
 
 
 @pytest.mark.parametrize("converted", [False, True])

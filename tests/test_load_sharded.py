@@ -26,7 +26,7 @@ same = lambda a, b: np.array_equal(np.asarray(a), np.asarray(b))
 
 
 def check(path, alone, mesh):
-    model = dj.load(path, mesh=mesh)
+    model = dj.load(path, mesh=mesh, separate_layers=False)
     named = {at[-1].key: leaf for at, leaf in jax.tree.leaves_with_path(model.params)}
     assert sorted(named) == sorted(leaves(model.spec))
     for name, leaf in named.items():
@@ -51,12 +51,17 @@ def check(path, alone, mesh):
 
 
 for path, meshes in ((llada, (DATA, BOTH)), (dream, (BOTH, TP)), (converted, (BOTH,))):
-    alone = dj.load(path)
+    alone = dj.load(path, separate_layers=False)
     for mesh in meshes:
         model = check(path, alone, jax.make_mesh(*mesh))
         print(path, mesh)
     if path != converted:
         assert same(decode(alone), decode(model))
+        separate = dj.load(path, mesh=jax.make_mesh(*mesh), separate_layers=True)
+        for layer, at in ((layer, at) for layer in separate.params["layers"] for at in layer):
+            where = sharding(model.spec, AXES[at].removeprefix("n"), jax.make_mesh(*mesh))
+            assert layer[at].sharding.is_equivalent_to(where, layer[at].ndim), (at, layer[at].sharding)
+        assert same(decode(alone), decode(separate))
 """
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import dllm_jax as dj
 from bench.peer_torch.twin import CLASSES, network
+from dllm_jax.nn.parameters import layer_of
 from dllm_jax.samplers.transfer import dream_times
 from tests.models import cast, random_tokens, tiny
 
@@ -29,7 +30,7 @@ def names(model: dj.Model) -> dict[str, np.ndarray]:
     found = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
     found["lm_head.weight"] = params["embed" if spec.tied else "head"]
     for i in range(spec.layers):
-        layer = {name: np.asarray(a[i], np.float32) for name, a in params["layers"].items()}
+        layer = {name: np.asarray(a, np.float32) for name, a in layer_of(params, i).items()}
         prefix = f"model.layers.{i}."
         found[prefix + "input_layernorm.weight"] = layer["attn_norm"]
         found[prefix + "post_attention_layernorm.weight"] = layer["mlp_norm"]

@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from tests.models import FAMILIES, cast, tiny
+from tests.models import FAMILIES, cast, separate, tiny
 from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
 from tests.traces import assert_same_run, of_sequence, partial_steps
 
@@ -120,6 +120,30 @@ def test_widths_change_nothing(policy, family):
         assert_same_run(other.trace, own.trace, computed=True)
         np.testing.assert_allclose(finite(own.trace.score), finite(other.trace.score), atol=1e-5)
         np.testing.assert_array_equal(own.stats.computed, other.stats.computed)
+
+
+@pytest.mark.rotate(every=4)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_separate_layers_decode_as_stacked_ones(policy, family):
+    prompt, mask = prompts(tiny(family), (9, 7))
+    runs = [
+        dj.generate(
+            model,
+            prompt,
+            prompt_mask=mask,
+            length=12,
+            block=4,
+            policy=policy,
+            sampler=suited(policy, SEVERAL_AT_ONCE),
+            key=KEY,
+            trace=True,
+        )
+        for model in (tiny(family), separate(tiny(family)))
+    ]
+    assert_same_run(runs[1].trace, runs[0].trace, computed=True)
+    for separate_layers, stacked in zip(runs[1].stats, runs[0].stats, strict=True):
+        np.testing.assert_allclose(separate_layers, stacked, rtol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)

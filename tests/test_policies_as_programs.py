@@ -15,7 +15,7 @@ from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.step import Plan
 from dllm_jax.decoding.widths import step_widths
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, separate, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.programs import compilations
 from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
@@ -23,10 +23,10 @@ from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
 OPTIONS = dict(length=8, block=4)
 
 
-def lowered(policy, sampler, batch=2, layout=None, streams=1):
-    """The generation, traced for abstract arguments."""
+def lowered(policy, sampler, batch=2, layout=None, apart=False):
+    """The generation, traced for abstract arguments; `apart` for separate layers."""
     layout = layout or dj.Layout(prompt=24, response=16, block=4, steps=16)
-    model = jax.eval_shape(lambda model: model, tiny("llada"))
+    model = jax.eval_shape(separate if apart else lambda model: model, tiny("llada"))
     sampler = suited(policy, sampler)
     noise = jax.eval_shape(lambda: samplers.KeyNoise(jax.random.split(KEY, batch))) if sampler.draws else None
     plan = Plan(policy, sampler, step_widths(policy, layout), False, False)
@@ -35,17 +35,20 @@ def lowered(policy, sampler, batch=2, layout=None, streams=1):
     return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout
 
 
-@pytest.mark.rotate(every=4)
+@pytest.mark.rotate(every=8)
 @pytest.mark.parametrize("sampler", [samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.0)], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "separate"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_no_copy_of_the_cache_inside_the_loop(policy, sampler, batch, optimised):
+def test_no_copy_of_the_cache_inside_the_loop(policy, sampler, batch, apart, optimised):
     """Cache-sized `copy` ops in the optimised HLO stand only outside of loop bodies (the initial zeros)."""
-    traced, spec, layout = lowered(policy, sampler, batch)
+    traced, spec, layout = lowered(policy, sampler, batch, apart=apart)
     streams = 2 if sampler.cfg_scale else 1
     # As users compile: conftest.py has turned MLIR emitters off.
     text = traced.lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": True}).as_text()
     cache = jax.eval_shape(lambda: policy.init(spec, layout, batch * streams, jnp.float32))
+    if apart:
+        cache = jax.eval_shape(lambda cache: cache.separate(), cache)
     stores = {a.shape for a in jax.tree.leaves(cache) if a.dtype == jnp.float32 and a.ndim > 2}
     assert bool(stores) == policy.reuses
     for store in stores:

@@ -28,7 +28,7 @@ class Options:
     """What is measured.
 
     Attributes:
-      shape: whose shape the random weights have: llada-8b, dream-7b; tiny, small (for CPUs).
+      shape: whose shape the random weights have: llada-8b, dream-7b; tiny, small, base (for CPUs).
       model: a checkpoint instead: a directory or hub id.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       grid: the generations; the exact decoder is always among them.

@@ -1,62 +1,95 @@
-"""Hugging Face transformers' Llama or Qwen2 in torch, as a masked-diffusion decoder without a cache."""
+"""Hugging Face transformers' Llama or Qwen2 in torch with our weights, opened at its attention."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import transformers
 
 import dllm_jax as dj
-from bench.shared.measure import Run
+from dllm_jax.checkpoint.exporting import InMemory
+from dllm_jax.checkpoint.names import dream
+from dllm_jax.checkpoint.names.table import to_hf, units
 
 CLASSES = {"llada": ("LlamaConfig", "LlamaForCausalLM"), "dream": ("Qwen2Config", "Qwen2ForCausalLM")}
 MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
 
+Attend = Callable[[int, Any, Any, Any], Any]  # layer index, q [b h q d], k and v [b k q d] -> o [b h q d]
+
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """Their model.
+    """Their model. Tensors are torch's, which is a field since it need not be installed.
 
     Attributes:
       torch: the module.
       network: the causal language model.
-      body: its layers, compiled or not.
-      how: "eager" or "torch.compile".
+      spec: its description.
+      compiled: the full forward through torch.compile; None where everything is eager.
+      how: "eager" or "torch.compile", or why not.
     """
 
     torch: Any
     network: Any
-    body: Callable[..., Any]
-    how: str
+    spec: dj.ModelSpec
+    compiled: Callable[[Any], Any] | None = None
+    how: str = "eager"
 
     def wait(self) -> None:
         """Blocks until the device is idle."""
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
 
-    def logits(self, tokens: Any, positions: slice) -> Any:
-        """Logits of some positions; all positions attend to all."""
-        batch, length = tokens.shape
-        mask = self.torch.zeros(
-            (batch, 1, length, length), dtype=self.network.dtype, device=self.network.device
-        )
-        hidden = self.body(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        return self.network.lm_head(hidden[:, positions])
+    def hidden(self, tokens: Any, first: int, attend: Attend) -> Any:
+        """Final hidden states of consecutive positions, by the network's own modules.
 
-    def generate(self, tokens: Any, run: Run, spec: dj.ModelSpec) -> Any:
-        """Decodes the most confident masks of the block in each step; tokens [b l], the response masked."""
-        torch, shift = self.torch, int(spec.shifted)
-        per_step = run.length // run.steps
-        for start in range(run.prompt, run.prompt + run.length, run.block):
-            block = slice(start, start + run.block)
-            for _ in range(run.block // per_step):
-                logits = self.logits(tokens, slice(start - shift, start - shift + run.block)).float()
-                probability, token = torch.softmax(logits, dim=-1).max(dim=-1)
-                masked = tokens[:, block] == spec.mask_id
-                surest = torch.where(masked, probability, -1.0).topk(per_step, dim=-1).indices
-                sequence = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-                tokens[sequence, start + surest] = token[sequence, surest]
-        return tokens
+        Args:
+          tokens: ids [b q].
+          first: canvas position of the first of them.
+          attend: the attention of a layer; it may store keys and values, and attend to stored ones.
+
+        Returns:
+          [b q m], normed.
+        """
+        body = self.network.model
+        x = body.embed_tokens(tokens)
+        position = self.torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
+        cos, sin = body.rotary_emb(x, position)
+        for index, layer in enumerate(body.layers):
+            # Projections [b q hd] -> [b h q d]; queries and keys are rotated to their canvas positions.
+            attn, normed = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (
+                project(normed).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+                for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+            )
+            o = attend(index, self._rotated(q, cos, sin), self._rotated(k, cos, sin), v)
+
+            # Both branches are added to the residual stream.
+            x = x + attn.o_proj(o.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return body.norm(x)
+
+    def attention(self, q: Any, k: Any, v: Any) -> Any:
+        """SDPA of all queries [b h q d] over all keys [b k s d], without a mask."""
+        grouped = q.shape[1] != k.shape[1]
+        return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    def full(self, tokens: Any) -> Any:
+        """Final hidden states [b l m] of the whole canvas, where all positions attend to all."""
+        return (self.compiled or self._full)(tokens)
+
+    def logits(self, hidden: Any) -> Any:
+        """The vocabulary head, float32 [b c v]."""
+        return self.network.lm_head(hidden).float()
+
+    def _full(self, tokens: Any) -> Any:
+        return self.hidden(tokens, 0, lambda _, q, k, v: self.attention(q, k, v))
+
+    def _rotated(self, x: Any, cos: Any, sin: Any) -> Any:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + self.torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
@@ -79,8 +112,12 @@ def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     return getattr(transformers, made)(described).to(dtype).eval()
 
 
-def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
-    """Their model with random weights, on the GPU if there is one.
+def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
+    """Their model with our weights and dtype, on the GPU if there is one.
+
+    Args:
+      model: ours; fetched from its device layer by layer.
+      compiled: try torch.compile for full forwards; on GPUs if None.
 
     Raises:
       SystemExit: torch is not installed.
@@ -90,20 +127,35 @@ def twin(spec: dj.ModelSpec, dtype: str, compiled: bool | None) -> Twin:
     except ModuleNotFoundError as error:
         raise SystemExit(MISSING) from error
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        made = network(spec, getattr(torch, dtype), attn_implementation="sdpa")
-    found = Twin(torch, made, made.model, "eager")
+        made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
+    _load(made, model, torch.from_numpy)
+    found = Twin(torch, made, model.spec)
     wanted = torch.cuda.is_available() if compiled is None else compiled
     return _through_compiler(found) if wanted else found
 
 
+def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
+    """Overwrites every weight by ours; transformers' names for Llama and Qwen2 are those of Dream."""
+    source, theirs = InMemory(model), made.state_dict()
+    loaded = {"lm_head.weight"} if model.spec.tied else set()
+    for unit in units(model.spec, dream.NAMES):
+        arrays = source.read(unit)
+        for entry in unit.entries:
+            array = to_hf(model.spec, entry, arrays[entry.leaf]).astype(np.float32)  # torch reads no bfloat16
+            theirs[entry.name].copy_(tensor(np.ascontiguousarray(array)))
+            loaded.add(entry.name)
+    if left := set(theirs) - loaded:
+        raise ValueError(f"their network has weights that ours lacks: {', '.join(sorted(left))}")
+
+
 def _through_compiler(eager: Twin) -> Twin:
-    """Uses torch.compile if it works; otherwise `how` says why not."""
+    """Uses torch.compile for full forwards if it works; otherwise `how` says why not."""
     torch = eager.torch
-    found = dataclasses.replace(eager, body=torch.compile(eager.network.model), how="torch.compile")
+    found = dataclasses.replace(eager, compiled=torch.compile(eager.full), how="torch.compile")
     tokens = torch.zeros((1, 8), dtype=torch.long, device=eager.network.device)
     try:
         with torch.inference_mode():
-            found.logits(tokens, slice(None))
+            found.full(tokens)
     except Exception as error:  # many causes: no compiler, an old GPU, unsupported operations
         return dataclasses.replace(eager, how=f"eager (torch.compile: {type(error).__name__})")
     return found

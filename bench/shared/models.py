@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
-from dllm_jax.nn.parameters import INIT_STD, abstract
+from dllm_jax.nn.parameters import INIT_STD, abstract, separate_is_faster
+from dllm_jax.nn.sharding import default_device
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
 SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
-SHAPES = ("llada-8b", "dream-7b", "tiny", "small")
+BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
+FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
+SHAPES = ("llada-8b", "dream-7b", *FOR_CPUS)
 
 
 def shape(name: str, **changes: Any) -> dj.ModelSpec:
@@ -25,41 +28,54 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
     """
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
-    if name in ("llada-8b", "dream-7b"):
+    if name not in FOR_CPUS:
         return dataclasses.replace(dj.presets.model_spec(name), **changes)
-    numbers = TINY if name == "tiny" else SMALL
+    numbers = FOR_CPUS[name]
     ids = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
     return dataclasses.replace(dj.presets.model_spec("llada-8b"), **{**numbers, **ids, **changes})
 
 
-def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0) -> dj.Model:
+def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.0) -> dj.Model:
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
-    Memory never holds more than the weights and one such piece; nothing passes through the host.
+    They have the form that `load` gives weights on this device. Memory never holds more than the weights and
+    one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
+
+    Args:
+      spec: the model.
+      dtype: of the weights.
+      seed: of the draws.
+      gain: multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
     """
+    apart = separate_is_faster(default_device().platform)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
-    leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, key) for (path, leaf), key in zip(paths, keys, strict=True)
-    ]
-    return dj.Model(jax.tree.unflatten(tree, leaves), spec)
+    leaves = []
+    for (path, leaf), key in zip(paths, keys, strict=True):
+        array = _leaf(jax.tree_util.keystr(path), leaf, key, gain)
+        leaves.append(list(array) if apart and path[0].key == "layers" else array)
+    params = jax.tree.unflatten(tree, leaves)
+    if apart:
+        layers = params["layers"]
+        params["layers"] = [{name: layers[name][i] for name in layers} for i in range(spec.layers)]
+    return dj.Model(params, spec)
 
 
-def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, gain: float) -> jax.Array:
     if "norm" in name:
         return jnp.ones(leaf.shape, leaf.dtype)
     if "bias" in name:
         return jnp.zeros(leaf.shape, leaf.dtype)
     # a layer at a time; a table [v m] in at most 64 equal parts of its rows
     pieces = leaf.shape[0] if "layers" in name else math.gcd(leaf.shape[0], 64)
-    return drawn(key, pieces, leaf.shape, leaf.dtype)
+    return drawn(key, pieces, leaf.shape, leaf.dtype, gain)
 
 
-@functools.partial(jax.jit, static_argnames=("pieces", "shape", "dtype"))
-def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Small normal numbers, drawn in `pieces` equal parts."""
+@functools.partial(jax.jit, static_argnames=("pieces", "shape", "dtype", "gain"))
+def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any, gain: float = 1.0) -> jax.Array:
+    """Normal numbers of std 0.02 times `gain`, drawn in `pieces` equal parts."""
     part = (math.prod(shape) // pieces,)
-    one = lambda key: (INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
+    one = lambda key: (gain * INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
     return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
 
 

@@ -97,12 +97,13 @@ def _line(cells: Sequence[Any]) -> str:
 
 
 def provenance(dtype: str) -> dict[str, Any]:
-    """Device, driver if known, cores, versions and date, for every result."""
+    """Device, driver and CPU if known, cores, versions and date, for every result."""
     where = device()
     return {
         "device": where.kind,
         "platform": where.platform,
         "devices": where.count,
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "driver": driver(where.platform),
         "jax": jax.__version__,
@@ -111,6 +112,13 @@ def provenance(dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "date": now(),
     }
+
+
+def processor() -> str | None:
+    """Model of the CPU as the kernel names it, None if unknown."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return found.group(1) if found else None
 
 
 def driver(platform: str) -> str | None:

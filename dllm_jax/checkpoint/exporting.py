@@ -19,6 +19,7 @@ from dllm_jax.checkpoint.source import Source, locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.spec import ModelSpec
 
 
@@ -121,7 +122,8 @@ class InMemory:
         params = self.model.params
         if unit.layer is None:
             return {entry.leaf: np.asarray(params[entry.leaf]) for entry in unit.entries}
-        return {entry.leaf: np.asarray(params["layers"][entry.leaf][unit.layer]) for entry in unit.entries}
+        layer = layer_of(params, unit.layer)
+        return {entry.leaf: np.asarray(layer[entry.leaf]) for entry in unit.entries}
 
 
 def _write(

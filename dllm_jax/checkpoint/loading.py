@@ -1,7 +1,6 @@
 """Loading a checkpoint as a `Model`, filled unit by unit on the device."""
 
 import dataclasses
-import functools
 import math
 import os
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.source import Source, open_checkpoint, stream
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.sharding import AXES, leaves, place, shape, sharding
+from dllm_jax.nn.parameters import Params, separate_is_faster
+from dllm_jax.nn.sharding import AXES, default_device, leaves, place, shape, sharding, stacked_format
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import Implementation
 
@@ -28,6 +27,7 @@ def load(
     rope_factor: float = 1.0,
     check_finite: bool = False,
     implementation: Implementation | None = None,
+    separate_layers: bool | None = None,
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
 
@@ -43,9 +43,12 @@ def load(
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
       implementation: of attention, see `Model`; "pallas" not with a mesh.
+      separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
+        `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs, separate
+        elsewhere. Tokens do not depend on it.
 
     Returns:
-      the model, `params` shaped like `dllm_jax.nn.parameters.abstract(spec, dtype)`.
+      the model.
 
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
@@ -58,7 +61,7 @@ def load(
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
-    return dataclasses.replace(empty, params=fill(source, target, mesh, check_finite))
+    return dataclasses.replace(empty, params=fill(source, target, mesh, check_finite, separate_layers))
 
 
 def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
@@ -72,20 +75,28 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
 
 
-def fill(source: Source, dtype: np.dtype, mesh: Mesh | None = None, check_finite: bool = False) -> Params:
-    """Parameters of an opened checkpoint on the device or the mesh, layers stacked."""
-    spec = source.spec
-    stacked = tuple(leaf for leaf in leaves(spec) if AXES[leaf].startswith("n"))
-    where = {leaf: None if mesh is None else sharding(spec, AXES[leaf], mesh) for leaf in stacked}
-    shapes = tuple((leaf, shape(spec, AXES[leaf]), where[leaf]) for leaf in stacked)
-    layers, lone = _zeros(shapes, dtype), {}
+def fill(
+    source: Source,
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    check_finite: bool = False,
+    separate_layers: bool | None = None,
+) -> Params:
+    """Parameters of an opened checkpoint on the device or the mesh; arguments as of `load`."""
+    platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
+    if separate_layers is None:
+        separate_layers = separate_is_faster(platform)
+    layers = _List() if separate_layers else _Stack(source.spec, dtype, mesh, platform)
+    lone: Params = {}
     for unit, arrays in stream(source, dtype, check_finite):
-        placed = {entry.leaf: _place(spec, entry.leaf, arrays[entry.leaf], mesh) for entry in unit.entries}
+        placed = {
+            entry.leaf: _place(source.spec, entry.leaf, arrays[entry.leaf], mesh) for entry in unit.entries
+        }
         if unit.layer is None:
             lone |= placed
         else:
-            layers = _set_layer(layers, placed, jnp.int32(unit.layer))
-    return {"layers": layers, **lone}
+            layers.add(unit.layer, placed)
+    return {"layers": layers.layers, **lone}
 
 
 def _place(spec: ModelSpec, leaf: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
@@ -93,17 +104,31 @@ def _place(spec: ModelSpec, leaf: str, array: np.ndarray, mesh: Mesh | None) -> 
     return place(array, None if mesh is None else sharding(spec, axes, mesh))
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "dtype"))
-def _zeros(
-    shapes: tuple[tuple[str, tuple[int, ...], NamedSharding | None], ...], dtype: np.dtype
-) -> dict[str, Array]:
-    zeros = {leaf: jnp.zeros(size, dtype) for leaf, size, _ in shapes}
-    return {
-        leaf: zeros[leaf] if where is None else jax.lax.with_sharding_constraint(zeros[leaf], where)
-        for leaf, _, where in shapes
-    }
+class _List:
+    """Separate layers, in the order in which they are read."""
+
+    def __init__(self):
+        self.layers: list[dict[str, Array]] = []
+
+    def add(self, index: int, new: dict[str, Array]):
+        assert index == len(self.layers), "layers are read in order"
+        self.layers.append(new)
 
 
-@functools.partial(jax.jit, donate_argnames="layers")  # in place: the stack is never held twice
+class _Stack:
+    """Stacked layers, which are filled in place: the stack is never held twice."""
+
+    def __init__(self, spec: ModelSpec, dtype: np.dtype, mesh: Mesh | None, platform: str):
+        axes = {leaf: AXES[leaf] for leaf in leaves(spec) if AXES[leaf].startswith("n")}
+        split = {leaf: None if mesh is None else sharding(spec, axes[leaf], mesh) for leaf in axes}
+        where = {leaf: stacked_format(leaf, split[leaf], platform) for leaf in axes}
+        empty = lambda: {leaf: jnp.zeros(shape(spec, axes[leaf]), dtype) for leaf in axes}
+        self.layers: dict[str, Array] = jax.jit(empty, out_shardings=where)()
+        self._set = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)
+
+    def add(self, index: int, new: dict[str, Array]):
+        self.layers = self._set(self.layers, new, jnp.int32(index))
+
+
 def _set_layer(layers: dict[str, Array], new: dict[str, Array], layer: Int[Array, ""]) -> dict[str, Array]:
     return {leaf: jax.lax.dynamic_update_index_in_dim(layers[leaf], new[leaf], layer, 0) for leaf in layers}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.decoding.step import computed_rows, network
+from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import Mask
@@ -158,7 +158,7 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = begin(tokens, valid, model.spec, layout)
         rows = computed_rows(canvas.everything, width)
-        cache = policy.init(model.spec, layout, batch, model.dtype)
+        cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_layers(policy.before_first_step(cache, canvas, model, tokens), canvas, rows)
 
         def layer(layer: Layer, *rest):

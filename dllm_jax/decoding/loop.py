@@ -49,7 +49,9 @@ def denoise(
       the trace if the plan asks for it.
     """
     limit = plan.step_limit(layout)
-    rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
+    # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
+    # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
+    rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))
 
     def running(state: State) -> Bool[Array, ""]:
         return jnp.any(state.canvas.active) & (state.record.steps < limit)
@@ -57,12 +59,17 @@ def denoise(
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
         return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
 
+    # Profiles and compiled programs show which step an operation belongs to.
+    def run(variant: int | None, state: State) -> State:
+        with jax.named_scope(scope(variant)):
+            return step(model, rope, noise, plan, variant, state)
+
     # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
         for variant in (None, *reversed(plan.widths)):
             state = jax.lax.while_loop(
                 lambda s, v=variant: running(s) & comes_next(v, s),
-                lambda s, v=variant: step(model, rope, noise, plan, v, s),
+                lambda s, v=variant: run(v, s),
                 state,
             )
         return state
@@ -74,6 +81,11 @@ def denoise(
     if plan.stop_at_eos:
         tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
+
+
+def scope(variant: int | None) -> str:
+    """The name scope of a step's operations: over the canvas in place (None), or of a static width."""
+    return "full_step" if variant is None else f"partial_step_{variant}"
 
 
 def coming(plan: Plan, state: State) -> Int[Array, ""]:

@@ -83,10 +83,16 @@ def initial(
     # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
     canvas = advance(begin(tokens, valid, model.spec, layout), plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
-    cache = plan.policy.init(model.spec, layout, plan.streams * tokens.shape[0], model.dtype)
+    cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
     cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
     record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
+
+
+def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
+    """The policy's storage before the first step, stacked or as a list of layers like the parameters."""
+    cache = policy.init(model.spec, layout, batch, model.dtype)
+    return cache.separate() if model.layers_are_separate else cache
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
@@ -164,8 +170,8 @@ def network(
 
     def run(weights: Layer, carry):
         x, cache = carry
-        x, view = layer(weights, x, LayerCache(cache.layers, weights.index, cache.shared), rows, canvas)
-        return x, Cache(view.layers, view.shared)
+        x, view = layer(weights, x, LayerCache.of(cache, weights.index), rows, canvas)
+        return x, view.into(cache, weights.index)
 
     carry = embed(model.params, rows.take(tokens)), cache
     return walk(model.params, model.spec, rope, run, carry, model.implementation)

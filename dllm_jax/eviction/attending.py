@@ -7,10 +7,10 @@ layer's budget. With chunks, the head that is actually the widest decides at run
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax.eviction.pair_store import PairStore
-from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, scatter
 
@@ -64,7 +64,7 @@ def slots_of_chunk(budget: int, widest: int, smallest: int = SMALLEST_CHUNK) -> 
 
 def prompt_pairs(
     pairs: PairStore,
-    layer: Int[Array, ""],
+    layer: LayerIndex,
     due: Bool[Array, "b 1"],
     keys: tuple[Rows, Float[Array, "b w k d"]],
     values: tuple[Rows, Float[Array, "b q k d"]],

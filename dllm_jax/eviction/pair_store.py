@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.nn.layer import LayerIndex
+
 
 class PairStore(NamedTuple):
     """Pairs of all layers and kv heads stored back to back, each head's in order of position.
@@ -27,7 +29,7 @@ class PairStore(NamedTuple):
     budget: Int[Array, "n b"]
 
     def slots(
-        self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
+        self, layer: LayerIndex, width: int, first: int | Int[Array, ""] = 0
     ) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
         """Slots of a layer's heads from each one's `first` on, padded to `width`, and which are real.
 
@@ -42,7 +44,7 @@ class PairStore(NamedTuple):
         return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
 
     def read(
-        self, layer: Int[Array, ""], width: int, first: int | Int[Array, ""] = 0
+        self, layer: LayerIndex, width: int, first: int | Int[Array, ""] = 0
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
         """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real.
 
@@ -54,14 +56,14 @@ class PairStore(NamedTuple):
         take = lambda a: jnp.swapaxes(a[_sequence(slots), self._clipped(slots)], 1, 2)
         return take(self.k), take(self.v), real[:, :, None]
 
-    def positions(self, layer: Int[Array, ""], width: int) -> Int[Array, "b k w"]:
+    def positions(self, layer: LayerIndex, width: int) -> Int[Array, "b k w"]:
         """Prompt positions of one layer's pairs, padded as in `read`; meaningless at padding."""
         slots, _ = self.slots(layer, width)
         return self.position[_sequence(slots), self._clipped(slots)]
 
     def allot(
         self,
-        layer: Int[Array, ""],
+        layer: LayerIndex,
         first: Int[Array, "b"],
         keep: Bool[Array, "b k p"],
         where: Bool[Array, "b 1"],
@@ -91,7 +93,7 @@ class PairStore(NamedTuple):
 
     def renew(
         self,
-        layer: Int[Array, ""],
+        layer: LayerIndex,
         k: Float[Array, "b p k d"],
         v: Float[Array, "b p k d"],
         width: int,

@@ -11,9 +11,12 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.nn import kernels
 from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
 from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.memory import heads_first_on_tpu
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import Implementation
+
+LayerIndex = Int[Array, ""] | int  # traced where one loop runs all layers, a number where they are unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +30,14 @@ class Layer:
       weights: this layer's parameters, see `dllm_jax.nn.parameters.LayerParameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
-      index: which layer this is, traced.
+      index: which layer this is.
       implementation: of `attention`, `received` and `head_mean`, see `Model`.
     """
 
     weights: dict[str, Array]
     spec: ModelSpec
     rope: Rope
-    index: Int[Array, ""]
+    index: LayerIndex
     implementation: Implementation | None = None
 
     def qk(
@@ -102,7 +105,7 @@ class Layer:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
     def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
-        y = einsum("bqm,mhd->bqhd", normed, self.weights[name])
+        y = heads_first_on_tpu(einsum("bqm,mhd->bqhd", normed, self.weights[name]))
         return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y
 
 
@@ -125,13 +128,13 @@ def walk(
     carry: Any,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Runs `run(layer, carry) -> carry` over all layers as one `lax.scan`.
+    """Runs `run(layer, carry) -> carry` over all layers: stacked ones in a `lax.scan`, separate ones in turn.
 
     Args:
-      params: the model's; leaves of "layers" are stacked [n ...].
+      params: the model's, in either form of `dllm_jax.nn.parameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
-      run: one layer; traced once.
+      run: one layer; traced once if the layers are stacked, else once per layer.
       carry: the state before the first layer, a pytree of any structure.
       implementation: of the attention, see `Model`.
 
@@ -139,9 +142,15 @@ def walk(
       the carry after the last layer.
     """
 
+    layers = params["layers"]
+    if isinstance(layers, list):
+        for index, weights in enumerate(layers):
+            carry = run(Layer(weights, spec, rope, index, implementation), carry)
+        return carry
+
     def body(carry, weights_and_index):
         weights, index = weights_and_index
         return run(Layer(weights, spec, rope, index, implementation), carry), None
 
     # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
-    return jax.lax.scan(body, carry, (params["layers"], jnp.arange(spec.layers)))[0]
+    return jax.lax.scan(body, carry, (layers, jnp.arange(spec.layers)))[0]

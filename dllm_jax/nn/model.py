@@ -45,6 +45,11 @@ class Model:
         """Dtype of parameters and activations."""
         return self.params["embed"].dtype
 
+    @property
+    def layers_are_separate(self) -> bool:
+        """Whether each layer has arrays of its own, see `dllm_jax.nn.parameters`."""
+        return isinstance(self.params["layers"], list)
+
     def replace_spec(self, **changes) -> "Model":
         """The same weights under a changed spec, e.g. another `mask_id` or `rope_base`."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))

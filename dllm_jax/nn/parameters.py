@@ -3,6 +3,11 @@
 Everything else in the package works on the pure pytree these modules describe:
 
     {"embed": [v m], "layers": {name: [n ...]}, "norm": [m], "head": [v m] unless tied}
+
+That is the stacked form, which one scan runs through: short programs, and on TPUs each product reads its
+layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 3 times the traffic of the
+product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
+Everything that takes parameters takes both forms.
 """
 
 from typing import Any
@@ -90,6 +95,37 @@ def abstract(spec: ModelSpec, dtype: Any = jnp.float32) -> PyTree[jax.ShapeDtype
     return jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
 
 
+def separate(params: Params) -> Params:
+    """The same parameters with a list of layers; those of a list are returned as they are."""
+    layers = params["layers"]
+    if isinstance(layers, list):
+        return params
+    return params | {"layers": [{name: a[i] for name, a in layers.items()} for i in range(_count(layers))]}
+
+
+def stacked(params: Params) -> Params:
+    """The same parameters with stacked layers; stacked ones are returned as they are."""
+    layers = params["layers"]
+    if not isinstance(layers, list):
+        return params
+    return params | {"layers": jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)}
+
+
+def layer_of(params: Params, index: int) -> dict[str, Array]:
+    """One layer's parameters, of either form."""
+    layers = params["layers"]
+    return layers[index] if isinstance(layers, list) else {name: a[index] for name, a in layers.items()}
+
+
+def separate_is_faster(platform: str) -> bool:
+    """Whether programs of a platform read separate layers with fewer copies: all but TPUs."""
+    return platform != "tpu"
+
+
+def _count(layers: dict[str, Array]) -> int:
+    return next(iter(layers.values())).shape[0]
+
+
 def count(params: PyTree[Array | jax.ShapeDtypeStruct]) -> int:
     """Number of scalars in a parameter tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -112,8 +148,10 @@ def describe(params: Any) -> list[str]:
     lines = [f"{sum(array.size for array in arrays):,} parameters, {dtypes}"]
     for name in _ordered(params, ("embed", "layers", "norm", "head")):
         group = params[name]
-        if isinstance(group, dict):
-            shapes = ", ".join(f"{leaf} {_shape(group[leaf])}" for leaf in _ordered(group, tuple(AXES)))
+        if isinstance(group, list):
+            shapes = f"{len(group)} x ({_shapes(group[0]) if group else ''})"
+        elif isinstance(group, dict):
+            shapes = _shapes(group)
         else:
             shapes = _shape(group)
         lines.append(f"{name:<8}{shapes}")
@@ -123,6 +161,10 @@ def describe(params: Any) -> list[str]:
 def _ordered(group: dict[str, Any], known: tuple[str, ...]) -> list[str]:
     """The names of a group in the order of the computation, unknown ones last."""
     return sorted(group, key=lambda name: known.index(name) if name in known else len(known))
+
+
+def _shapes(group: dict[str, Any]) -> str:
+    return ", ".join(f"{leaf} {_shape(group[leaf])}" for leaf in _ordered(group, tuple(AXES)))
 
 
 def _shape(array: Any) -> str:

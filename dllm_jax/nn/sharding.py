@@ -2,8 +2,10 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from dllm_jax.nn.memory import STACKED_HEADS_FIRST
 from dllm_jax.nn.spec import ModelSpec
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.
@@ -67,6 +69,18 @@ def partition(spec: ModelSpec, axes: str, mesh: Mesh) -> PartitionSpec:
 def sharding(spec: ModelSpec, axes: str, mesh: Mesh) -> NamedSharding:
     """Sharding of an array with these axes; on mesh axes other than "tp" it is replicated."""
     return NamedSharding(automatic(mesh), partition(spec, axes, mesh))
+
+
+def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding | Format | None:
+    """Where a stacked parameter lies and, on TPUs, in which order its axes do; None is the default."""
+    if platform != "tpu" or leaf not in STACKED_HEADS_FIRST:
+        return where
+    return Format(STACKED_HEADS_FIRST[leaf], where or jax.sharding.SingleDeviceSharding(default_device()))
+
+
+def default_device() -> jax.Device:
+    """The device that arrays are put on if nothing else is said."""
+    return next(iter(jax.device_put(np.zeros((), np.float32)).devices()))
 
 
 def automatic(mesh: Mesh) -> Mesh:

@@ -45,7 +45,7 @@ class DKVPrefill(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The first step stores the prompt; later ones attend to it and to themselves."""
         q, k = layer.qk(x, rows.index)
-        new, mask, slots = KV(k, layer.value(x)), canvas.attends(rows), cache.layers.k.shape[2]
+        new, mask, slots = KV(k, layer.value(x)), canvas.attends(rows), cache.read().k.shape[1]
 
         # The first step attends to the canvas as it is, and stores the prompt's pairs.
         if rows.full:
@@ -60,5 +60,5 @@ class DKVPrefill(Policy):
 
     @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response, and with a shifted head one position more."""
-        return (layout.response, layout.response_inputs)
+        """The response, and room for one position more, which a shifted head needs."""
+        return (layout.response_inputs,)

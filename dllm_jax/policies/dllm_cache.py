@@ -60,7 +60,9 @@ class DLLMCache(Policy):
         """The response and the position before it."""
         return (layout.response_inputs,)
 
-    def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
+    def due(
+        self, canvas: Canvas, first: Bool[Array, ""] | bool
+    ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """Whether a layer refreshes the prompt, and the response; `first` is true in the first layer."""
         return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
 
@@ -84,8 +86,8 @@ class DLLMCache(Policy):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """New values, keys and branch outputs of the stale positions, cached branch outputs of the others."""
-        response, slots = canvas.layout.response, cache.layers.v.shape[2]
-        tail = rows.last(cache.layers.mlp.shape[2])
+        response, slots = canvas.layout.response, cache.read().v.shape[1]
+        tail = rows.last(cache.read().mlp.shape[1])
 
         # Values of the response are renewed in every step, those of the prompt at its refreshes.
         value = layer.value(x)
@@ -137,6 +139,6 @@ class DLLMCache(Policy):
           the attention output at `some`, before the output projection, and the changed cache.
         """
         q, k = layer.qk(x, some.index)
-        cache = cache.write(some.last(cache.layers.k.shape[2]), k=k)
+        cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
         return layer.attention(q, now.k, now.v, canvas.attends(some))[0], cache

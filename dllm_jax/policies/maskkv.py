@@ -11,7 +11,7 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
-from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, TracedPositiveInt
@@ -86,7 +86,9 @@ class MaskKV(DLLMCache):
         return cache._replace(shared=cache.shared._replace(budget=budgets))
 
     @override
-    def due(self, canvas: Canvas, first: Bool[Array, ""]) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
+    def due(
+        self, canvas: Canvas, first: Bool[Array, ""] | bool
+    ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
         return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
 
@@ -137,7 +139,7 @@ class MaskKV(DLLMCache):
     def evict(
         self,
         pairs: PairStore,
-        layer: Int[Array, ""],
+        layer: LayerIndex,
         votes: Float[Array, "b k p"],
         preference: Float[Array, "b k"],
         due: Bool[Array, "b 1"],

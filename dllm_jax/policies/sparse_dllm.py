@@ -123,7 +123,7 @@ class SparseDLLM(Policy):
     def _store(self, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas) -> LayerCache:
         """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
         # Retained pairs are packed to the left; slots behind them keep what they hold and are never read.
-        slots = cache.layers.k.shape[2]
+        slots = cache.read().k.shape[1]
         retained = compact_rows(self.retained(q, new.k, canvas), slots)
 
         # A sequence that has finished the block keeps its pairs, whatever step it stopped at.

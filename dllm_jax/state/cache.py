@@ -1,15 +1,20 @@
-"""The cache pytree, and one layer's view of it inside the layer scan.
+"""The cache pytree, and one layer's view of it while the layers run.
 
-The stacked arrays are in the scan's carry and are written in place at [layer, sequence, position]. Passed
-through `lax.scan` as per-layer inputs and outputs, all of it would be copied in every step.
+It has the form of the model's parameters. Where the layers are stacked, so is their storage: it is in the
+scan's carry and is written in place at [layer, sequence, position]. Passed through `lax.scan` as per-layer
+inputs and outputs, all of it would be copied in every step. Where the layers are separate, each has arrays of
+its own, and reading one copies nothing. Keys and values lie heads first in memory (`dllm_jax.nn.memory`).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from dllm_jax.nn.layer import LayerIndex
+from dllm_jax.nn.memory import heads_first
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.rows import Rows
 
@@ -18,12 +23,20 @@ class Cache(NamedTuple):
     """What a policy keeps between denoising steps.
 
     Attributes:
-      layers: per-layer storage; every leaf is stacked [n b s ...], s being slots.
+      layers: per-layer storage; every leaf is stacked [n b s ...], s being slots. While a model with separate
+        layers runs, a list with one such structure per layer, leaves [b s ...].
       shared: anything else (statistics, tracked positions), leaves of any shape.
     """
 
     layers: PyTree
     shared: PyTree
+
+    def separate(self) -> "Cache":
+        """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""
+        leaves, structure = jax.tree.flatten(self.layers)
+        # A policy that stores nothing has no array to count the layers by.
+        layers = [jax.tree.unflatten(structure, one) for one in zip(*leaves, strict=True)] if leaves else []
+        return self._replace(layers=layers)
 
 
 class KV(NamedTuple):
@@ -36,26 +49,45 @@ class KV(NamedTuple):
     def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any) -> "KV":
         """Empty slots for every layer: 2 n b s k d scalars."""
         shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
-        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return KV(heads_first(jnp.zeros(shape, dtype)), heads_first(jnp.zeros(shape, dtype)))
 
 
 class LayerCache(NamedTuple):
     """The cache as one layer sees it while the layers run: `Policy.layer` takes it and returns it changed.
 
     Attributes:
-      layers: the storage of all layers, see `Cache`; empty if the policy stores nothing.
-      index: which layer this is.
+      layers: the stacked storage of all layers, see `Cache`; empty if the policy stores nothing. Where layers
+        are separate, a list of this layer's storage and, except in the last one, the following layer's.
+      index: which layer this is, where they are stacked; else None.
       shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
     """
 
     layers: PyTree
-    index: Int[Array, ""]
+    index: Int[Array, ""] | None
     shared: PyTree
 
+    @staticmethod
+    def of(cache: Cache, layer: LayerIndex) -> "LayerCache":
+        """One layer's view of the cache."""
+        if isinstance(cache.layers, list):
+            assert isinstance(layer, int), "separate layers are unrolled"
+            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared)
+        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared)
+
+    def into(self, cache: Cache, layer: LayerIndex) -> Cache:
+        """The cache with what a layer has changed in its view of it."""
+        if not isinstance(cache.layers, list):
+            return Cache(self.layers, self.shared)
+        assert isinstance(layer, int), "separate layers are unrolled"
+        before, behind = cache.layers[:layer], cache.layers[layer + len(self.layers) :]
+        return Cache([*before, *self.layers, *behind], self.shared)
+
     def read(self) -> PyTree:
-        """This layer's storage: the same structure, leaves [b s ...]."""
+        """This layer's storage: the structure that `Policy.init` returned, leaves [b s ...]."""
+        if isinstance(self.layers, list):
+            return self.layers[0]
         return jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, self.index, keepdims=False), self.layers
+            lambda a: jax.lax.dynamic_index_in_dim(a, self._index, keepdims=False), self.layers
         )
 
     def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
@@ -70,7 +102,7 @@ class LayerCache(NamedTuple):
             return self, new
 
         # What was written is read back: reading before the write would make XLA copy the stacked arrays.
-        cache = self._replace(layers=jax.tree.map(lambda a, x: self._write(a, rows, x), self.layers, new))
+        cache = self._change(lambda own, write: jax.tree.map(write, own, new), rows)
         return cache, cache.read()
 
     def write(self, rows: Rows, **parts: PyTree) -> "LayerCache":
@@ -80,21 +112,69 @@ class LayerCache(NamedTuple):
           rows: slots of these fields, e.g. `rows.last(s)` where they hold the last s positions only.
           **parts: by field name.
         """
-        written = {
-            name: jax.tree.map(lambda a, x: self._write(a, rows, x), getattr(self.layers, name), new)
-            for name, new in parts.items()
-        }
-        return self._replace(layers=self.layers._replace(**written))
+        return self._write_parts(rows, parts, ahead=0)
 
-    def _write(self, array: Array, rows: Rows, new: Array) -> Array:
-        """The stacked array [n b s ...] with new values of this layer."""
-        new = new.astype(array.dtype)
+    def write_next(self, rows: Rows, **parts: PyTree) -> "LayerCache":
+        """As `write`, to the storage of the following layer; in the last layer nothing is written."""
+        return self._write_parts(rows, parts, ahead=1)
 
-        # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
-        if not rows.full:
-            batch = jnp.arange(array.shape[1])[:, None]
-            return array.at[self.index, batch, rows.index].set(new, mode="drop")
-        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
-        stored = jax.lax.dynamic_index_in_dim(array, self.index, keepdims=False)
-        real = rows.real.reshape(*rows.real.shape, *[1] * (new.ndim - 2))
-        return jax.lax.dynamic_update_index_in_dim(array, jnp.where(real, new, stored), self.index, 0)
+    def _write_parts(self, rows: Rows, parts: dict[str, PyTree], ahead: int) -> "LayerCache":
+        def change(storage, write):
+            written = {name: jax.tree.map(write, getattr(storage, name), new) for name, new in parts.items()}
+            return storage._replace(**written)
+
+        return self._change(change, rows, ahead)
+
+    def _change(
+        self, change: Callable[[PyTree, Callable[[Array, Array], Array]], PyTree], rows: Rows, ahead: int = 0
+    ) -> "LayerCache":
+        """The cache with the storage of the layer `ahead` of this one changed.
+
+        Args:
+          change: takes the storage and a function that writes new values of the rows into one of its arrays.
+          rows: slots that are written.
+          ahead: 0 or 1.
+        """
+        if not isinstance(self.layers, list):
+            write = lambda array, new: _write_stacked(array, self._index + ahead, rows, new)
+            return self._replace(layers=change(self.layers, write))
+        write = lambda array, new: _write(array, rows, new)
+        changed = [change(one, write) if i == ahead else one for i, one in enumerate(self.layers)]
+        return self._replace(layers=changed)
+
+    @property
+    def _index(self) -> Int[Array, ""]:
+        assert self.index is not None, "stacked layers have an index"
+        return self.index
+
+
+def _write(array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"]) -> Float[Array, "b s *d"]:
+    """One layer's array with new values at the rows."""
+    new = new.astype(array.dtype)
+    if rows.full:
+        written = jnp.where(_broadcast(rows.real, new), new, array)
+    else:
+        written = array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
+    return heads_first(written) if new.ndim == 4 else written
+
+
+def _write_stacked(
+    array: Float[Array, "n b s *d"], index: Int[Array, ""], rows: Rows, new: Float[Array, "b q *d"]
+) -> Float[Array, "n b s *d"]:
+    """The stacked array with new values of one layer at the rows; at a layer beyond the last, unchanged."""
+    new = new.astype(array.dtype)
+    # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
+    if rows.full:
+        stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+        kept = jnp.where(_broadcast(rows.real & (index < len(array)), new), new, stored)
+        written = jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
+    # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
+    else:
+        batch = jnp.arange(array.shape[1])[:, None]
+        written = array.at[index, batch, rows.index].set(new, mode="drop")
+    return heads_first(written) if new.ndim == 4 else written
+
+
+def _broadcast(real: Bool[Array, "b q"], new: Array) -> Array:
+    """Which entries are positions, with as many axes as their values have."""
+    return real.reshape(*real.shape, *[1] * (new.ndim - 2))

@@ -65,12 +65,6 @@ class Rows:
         slot = self.index - (self.length - slots)
         return Rows(jnp.where(self.real & (slot >= 0), slot, slots), slots)
 
-    def first(self, slots: int) -> "Rows":
-        """The rows as slots of a store that holds the first `slots` positions; all others are padding."""
-        if slots == self.length:
-            return self
-        return Rows(jnp.minimum(self.index, slots), slots)
-
 
 def full_rows(need: Bool[Array, "b l"]) -> Rows:
     """The rows of a full step: the needed positions where they lie on the canvas, padding elsewhere."""

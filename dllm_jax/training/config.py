@@ -106,18 +106,30 @@ def optimiser(config: TrainConfig) -> optax.GradientTransformation:
 
 def is_matrix(params: Params) -> dict[str, Any]:
     """True at the parameters that weight decay acts on: everything but norms and biases, by name."""
-    return {
-        name: is_matrix(value) if isinstance(value, dict) else not name.endswith(("norm", "_bias"))
-        for name, value in params.items()
-    }
+
+    def of(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(name, layer) for layer in value]
+        return is_matrix(value) if isinstance(value, dict) else not name.endswith(("norm", "_bias"))
+
+    return {name: of(name, value) for name, value in params.items()}
 
 
 def _matrices(params: Params) -> dict[str, Any]:
-    """For Muon: the axes that each stacked matrix of the layers reduces and produces; None elsewhere."""
-    axes = {"q": ((1,), (2, 3)), "k": ((1,), (2, 3)), "v": ((1,), (2, 3)), "o": ((1, 2), (3,))}
-    axes |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
-    layers = {
-        name: optax.contrib.MuonDimensionNumbers(*axes[name]) if name in axes else None
-        for name in params["layers"]
-    }
-    return dict.fromkeys(params) | {"layers": layers}
+    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere."""
+    axes = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
+    axes |= dict.fromkeys(("gate", "up", "down"), ((0,), (1,)))
+
+    def numbers(name: str, stacked: bool) -> optax.contrib.MuonDimensionNumbers | None:
+        if name not in axes:
+            return None
+        return optax.contrib.MuonDimensionNumbers(
+            *(tuple(i + stacked for i in group) for group in axes[name])
+        )
+
+    layers = params["layers"]
+    if isinstance(layers, list):
+        of_layers = [{name: numbers(name, stacked=False) for name in layer} for layer in layers]
+    else:
+        of_layers = {name: numbers(name, stacked=True) for name in layers}
+    return dict.fromkeys(params) | {"layers": of_layers}

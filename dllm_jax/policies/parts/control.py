@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
+REFRESH = "refresh"  # name scope of what a partial step runs only where a refresh is due
 
-def when(condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+
+def when(
+    condition: Bool[Array, ""], change: Callable[[PyTree], PyTree], carry: PyTree, name: str = "when"
+) -> PyTree:
     """`change(carry)` if the condition holds, else carry: an `if` that changes arrays in place.
 
     A loop of at most one trip: XLA (jaxlib 0.10) copies the arrays that a `lax.cond` with a writing branch
-    returns, but not those that a loop carries.
+    returns, but not those that a loop carries. `name` is the name scope of the change's operations.
     """
-    trip = lambda state: (jnp.bool_(False), change(state[1]))
+
+    def trip(state):
+        with jax.named_scope(name):
+            return jnp.bool_(False), change(state[1])
+
     return jax.lax.while_loop(lambda state: state[0], trip, (condition, carry))[1]
 
 

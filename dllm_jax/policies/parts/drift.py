@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
 
@@ -39,9 +40,7 @@ class DriftTest(Options, abc.ABC):
     """Which tracked tokens a layer tests, and how similar their attention is before and after the step."""
 
     @abc.abstractmethod
-    def tokens(
-        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
-    ) -> Int[Array, "b t"]:
+    def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:
         """The positions that a layer tests, l = none.
 
         Args:
@@ -89,9 +88,7 @@ class HeadCosine(DriftTest):
     """
 
     @override
-    def tokens(
-        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
-    ) -> Int[Array, "b t"]:
+    def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:
         """The tracked tokens of all layers, each once, in order of position."""
         union = members(attended, length)
         return compact(union, min(length, attended.shape[1] * attended.shape[2]))
@@ -112,9 +109,7 @@ class KeyCosine(DriftTest):
     """
 
     @override
-    def tokens(
-        self, attended: Int[Array, "b n track"], layer: Int[Array, ""], length: int
-    ) -> Int[Array, "b t"]:
+    def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:
         """The tokens that this layer itself attended to most."""
         return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
 

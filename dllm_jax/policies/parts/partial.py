@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, compact
 
@@ -51,8 +52,12 @@ def run_narrowest(
         index = compact(marked, width)
         some = Rows(jnp.take_along_axis(position, index, axis=1), rows.length)
         trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
-        carry = jax.lax.fori_loop(
-            0, trips, lambda _, carry, index=index, some=some: body(index, some, carry), carry
-        )
+        name = REFRESH if len(widths) > 1 and width == widths[-1] else "update"
+
+        def run(_, carry, index=index, some=some, name=name):
+            with jax.named_scope(name):
+                return body(index, some, carry)
+
+        carry = jax.lax.fori_loop(0, trips, run, carry)
         narrower = jnp.int32(width)
     return carry

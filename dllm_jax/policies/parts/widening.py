@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.parts.control import when
+from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -80,10 +80,8 @@ def pass_layer(
         inputs, keep = c.cache.read().x, full_rows(selected | wide[:, None])
         x, q, lse, cache = _compute(layer, inputs, c.cache, full_rows(canvas.everything), keep, canvas)
 
-        # Outputs are the next layer's inputs. Not as a full step, whose write would be clamped to the last
-        # layer: a scatter beyond it is dropped.
-        next_inputs = Rows(full_rows(canvas.everything & wide[:, None]).index, rows.length)
-        cache = cache._replace(index=cache.index + 1).write(next_inputs, x=x)._replace(index=cache.index)
+        # Outputs are the next layer's inputs.
+        cache = cache.write_next(full_rows(canvas.everything & wide[:, None]), x=x)
 
         # Only the selected positions go on to the next layer's test and votes.
         lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
@@ -93,7 +91,7 @@ def pass_layer(
     if rows.full:
         return compute_all(before)
     any_wide = jnp.any(wide)
-    return when(any_wide, compute_all, when(~any_wide, compute_selected, before))
+    return when(any_wide, compute_all, when(~any_wide, compute_selected, before), name=REFRESH)
 
 
 def _compute(

@@ -1,0 +1,138 @@
+"""Compiles whole generations, and the training step, for accelerators that are not there.
+
+    python -m bench.compiled h100 --policy DualCache MaskKV --json FILE
+    ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu python -m bench.compiled v6e --layers 2 --hlo DIRECTORY
+    python -m bench.compiled v5e --tp 4 --policy Policy training
+
+Needs the compilers (`targets.py`), not the hardware. A row per policy: whether it compiles, the compiler's
+CPU seconds, bytes of arguments, temporaries and peak per chip, collectives per layer, copies of at
+least 1 MiB, and the bytes of a reuse step and of a full step over the roofline's. Bytes are counted in the
+program (`bench/compiled/traffic.py`); loops whose trips depend on the data are counted once. Every row has a
+process of its own: a compiler that fails may end it.
+"""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from bench.compiled.program import TRAINING, Case, compile_case
+from bench.compiled.targets import TARGETS
+from bench.shared import runner
+from bench.shared.models import policies_named
+from pallas_kernels import Implementation
+
+Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compiled; see `bench.compiled.program.Case` for fields not named here.
+
+    Attributes:
+      targets: keys of `bench.compiled.targets.TARGETS`.
+      policy: class names and "training"; all policies if empty.
+      hlo: a directory for the optimised programs, POLICY-TARGET.hlo.
+      json: results go here.
+    """
+
+    targets: Targets
+    policy: tuple[str, ...] = ()
+    shape: str = "llada-8b"
+    layers: int | None = None
+    prompt: int = 1024
+    length: int = 256
+    block: int = 32
+    batch: int = 1
+    tp: int = 1
+    dp: int = 1
+    dtype: str = "bfloat16"
+    implementation: Implementation | None = None
+    separate_layers: bool | None = None
+    hlo: Path | None = None
+    json: runner.JsonFile = None
+
+    def __post_init__(self):
+        if unknown := sorted(set(self.targets) - set(TARGETS)):
+            raise ValueError(f"targets {', '.join(unknown)} are not among {', '.join(TARGETS)}")
+
+    def cases(self) -> Iterator[Case]:
+        """Every policy for every target."""
+        named = [name for name in self.policy if name != TRAINING]
+        chosen = [type(p).__name__ for p in policies_named(named)] if named or not self.policy else []
+        chosen += [TRAINING] * (TRAINING in self.policy)
+        same = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(Case)
+            if f.name not in ("target", "policy")
+        }
+        for target in self.targets:
+            for policy in chosen:
+                yield Case(target, policy, **same)
+
+
+def row(case: Case, hlo: Path | None) -> runner.Row:
+    """Compiles in a new process; what goes wrong there is in "error"."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            report = pool.submit(compile_case, case).result()
+        except BrokenProcessPool:
+            return dataclasses.asdict(case) | {"error": "the compiler ended the process"}
+        except Exception as error:  # the compilers' messages are the result
+            return dataclasses.asdict(case) | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+        (hlo / f"{case.policy}-{case.target}.hlo").write_text(report.hlo)
+    return report.row
+
+
+def _step(kind: str, field: str, scale: float = 1) -> Any:
+    def cell(row: runner.Row) -> str:
+        step = row.get(f"{kind}_step")
+        return f"{step[field] * scale:.3g}" if step else row.get("error", "-")
+
+    return cell
+
+
+def _copied(where: str) -> Any:
+    return lambda row: (
+        f"{len(row[where])} ({sum(c['bytes'] for c in row[where]) / 1e6:.0f} MB)" if row[where] else "0"
+    )
+
+
+COLUMNS: runner.Columns = {
+    "policy": lambda row: row["policy"],
+    "target": lambda row: (
+        f"{row['target']}" + (f" x {row['tp'] * row['dp']}" if row["tp"] * row["dp"] > 1 else "")
+    ),
+    "CPU s": lambda row: row["compile_cpu_s"],
+    "peak, GB": lambda row: f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " (does not fit)"),
+    "temporary, GB": lambda row: f"{row['temporaries'] / 1e9:.2f}",
+    "reuse step, GB": _step("reuse", "bytes", 1e-9),
+    "over roofline": _step("reuse", "ratio"),
+    "full step, GB": _step("full", "bytes", 1e-9),
+    "over roofline ": _step("full", "ratio"),
+    "collectives per layer": _step("full", "collectives_per_layer"),
+    "copies in loops": _copied("loop_copies"),
+    "at entry": _copied("entry_copies"),
+}
+
+
+def main(options: Annotated[Options, tyro.conf.arg(name="")]):
+    """Compiles and prints."""
+    where = runner.provenance(options.dtype) | {
+        "device": "none: described targets",
+        "targets": options.targets,
+    }
+    rows = (row(case, options.hlo) for case in options.cases())
+    runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

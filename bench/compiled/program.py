@@ -1,0 +1,223 @@
+"""One generation (or training step) compiled for one target, and what the compiler made of it."""
+
+import dataclasses
+import resource
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import dllm_jax as dj
+from bench.compiled import traffic
+from bench.compiled.targets import TARGETS, Target
+from bench.shared.measure import Run
+from bench.shared.models import policies_named, shape
+from dllm_jax import roofline
+from dllm_jax.decoding.loop import denoise, scope
+from dllm_jax.decoding.request import Request
+from dllm_jax.policies.parts.control import REFRESH
+from dllm_jax.training.config import TrainConfig
+from dllm_jax.training.loss import Batch
+from dllm_jax.training.state import begin, train_step
+from pallas_kernels import Implementation
+
+COPY = 2**20  # bytes: smaller copies are of activations or indices
+TRAINING = "training"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled.
+
+    Attributes:
+      target: a key of `TARGETS`.
+      policy: a class name, or "training" for the training step.
+      shape: see `bench.shared.models.SHAPES`.
+      layers: number of layers instead of the model's own.
+      prompt: positions.
+      length: response positions.
+      block: positions per block.
+      batch: sequences.
+      tp: chips that share each layer.
+      dp: chips that share the batch.
+      dtype: of the weights.
+      implementation: of attention.
+      separate_layers: as in `dj.load`.
+    """
+
+    target: str
+    policy: str
+    shape: str = "llada-8b"
+    layers: int | None = None
+    prompt: int = 1024
+    length: int = 256
+    block: int = 32
+    batch: int = 1
+    tp: int = 1
+    dp: int = 1
+    dtype: str = "bfloat16"
+    implementation: Implementation | None = None
+    separate_layers: bool | None = None
+
+    @property
+    def on(self) -> Target:
+        """The target."""
+        return TARGETS[self.target]
+
+    @property
+    def spec(self) -> dj.ModelSpec:
+        """The model."""
+        return shape(self.shape, **({} if self.layers is None else {"layers": self.layers}))
+
+    def run(self) -> Run:
+        """The generation: one token per step, the most confident one."""
+        (policy,) = policies_named([self.policy])
+        return Run(
+            self.prompt, self.batch, self.length, self.block, self.length, policy, dj.samplers.Confidence()
+        )
+
+
+class Report(NamedTuple):
+    """A row of results, and the optimised program."""
+
+    row: dict[str, Any]
+    hlo: str
+
+
+def compile_case(case: Case) -> Report:
+    """Compiles a case; the row has the fields of the case besides what was found.
+
+    Raises:
+      Exception: whatever the compiler raises.
+    """
+    mesh = case.on.mesh(case.dp, case.tp)
+    model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers)
+    before = _cpu_seconds()
+    if case.policy == TRAINING:
+        lowered, request = _training(case, model, mesh), None
+    else:
+        request = case.run().request(model)
+        lowered = _generation(case, model, request, mesh)
+    compiled = lowered.lower(lowering_platforms=(case.on.platform,)).compile()
+    spent = _cpu_seconds() - before
+    text = compiled.as_text()
+    assert text is not None, "compilers for described devices print their programs"
+    row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
+    row |= _memory(case, compiled) | _traffic(case, traffic.program(text), request)
+    return Report(row, text)
+
+
+def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> jax.stages.Traced:
+    def placed(array: Any) -> jax.ShapeDtypeStruct:
+        split = PartitionSpec("dp") if case.dp > 1 else PartitionSpec()
+        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(mesh, split))
+
+    inputs = jax.tree.map(placed, request.inputs)
+    return denoise.trace(model, *inputs, layout=request.layout, plan=request.plan)
+
+
+def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
+    """The step that `dllm_jax.training.train` runs, with its defaults."""
+    config = TrainConfig(steps=1000)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = jax.eval_shape(lambda model: begin(model, config), model)
+    placed = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(model.params)}
+    place = lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=placed.get(leaf.shape, everywhere)
+    )
+    ids = lambda width: jax.ShapeDtypeStruct((case.batch, width), jnp.int32, sharding=everywhere)
+    batch = Batch(ids(case.prompt), ids(case.length))  # pyright: ignore[reportArgumentType] (abstract)
+    return train_step.trace(jax.tree.map(place, state), batch, case.spec, config)
+
+
+def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Bytes per chip, by the compiler's account; the code itself is left out."""
+    m = compiled.memory_analysis()
+    assert m is not None, "compilers for described devices say what a program takes"
+    peak = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
+    return {
+        "arguments": m.argument_size_in_bytes,
+        "temporaries": m.temp_size_in_bytes,
+        "peak": peak,
+        "fits": peak <= case.on.hardware.capacity,
+    }
+
+
+def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[str, Any]:
+    """Copies of at least `COPY` bytes, and bytes per step beside the roofline's."""
+    loops = list(entry.walk())
+    found: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
+    if request is None:
+        return found
+    found["step_variants"] = 1 + len(request.plan.widths)
+    chips = case.dp * case.tp
+    for kind, (variant, floor) in _steps(case, request).items():
+        loop = _loop_of(loops, scope(variant))
+        # What only a refresh runs is left out of a reuse step.
+        moved = _bytes(loop, skip=None if kind == "full" else REFRESH)
+        found[f"{kind}_step"] = {
+            "variant": scope(variant),
+            "bytes": moved,
+            "roofline_bytes": round(floor / chips),
+            "ratio": round(moved / (floor / chips), 3),
+            "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
+        }
+    return found
+
+
+def _steps(case: Case, request: Request) -> dict[str, tuple[int | None, float]]:
+    """The variant and the roofline's bytes of the most frequent full and of the most frequent reuse step."""
+    work = roofline.work(case.spec, request.plan.policy, request.layout, case.batch, case.dtype)
+    kinds: dict[str, tuple[int | None, float]] = {}
+    for kind in sorted(work.steps, key=lambda kind: kind.count):  # the most frequent one stays
+        full = kind.step.full
+        width = None if full else min(w for w in request.plan.widths if w >= kind.step.rows)
+        kinds["full" if full else "reuse"] = width, kind.cost.bytes
+    return kinds
+
+
+def _loop_of(loops: Iterable[traffic.Loop], name: str) -> traffic.Loop:
+    """The outermost loop with operations of a name scope."""
+    return next(loop for loop in loops if any(f"/{name}/" in f"{m.instruction.source}/" for m in loop.moves))
+
+
+def _bytes(loop: traffic.Loop, skip: str | None) -> int:
+    """Bytes of a trip with its inner loops; those that depend on the data run once, a skipped scope never."""
+
+    def runs(inner: traffic.Loop) -> int:
+        if skip and any(f"/{skip}/" in m.instruction.source for m in inner.moves):
+            return 0
+        return 1 if inner.trips is None else inner.trips
+
+    return loop.bytes + sum(runs(inner) * _bytes(inner, skip) for inner in loop.inner)
+
+
+def _collectives(loop: traffic.Loop) -> int:
+    own = sum(loop.collectives.values())
+    return own + sum((1 if i.trips is None else i.trips) * _collectives(i) for i in loop.inner)
+
+
+def _copies(loops: Iterable[traffic.Loop]) -> list[dict[str, Any]]:
+    """Every instruction that only moves at least `COPY` bytes of main memory, per trip of its loop."""
+
+    def large() -> Iterator[dict[str, Any]]:
+        for loop in loops:
+            for move in loop.moves:
+                if move.copies and move.written >= COPY:
+                    array = traffic.ARRAY.search(move.instruction.type)
+                    yield {
+                        "array": array.group(0) if array else move.instruction.type,
+                        "bytes": move.written,
+                        "in": loop.source or loop.what,
+                        "of": move.instruction.source,
+                    }
+
+    return list(large())
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,357 @@
+"""Bytes that an optimised HLO program moves through the main memory, loop by loop.
+
+    python -m bench.compiled.traffic PROGRAM.hlo [--least MB]
+
+PROGRAM.hlo is `compiled.as_text()` of a program for a TPU or a CUDA GPU; no device is needed. Counted per
+trip of each loop body are operands and results, in main memory, of every instruction on its own. Not counted:
+a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part that is
+read; what is updated in place, beyond the part that is written. A GPU's L2 cache is not modelled, so
+intermediate results that stay in it are counted. `compiled.cost_analysis()` is no substitute: it counts every
+loop body once, and whole stacks instead of slices.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+BYTES = {
+    **dict.fromkeys(("pred", "s8", "u8", "s4", "u4", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("bf16", "f16", "s16", "u16"), 2),
+    **dict.fromkeys(("f32", "s32", "u32"), 4),
+    **dict.fromkeys(("f64", "s64", "u64"), 8),
+}
+ARRAY = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\](\{[^}]*\})?")
+ON_CHIP = ("S(1)", "S(2)", "S(6)")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all")
+# Computed inside a fusion for what is sliced from them only.
+ELEMENTWISE = ("bitcast", "convert", "copy", "reshape", "transpose")
+SLICES = ("dynamic-slice", "slice", "gather")
+UPDATES = ("dynamic-update-slice", "scatter")
+FREE = {
+    *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"),
+    *("after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
+}
+# What a fusion consists of that only moves an array to another place or layout.
+MOVES = {"parameter", "constant", "tuple", "get-tuple-element", *ELEMENTWISE, *SLICES} - {"convert", "gather"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array among an instruction's results."""
+
+    size: int
+    on_chip: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation; `calls`, `body` and `branches` name other computations."""
+
+    name: str
+    op: str
+    type: str
+    leaves: tuple[Leaf, ...]
+    args: tuple[str, ...]
+    index: str
+    root: bool
+    calls: str | None
+    condition: str | None
+    body: str | None
+    branches: tuple[str, ...]
+    trips: int | None
+    source: str
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its results in main memory."""
+        return sum(leaf.size for leaf in self.leaves if not leaf.on_chip)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What one instruction moves, in bytes; `copies` if all it does is to move an array."""
+
+    instruction: Instruction
+    read: int
+    written: int
+    copies: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop body (or the entry, or a branch), what it moves per trip, and the loops inside of it.
+
+    Attributes:
+      what: the instruction that runs it.
+      source: the operations in the Python program that it comes from, as far as the compiler kept them.
+      trips: how often it runs per run of what it is in, None if that depends on the data.
+      moves: of the instructions outside of loops that are inside of it.
+      collectives: how many of each kind.
+      inner: loops inside of it, in order.
+    """
+
+    what: str
+    source: str
+    trips: int | None
+    moves: tuple[Move, ...]
+    collectives: dict[str, int]
+    inner: tuple["Loop", ...]
+
+    @property
+    def bytes(self) -> int:
+        """Read and written per trip, outside of inner loops."""
+        return sum(move.read + move.written for move in self.moves)
+
+    def walk(self) -> Iterator["Loop"]:
+        """This loop and all inside of it, outermost first."""
+        yield self
+        for loop in self.inner:
+            yield from loop.walk()
+
+
+def program(text: str) -> Loop:
+    """The entry of an optimised HLO program, with all its loops."""
+    computations, entry = _parse(text)
+    return _Reader(computations).loop(entry, "entry", "", 1)
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Computations by name, instructions by name, and the entry's name."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    current, entry = None, ""
+    for line in text.splitlines():
+        if current is None:
+            if head := re.match(r"^(ENTRY )?(%?[\w.\-]+) \(.*\) -> .*\{", line):
+                current = head.group(2)
+                computations[current] = {}
+                entry = current if head.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif found := _instruction(line.strip()):
+            computations[current][found.name] = found
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = re.match(r"^(ROOT )?(%[\w.\-]+) = (.*)$", line)
+    if not match:
+        return None
+    type_, rest = _split_type(match.group(3))
+    op = re.match(r"([\w\-]+)\(", rest)
+    if not op:
+        return None
+    end = _closing(rest, op.end() - 1)
+    inside, attributes = rest[op.end() : end], rest[end + 1 :]
+
+    def one(pattern: str) -> str | None:
+        found = re.search(pattern, attributes)
+        return found.group(1) if found else None
+
+    trips = one(r'"known_trip_count":\{"n":"(\d+)"')
+    branches = re.findall(r"(?:true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
+    branches += re.findall(r"%[\w.\-]+", one(r"branch_computations=\{([^}]*)\}") or "")
+    return Instruction(
+        name=match.group(2),
+        op=op.group(1),
+        type=type_,
+        leaves=_leaves(type_),
+        args=tuple(re.findall(r"%[\w.\-]+", inside)),
+        index=inside.strip(),
+        root=bool(match.group(1)),
+        calls=one(r"calls=(%[\w.\-]+)"),
+        condition=one(r"condition=(%[\w.\-]+)"),
+        body=one(r"body=(%[\w.\-]+)"),
+        branches=tuple(branches),
+        trips=int(trips) if trips else None,
+        source=one(r'op_name="([^"]*)"') or "",
+    )
+
+
+def _split_type(rest: str) -> tuple[str, str]:
+    if rest.startswith("("):
+        end = _closing(rest, 0)
+        return rest[: end + 1], rest[end + 2 :]
+    type_, _, rest = rest.partition(" ")
+    return type_, rest
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def _leaves(type_: str) -> tuple[Leaf, ...]:
+    return tuple(
+        Leaf(
+            BYTES[kind] * math.prod(int(d) for d in dims.split(",") if d),
+            any(space in layout for space in ON_CHIP),
+        )
+        for kind, dims, layout in ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))
+    )
+
+
+class _Reader:
+    """Adds up the instructions of computations, which fusions and loops name."""
+
+    def __init__(self, computations: dict[str, dict[str, Instruction]]):
+        self.computations = computations
+
+    def loop(self, name: str, what: str, source: str, trips: int | None) -> Loop:
+        """A computation as a loop body."""
+        body = self.computations[name]
+        moves = tuple(Move(i, *self._moved(i, body), self._copies(i)) for i in body.values())
+        collectives = collections.Counter(
+            i.op.removesuffix("-start")
+            for i in body.values()
+            if i.op.startswith(COLLECTIVES) and not i.op.endswith("-done")
+        )
+        inner = []
+        for i in body.values():
+            if i.body:
+                trips_inside = i.trips if i.trips is not None else self._bound(i.condition)
+                inner.append(self.loop(i.body, f"while {i.name}", i.source, trips_inside))
+            for branch in i.branches if i.op in ("conditional", "call") else ():
+                if branch in self.computations:
+                    inner.append(
+                        self.loop(branch, f"{i.op} {i.name}", i.source, 1 if i.op == "call" else None)
+                    )
+        return Loop(what, source, trips, moves, dict(collectives), tuple(inner))
+
+    def _bound(self, condition: str | None) -> int | None:
+        """The constant that a loop counts up to, where its condition is nothing but that comparison."""
+        body = self.computations.get(condition or "", {})
+        called = [self.computations[i.calls] for i in body.values() if i.calls in self.computations]
+        everything = [i for computation in (body, *called) for i in computation.values()]
+        compared = [i for i in everything if i.op == "compare"]
+        bounds = [i.index for i in everything if i.op == "constant" and i.type.startswith("s32[]")]
+        simple = {"parameter", "get-tuple-element", "constant", "compare", "fusion", "bitcast", "copy"}
+        if len(compared) == len(bounds) == 1 and {i.op for i in everything} <= simple:
+            return int(bounds[0])
+        return None
+
+    def _copies(self, i: Instruction) -> bool:
+        """Whether an instruction moves an array within main memory and does nothing else."""
+        if i.op in ("copy", "transpose") or (i.op == "copy-start" and not i.leaves[0].on_chip):
+            return True
+        if i.op != "fusion" or not i.calls:
+            return False
+        ops = {inner.op for inner in self.computations[i.calls].values()}
+        return ops <= MOVES and not ops <= {"parameter", "bitcast", "tuple"}
+
+    def _moved(self, i: Instruction, body: dict[str, Instruction]) -> tuple[int, int]:
+        """Bytes read and written by one instruction."""
+        if i.op in FREE or i.op.endswith("-done"):
+            return 0, 0
+        if i.op in UPDATES:
+            update = body.get(i.args[1 if i.op == "dynamic-update-slice" else -1])
+            if update is None:
+                return 0, 0
+            return update.stored, 0 if i.leaves[0].on_chip else sum(leaf.size for leaf in update.leaves)
+        read = 0
+        for k, name in enumerate(i.args):
+            source = body.get(name)
+            if source is None or len(source.leaves) != 1 or source.leaves[0].on_chip:
+                continue
+            full = source.leaves[0].size
+            if i.op in ("fusion", "fusion-start") and i.calls:
+                read += self._read(i.calls, str(k), full)
+            elif i.op == "slice-start":  # (operands), result, context
+                read += min(full, i.leaves[len(i.args)].size) if k == 0 else 0
+            elif i.op in SLICES:
+                read += min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
+            else:
+                read += full
+        return read, self._written(i)
+
+    def _read(self, computation: str, index: str, full: int) -> int:
+        """Bytes of a fusion's parameter that its body touches."""
+        body = self.computations[computation]
+        parameter = next((i for i in body.values() if i.op == "parameter" and i.index == index), None)
+        return full if parameter is None else min(full, self._uses(body, parameter.name, full))
+
+    def _uses(self, body: dict[str, Instruction], name: str, full: int) -> int:
+        """Bytes of an array of `full` bytes that its users inside a fusion touch."""
+        total = 0
+        for user in (i for i in body.values() if name in i.args):
+            if user.op in SLICES:
+                total += sum(leaf.size for leaf in user.leaves) if user.args[0] == name else 0
+            elif user.op in UPDATES:
+                total += 0 if user.args[0] == name else full
+            elif user.root:
+                return full
+            elif user.op in ELEMENTWISE:
+                total += self._uses(body, user.name, full)
+            elif user.op == "fusion" and user.calls:
+                touched = self._read(user.calls, str(user.args.index(name)), full)
+                whole = touched == full and len(user.args) == 1
+                total += self._uses(body, user.name, full) if whole else touched
+            else:
+                return full
+        return total
+
+    def _written(self, i: Instruction) -> int:
+        if i.op == "fusion-start":  # (operands), result, context
+            result = i.leaves[-2] if i.leaves[-1].size <= 8 else i.leaves[-1]
+            return 0 if result.on_chip else result.size
+        if i.op == "slice-start":
+            result = i.leaves[len(i.args)]
+            return 0 if result.on_chip else result.size
+        if i.op.endswith("-start"):
+            return 0 if any(leaf.on_chip for leaf in i.leaves) else sum(leaf.size for leaf in i.leaves[:1])
+        roots = self._roots(i.calls) if i.op == "fusion" and i.calls else [None] * len(i.leaves)
+        sizes = (leaf.size if root is None else root for leaf, root in zip(i.leaves, roots, strict=False))
+        return sum(size for leaf, size in zip(i.leaves, sizes, strict=False) if not leaf.on_chip)
+
+    def _roots(self, computation: str) -> list[int | None]:
+        """Per result of a fusion: the size of the in-place update that it is, or None."""
+        body = self.computations[computation]
+        root = next(i for i in body.values() if i.root)
+        return (
+            [self._update(body, a) for a in root.args]
+            if root.op == "tuple"
+            else [self._update(body, root.name)]
+        )
+
+    def _update(self, body: dict[str, Instruction], name: str) -> int | None:
+        i = body.get(name)
+        while i is not None and i.op == "bitcast" and i.args:
+            i = body.get(i.args[0])
+        if i is not None and i.op == "fusion" and i.calls:
+            return self._roots(i.calls)[0]
+        if i is None or i.op not in UPDATES:
+            return None
+        update = body.get(i.args[1 if i.op == "dynamic-update-slice" else -1])
+        return sum(leaf.size for leaf in update.leaves) if update else None
+
+
+def main(program_file: Annotated[Path, tyro.conf.Positional], least: float = 4.0):
+    """Prints every loop, and the instructions in it that move at least `least` MB."""
+
+    def show(loop: Loop, depth: int):
+        pad = "  " * depth
+        read, written = (sum(getattr(m, side) for m in loop.moves) / 1e6 for side in ("read", "written"))
+        moved = f"reads {read:.1f} MB, writes {written:.1f} MB"
+        print(f"{pad}{loop.what} trips={loop.trips} {moved} {loop.collectives or ''}")
+        for move in loop.moves:
+            if move.read + move.written >= least * 1e6:
+                i, copies = move.instruction, "COPY" if move.copies else ""
+                sizes = f"{move.read / 1e6:8.1f} {move.written / 1e6:8.1f}"
+                print(f"{pad}  {sizes} {i.op:12} {i.name[:36]:36} {i.type[:70]} [{i.source[-70:]}] {copies}")
+        for inner in loop.inner:
+            show(inner, depth + 1)
+
+    show(program(program_file.read_text()), 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

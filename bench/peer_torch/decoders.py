@@ -1,0 +1,158 @@
+"""Decoding loops in torch: no cache, Fast-dLLM's dual cache, and Sparse-dLLM, as plain as their papers' code.
+
+A cache is a list with a pair of tensors [b k s d] per layer, which a step changes in place, by slices. The
+first step of a block makes it anew. Attention is SDPA without a mask.
+"""
+
+import dataclasses
+from typing import Any
+
+import dllm_jax as dj
+from bench.peer_torch.twin import Twin
+from bench.shared.measure import Run
+
+Cache = list[tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """Recomputes the canvas in every step, and decodes the surest masks of the block.
+
+    Attributes:
+      twin: the model.
+      policy: our policy, whose settings hold here too.
+    """
+
+    twin: Twin
+    policy: dj.policies.Policy
+
+    def generate(self, tokens: Any, run: Run) -> Any:
+        """Decodes the response of `tokens` [b l] in place, block by block, by LLaDA's transfer schedule."""
+        steps = run.steps * run.block // run.length
+        for start in range(run.prompt, run.prompt + run.length, run.block):
+            block, cache = slice(start, start + run.block), []
+            for step in range(steps):
+                logits = self.twin.logits(self.hidden(tokens, block, step, cache))
+                count = run.block // steps + (step < run.block % steps)
+                self._decode(tokens[:, block], logits, count)
+        return tokens
+
+    def hidden(self, tokens: Any, block: slice, step: int, cache: Cache) -> Any:
+        """Hidden states [b c m] that predict the block, in a step of it.
+
+        Args:
+          tokens: the canvas [b l].
+          block: its positions.
+          step: index of the step in the block.
+          cache: of the block, empty in its first step.
+        """
+        return self.twin.full(tokens)[:, self._predictors(block)]
+
+    def _predictors(self, block: slice) -> slice:
+        """The positions whose output predicts the block: those to the left where the head is shifted."""
+        shift = int(self.twin.spec.shifted)
+        return slice(block.start - shift, block.stop - shift)
+
+    def _decode(self, tokens: Any, logits: Any, count: int) -> None:
+        """Writes the most likely tokens of the `count` surest masks; tokens [b c] are changed in place.
+
+        [MASK] is never decoded, though its probability counts, as in our samplers.
+        """
+        torch, mask_id = self.twin.torch, self.twin.spec.mask_id
+        probability = torch.softmax(logits, dim=-1)
+        probability[..., mask_id] = 0
+        confidence, token = probability.max(dim=-1)
+        surest = torch.where(tokens == mask_id, confidence, -1.0).topk(count, dim=-1).indices
+        tokens.scatter_(1, surest, token.gather(1, surest))
+
+
+@dataclasses.dataclass(frozen=True)
+class DualCache(Exact):
+    """Keeps K/V of the first step of a block; later steps replace the block's slice of them (Fast-dLLM)."""
+
+    def hidden(self, tokens: Any, block: slice, step: int, cache: Cache) -> Any:
+        """A full step fills the cache; later ones feed the block, which attends to all of the canvas."""
+        computed = self._predictors(block)
+        if step > 0:
+            return self._replacing(tokens[:, computed], computed.start, computed, cache)
+
+        def filling(_: int, q: Any, k: Any, v: Any) -> Any:
+            cache.append((k, v))
+            return self.twin.attention(q, k, v)
+
+        return self.twin.hidden(tokens, 0, filling)[:, computed]
+
+    def _replacing(self, tokens: Any, first: int, slots: slice, cache: Cache) -> Any:
+        """Hidden states of tokens [b q] from the canvas position `first` on; their K/V go to the slots."""
+
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            keys, values = cache[layer]
+            keys[:, :, slots], values[:, :, slots] = k, v
+            return self.twin.attention(q, keys, values)
+
+        return self.twin.hidden(tokens, first, attend)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseDLLM(DualCache):
+    """Keeps the pairs outside of the block that its mean query scores best, and the block's own at the end.
+
+    The first 1 + delay steps of a block are full; the last of them scores and keeps, in every layer.
+    """
+
+    policy: dj.policies.SparseDLLM
+
+    def hidden(self, tokens: Any, block: slice, step: int, cache: Cache) -> Any:
+        """Full steps, of which the last fills the cache; later ones feed the block."""
+        computed, width = self._predictors(block), block.stop - block.start
+        if step > self.policy.delay:
+            return self._replacing(tokens[:, computed], computed.start, slice(-width, None), cache)
+
+        def filling(_: int, q: Any, k: Any, v: Any) -> Any:
+            if step == self.policy.delay:
+                cache.append(self._kept(q, k, v, block))
+            return self.twin.attention(q, k, v)
+
+        return self.twin.hidden(tokens, 0, filling)[:, computed]
+
+    def _kept(self, q: Any, k: Any, v: Any, block: slice) -> tuple[Any, Any]:
+        """The pairs of one layer that the block will attend to, behind them its own (Algorithm 1)."""
+        torch, policy, computed = self.twin.torch, self.policy, self._predictors(block)
+        canvas = torch.arange(k.shape[2], device=k.device)
+        outside = torch.cat((canvas[: computed.start], canvas[block.stop :]))
+
+        # Importance: the product with the mean query, mean over heads, then the maximum over neighbours.
+        mean = q[:, :, block].mean(dim=2, keepdim=True)
+        keys = k[:, :, outside].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        score = (mean @ keys.transpose(2, 3)).squeeze(2).mean(dim=1)
+        window = policy.kernel
+        pooled = torch.nn.functional.max_pool1d(score, window, stride=1, padding=window // 2)
+
+        # Pooling makes equal scores, whose order `topk` leaves open: a stable sort takes the leftmost.
+        order = pooled.sort(dim=-1, descending=True, stable=True).indices
+        chosen = outside[order[:, : int(len(outside) * policy.keep)]]
+
+        # With a shifted head the block's last position is not computed again: its pair is always kept.
+        last = canvas[computed.stop : block.stop].expand(len(chosen), -1)
+        stored = torch.cat((chosen, last, canvas[computed].expand(len(chosen), -1)), dim=1)
+        gather = lambda x: torch.take_along_dim(x, stored[:, None, :, None], dim=2)
+        return gather(k), gather(v)
+
+
+PEERS: dict[type[dj.policies.Policy], type[Exact]] = {
+    dj.policies.Policy: Exact,
+    dj.policies.DualCache: DualCache,
+    dj.policies.SparseDLLM: SparseDLLM,
+}
+
+
+def peer(twin: Twin, policy: dj.policies.Policy) -> Exact | None:
+    """The torch decoder that does what the policy does; None if there is none.
+
+    Raises:
+      ValueError: settings of the policy that the torch decoder does not know.
+    """
+    if isinstance(policy, dj.policies.SparseDLLM) and policy.side != "both":
+        raise ValueError(f"{policy!r}: side={policy.side!r} must be 'both' beside torch")
+    made = PEERS.get(type(policy))
+    return made and made(twin, policy)

@@ -1,0 +1,64 @@
+"""Models without weights: to ask what a program would take before there is hardware to run it on."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dllm_jax.checkpoint.dtypes import choose
+from dllm_jax.checkpoint.source import open_checkpoint
+from dllm_jax.nn import parameters
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.sharding import AXES, default_device, sharding, stacked_format
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.published.presets import presets
+from pallas_kernels import Implementation
+
+
+def abstract(
+    shape: ModelSpec | str | os.PathLike[str],
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+    separate_layers: bool | None = None,
+) -> Model:
+    """The model that `load` would return, as shapes and placements: nothing is read or allocated.
+
+    `warmup` compiles for it. On the mesh of a described topology
+    (`jax.experimental.topologies.get_topology_desc`) that needs no device; see docs/performance.md.
+
+    Args:
+      shape: a spec, the name of a published model ("llada-8b", "dream-7b"), or a checkpoint as in `load`.
+      dtype: float32 or bfloat16; None is that of the checkpoint, and bfloat16 if there is none.
+      mesh: as in `load`; a mesh of one device is that device.
+      implementation: as in `load`.
+      separate_layers: as in `load`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load`, if shape is a checkpoint.
+    """
+    if isinstance(shape, ModelSpec) or str(shape) in presets.names("models"):
+        spec = shape if isinstance(shape, ModelSpec) else presets.model_spec(str(shape))
+        target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
+    else:
+        source = open_checkpoint(shape)
+        spec, target = source.spec, choose(dtype, source.dtypes, str(source.path))
+
+    # The form and, leaf by leaf, the place that `load` chooses.
+    platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
+    if separate_layers is None:
+        separate_layers = parameters.separate_is_faster(platform)
+    stacked = parameters.abstract(spec, target)
+    params = jax.eval_shape(parameters.separate, stacked) if separate_layers else stacked
+
+    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name, in_layers = path[-1].key, path[0].key == "layers"
+        axes = AXES[name].removeprefix("n") if separate_layers else AXES[name]
+        where = None if mesh is None else sharding(spec, axes, mesh)
+        if in_layers and not separate_layers:
+            where = stacked_format(name, where, platform)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return Model(jax.tree_util.tree_map_with_path(placed, params), spec, implementation)
