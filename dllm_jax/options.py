@@ -20,6 +20,9 @@ steps, counted in whole ones, is one every 5. The annotation decides the kind of
 - `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
 - a class: an instance of it, such as the part of a policy.
 
+An `int` or a `float` may be `Traced`: its annotation then allows an array too (`Count`, `Number`), and the
+number is an argument of compiled programs, not part of them; see `dllm_jax.traced`.
+
 Any other annotation (`Any`, a union of several kinds, `Callable[...]`, a name that exists only inside a
 function whose module postpones annotations) leaves its field unchecked.
 """
@@ -31,13 +34,17 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 import jax
+import jaxtyping
 import numpy as np
 from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
+from jax.core import Tracer
+
+from dllm_jax.traced import Count, Number, Traced, argument, fixed_at, scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Options:
     print as they are written. A derived class with rules that relate several fields checks them in its own
     `__post_init__`, after `super().__post_init__()`.
 
+    Every derived class is a pytree: its leaves are the numbers marked `Traced`, its own and those of the
+    options in its fields (`split`). Nothing is checked when a tree is put together again (`joined`).
+
     Raises:
       ValueError: at construction, with the name, the value and the valid range of the field.
       TypeError: at construction, if a mark does not apply to the kind of its field.
@@ -56,6 +66,42 @@ class Options:
     def __post_init__(self):
         for name, rule in _rules(type(self)).items():
             object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
+
+
+Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+
+
+def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]], Static]:
+    """Options as a node of a pytree.
+
+    Returns:
+      the traced numbers and the options among the fields, with keys; and what is static, hashable: the names
+      of the former, and the other fields by name.
+    """
+    rules, parts, rest = _rules(type(options)), {}, {}
+    for field in dataclasses.fields(options):
+        value, rule = getattr(options, field.name), rules.get(field.name)
+        if isinstance(value, Options):
+            parts[field.name] = value
+        elif rule is not None and rule.argument is not None and (number := rule.argument(value)) is not None:
+            parts[field.name] = number
+        else:
+            rest[field.name] = value
+    children = [(jax.tree_util.GetAttrKey(name), part) for name, part in parts.items()]
+    return children, (tuple(parts), tuple(rest.items()))
+
+
+def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Options:
+    """The options that `split` took apart, with other numbers; no field is checked."""
+    names, rest = static
+    options = object.__new__(cls)
+    for name, value in (*zip(names, children, strict=True), *rest):
+        object.__setattr__(options, name, value)
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +126,11 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
+TracedPositiveInt = Annotated[Count, Ge(1), Traced()]
+TracedNonNegativeInt = Annotated[Count, Ge(0), Traced()]
+TracedPositiveFloat = Annotated[Number, Gt(0), Traced()]
+TracedFraction = Annotated[Number, Interval(ge=0, le=1), Traced()]
+TracedUnlessZero = Annotated[Number, Ge(0), Traced(unless=0)]
 Profile = Annotated[tuple[float, ...], MinLen(1), PerLayer()]
 
 
@@ -106,11 +157,13 @@ class Rule(NamedTuple):
       read: the value as it is stored; raises ValueError for one that is refused.
       one: describes the valid values, behind "must be".
       several: describes several of them.
+      argument: the value as an argument of programs, or None where it is static; None if it always is.
     """
 
     read: Callable[[Any], Any]
     one: str
     several: str
+    argument: Callable[[Any], Any] | None = None
 
     def check(self, name: str, value: Any) -> Any:
         """The value as it is stored; raises ValueError with the name, the value and what is valid."""
@@ -172,10 +225,17 @@ def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
     if origin is Annotated:
         kind, nullable, marks = _parts(arguments[0])
         return kind, nullable, [*marks, *_single(annotation.__metadata__)]
-    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and types.NoneType in arguments:
-        kind, _, marks = _parts(arguments[arguments[0] is types.NoneType])
-        return kind, True, marks
+    if origin in (typing.Union, types.UnionType):
+        # Next to a number, None and arrays leave its kind as it is.
+        kinds = [kind for kind in arguments if kind is not types.NoneType and not _is_array(kind)]
+        if len(kinds) == 1:
+            kind, nullable, marks = _parts(kinds[0])
+            return kind, nullable or types.NoneType in arguments, marks
     return annotation, False, []
+
+
+def _is_array(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray)
 
 
 def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
@@ -183,7 +243,7 @@ def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
     for mark in marks:
         if isinstance(mark, annotated_types.GroupedMetadata):
             yield from _single(tuple(mark))
-        elif isinstance(mark, annotated_types.BaseMetadata | Odd | PerLayer | NoneMeans):
+        elif isinstance(mark, annotated_types.BaseMetadata | Odd | PerLayer | NoneMeans | Traced):
             yield mark
 
 
@@ -192,9 +252,9 @@ def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
     if kind is bool:
         rule, reads = Rule(_flag, "True or False", "True or False each"), ()
     elif kind is int:
-        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd)
+        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd, Traced)
     elif kind is float:
-        rule, reads = _finite_numbers(marks), (Ge, Gt, Le, Lt)
+        rule, reads = _finite_numbers(marks), (Ge, Gt, Le, Lt, Traced)
     elif typing.get_origin(kind) is Literal:
         rule, reads = _choice(typing.get_args(kind)), ()
     elif typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,):
@@ -204,7 +264,23 @@ def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
     for mark in marks:
         if not isinstance(mark, reads):
             raise TypeError(f"{mark!r} does not apply to {getattr(kind, '__name__', kind)}")
+        if isinstance(mark, Traced) and rule is not None:
+            rule = _traced(rule, kind, mark)
     return rule
+
+
+def _traced(rule: Rule, kind: type[float] | type[int], mark: Traced) -> Rule:
+    """The rule of a number that may be traced: its range is checked unless it is."""
+
+    def read(value: Any) -> Any:
+        value = scalar(value, kind) if isinstance(value, jax.Array) else value
+        return value if isinstance(value, Tracer) else rule.read(value)
+
+    def as_argument(value: Any) -> Any:
+        fixed = mark.unless is not None and fixed_at(value, mark.unless)
+        return None if value is None or fixed else argument(value, kind)
+
+    return rule._replace(read=read, argument=as_argument)
 
 
 def _flag(value: Any) -> bool:

@@ -11,11 +11,12 @@ import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
 APPLICATIONS = {"demo", "embedded", "eval", "roofline", "tasks", "training"}
-NETWORK = {"options", "nn"}
+NETWORK = {"traced", "options", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
-    "options": set(),
+    "traced": set(),
+    "options": {"traced"},
     "provenance": set(),
     "command_line": set(),
     "nn": NETWORK,

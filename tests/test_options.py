@@ -59,8 +59,8 @@ WRONG = {
 
 
 def kind_of(annotation):
-    """int, float, bool or tuple: an annotation without its marks and without None; None for other kinds."""
-    while typing.get_origin(annotation) is typing.Annotated or type(None) in typing.get_args(annotation):
+    """int, float, bool or tuple: an annotation without marks, None and arrays; None for other kinds."""
+    while typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
         annotation = typing.get_args(annotation)[0]
     return typing.get_origin(annotation) or annotation
 

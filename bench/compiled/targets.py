@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from dllm_jax.roofline import HARDWARE, Hardware
 
 HERE = Path(__file__).parent
+MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,15 @@ class Target:
     Attributes:
       name: a key of `dllm_jax.roofline.HARDWARE`.
       platform: that programs are lowered for.
+      cache: bytes of the last cache before main memory, which holds results between operations; 0 where
+        compilers say themselves what stays on the chip.
       slices: by number of chips, the topology and chips per host bounds that describe a slice; empty for
         GPUs, of which any number of one node may be described.
     """
 
     name: str
     platform: str
+    cache: int = 0
     slices: dict[int, tuple[str, tuple[int, int, int] | None]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -65,10 +69,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("h100", "cuda"),
-        Target("h200", "cuda"),
-        Target("v5e", "tpu", {1: ("v5e:1x1", (1, 1, 1)), 4: ("v5e:2x2", None), 8: ("v5e:2x4", None)}),
-        Target("v5p", "tpu", {4: ("v5p:2x2x1", None), 8: ("v5p:2x2x2", None)}),
-        Target("v6e", "tpu", {1: ("v6e:1x1", (1, 1, 1)), 4: ("v6e:2x2", None), 8: ("v6e:2x4", None)}),
+        Target("h100", "cuda", 50 * MIB),
+        Target("h200", "cuda", 50 * MIB),
+        Target("v5e", "tpu", slices={1: ("v5e:1x1", (1, 1, 1)), 4: ("v5e:2x2", None), 8: ("v5e:2x4", None)}),
+        Target("v5p", "tpu", slices={4: ("v5p:2x2x1", None), 8: ("v5p:2x2x2", None)}),
+        Target("v6e", "tpu", slices={1: ("v6e:1x1", (1, 1, 1)), 4: ("v6e:2x2", None), 8: ("v6e:2x4", None)}),
     )
 }

@@ -5,9 +5,10 @@
 PROGRAM.hlo is `compiled.as_text()` of a program for a TPU or a CUDA GPU; no device is needed. Counted per
 trip of each loop body are operands and results, in main memory, of every instruction on its own. Not counted:
 a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part that is
-read; what is updated in place, beyond the part that is written. A GPU's L2 cache is not modelled, so
-intermediate results that stay in it are counted. `compiled.cost_analysis()` is no substitute: it counts every
-loop body once, and whole stacks instead of slices.
+read; what is updated in place, beyond the part that is written. What a GPU's L2 cache holds is counted too,
+and once more on its own: results of a loop body that are no larger than a third of the cache and are read in
+the same body (`Move.cached`). `compiled.cost_analysis()` is no substitute: it counts every loop body once,
+and whole stacks instead of slices.
 """
 
 import collections
@@ -75,11 +76,20 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What one instruction moves, in bytes; `copies` if all it does is to move an array."""
+    """What one instruction moves, in bytes.
+
+    Attributes:
+      instruction: what moves it.
+      read: from main memory.
+      written: to it.
+      cached: the part of both that a cache of the given size is likely to hold.
+      copies: all that it does is to move an array.
+    """
 
     instruction: Instruction
     read: int
     written: int
+    cached: int
     copies: bool
 
 
@@ -108,6 +118,11 @@ class Loop:
         """Read and written per trip, outside of inner loops."""
         return sum(move.read + move.written for move in self.moves)
 
+    @property
+    def cached(self) -> int:
+        """The part of `bytes` that a cache is likely to hold."""
+        return sum(move.cached for move in self.moves)
+
     def walk(self) -> Iterator["Loop"]:
         """This loop and all inside of it, outermost first."""
         yield self
@@ -115,10 +130,15 @@ class Loop:
             yield from loop.walk()
 
 
-def program(text: str) -> Loop:
-    """The entry of an optimised HLO program, with all its loops."""
+def program(text: str, cache: int = 0) -> Loop:
+    """The entry of an optimised HLO program, with all its loops.
+
+    Args:
+      text: the program.
+      cache: bytes of the chip's last cache before main memory; 0 models none.
+    """
     computations, entry = _parse(text)
-    return _Reader(computations).loop(entry, "entry", "", 1)
+    return _Reader(computations, cache // 3).loop(entry, "entry", "", 1)
 
 
 def _parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -203,13 +223,14 @@ def _leaves(type_: str) -> tuple[Leaf, ...]:
 class _Reader:
     """Adds up the instructions of computations, which fusions and loops name."""
 
-    def __init__(self, computations: dict[str, dict[str, Instruction]]):
+    def __init__(self, computations: dict[str, dict[str, Instruction]], cacheable: int):
         self.computations = computations
+        self.cacheable = cacheable
 
     def loop(self, name: str, what: str, source: str, trips: int | None) -> Loop:
         """A computation as a loop body."""
         body = self.computations[name]
-        moves = tuple(Move(i, *self._moved(i, body), self._copies(i)) for i in body.values())
+        moves = tuple(self._move(i, body) for i in body.values())
         collectives = collections.Counter(
             i.op.removesuffix("-start")
             for i in body.values()
@@ -239,6 +260,19 @@ class _Reader:
             return int(bounds[0])
         return None
 
+    def _move(self, i: Instruction, body: dict[str, Instruction]) -> Move:
+        operands = [self._operand(i, k, body) for k in range(len(i.args))] if i.op not in FREE else []
+        read, written = self._moved(i, body)
+        # Operands that this body has computed, and results that it reads itself, if small enough.
+        own = {name for name, size in operands if size and self._fits(body[name])}
+        used = any(i.name in user.args for user in body.values() if user.op not in FREE)
+        cached = sum(size for name, size in operands if name in own) if read else 0
+        return Move(i, read, written, min(cached, read) + written * (used and self._fits(i)), self._copies(i))
+
+    def _fits(self, i: Instruction) -> bool:
+        """Whether an instruction of a body computes something that the cache holds."""
+        return i.op not in FREE and 0 < i.stored <= self.cacheable
+
     def _copies(self, i: Instruction) -> bool:
         """Whether an instruction moves an array within main memory and does nothing else."""
         if i.op in ("copy", "transpose") or (i.op == "copy-start" and not i.leaves[0].on_chip):
@@ -257,21 +291,22 @@ class _Reader:
             if update is None:
                 return 0, 0
             return update.stored, 0 if i.leaves[0].on_chip else sum(leaf.size for leaf in update.leaves)
-        read = 0
-        for k, name in enumerate(i.args):
-            source = body.get(name)
-            if source is None or len(source.leaves) != 1 or source.leaves[0].on_chip:
-                continue
-            full = source.leaves[0].size
-            if i.op in ("fusion", "fusion-start") and i.calls:
-                read += self._read(i.calls, str(k), full)
-            elif i.op == "slice-start":  # (operands), result, context
-                read += min(full, i.leaves[len(i.args)].size) if k == 0 else 0
-            elif i.op in SLICES:
-                read += min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
-            else:
-                read += full
-        return read, self._written(i)
+        return sum(self._operand(i, k, body)[1] for k in range(len(i.args))), self._written(i)
+
+    def _operand(self, i: Instruction, k: int, body: dict[str, Instruction]) -> tuple[str, int]:
+        """Name of the k-th operand, and how many of its bytes the instruction reads from main memory."""
+        name = i.args[k]
+        source = body.get(name)
+        if source is None or len(source.leaves) != 1 or source.leaves[0].on_chip:
+            return name, 0
+        full = source.leaves[0].size
+        if i.op in ("fusion", "fusion-start") and i.calls:
+            return name, self._read(i.calls, str(k), full)
+        if i.op == "slice-start":  # (operands), result, context
+            return name, min(full, i.leaves[len(i.args)].size) if k == 0 else 0
+        if i.op in SLICES:
+            return name, min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
+        return name, full
 
     def _read(self, computation: str, index: str, full: int) -> int:
         """Bytes of a fusion's parameter that its body touches."""

@@ -154,7 +154,9 @@ def program(model: dj.Model, request: Request) -> Program:
         lambda: denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan)
     )
     compiled, compile = _spending(lowered.compile)
-    return Program(compiled, functools.partial(compiled, model, *request.inputs), lower, compile)
+    return Program(
+        compiled, functools.partial(compiled, model, *request.inputs, plan=request.plan), lower, compile
+    )
 
 
 def _spending(work: Callable[[], Any]) -> tuple[Any, Duration]:

@@ -105,13 +105,13 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
     return Time.of(taken)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "plan"))
+@functools.partial(jax.jit, static_argnames="layout")
 def _start(model, arrays, layout, plan: Plan) -> State:
     tokens, valid, noise = arrays
     return initial(model, tokens, valid, noise, layout, plan)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
 def _step(model, noise, state: State, plan: Plan, width: int | None) -> State:
     rope = rope_table(state.canvas.layout.length, model.spec.head, model.spec.rope_base)
     return step(model, rope, noise, plan, width, state)

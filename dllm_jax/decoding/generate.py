@@ -16,6 +16,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.layout import Layout
+from dllm_jax.traced import fixed_at
 
 
 class Output(NamedTuple):
@@ -51,8 +52,9 @@ def generate(
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
-    One compiled program per (shapes, layout, policy, sampler); nothing leaves the device inside. May itself
-    be jitted over model, prompt, prompt_mask and key; then only shapes are checked.
+    One compiled program per (shapes, layout, policy, sampler), whatever the traced numbers of policy and
+    sampler (`dllm_jax.traced`); nothing leaves the device inside. May itself be jitted over model, prompt,
+    prompt_mask, key, policy and sampler, and mapped over their numbers; then only shapes are checked.
 
     Args:
       model: from `load`.
@@ -136,7 +138,7 @@ def infill(
     """
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
     mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")
-    if sampler.cfg_scale > 0:
+    if not fixed_at(sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length = tokens.shape[1]
     valid = host.ones(tokens.shape) if mask is None else mask

@@ -1,7 +1,6 @@
 """Monte-Carlo log-likelihood of an answer given a prompt (LLaDA, arXiv:2502.09992, appendix B.5)."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import Model, encode
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument
 from dllm_jax.state import inputs
+from dllm_jax.traced import Number, argument, fixed_at
 
 
 def log_likelihood(
@@ -25,7 +25,7 @@ def log_likelihood(
     prompt_mask: ArrayLike | None = None,
     draws: int = 128,
     strata: int = 16,
-    cfg_scale: float = 0.0,
+    cfg_scale: Number = 0.0,
     key: Key[Array, ""] | None = None,
     masks: ArrayLike | None = None,
     chunk: int = 16,
@@ -63,8 +63,7 @@ def log_likelihood(
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
     check_argument("chunk", chunk, PositiveInt)
-    if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
-        raise ValueError(f"cfg_scale={cfg_scale} must be finite and not negative")
+    cfg_scale = check_argument("cfg_scale", cfg_scale, TracedUnlessZero)
     padding = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
     if masks is None:
         masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
@@ -75,7 +74,8 @@ def log_likelihood(
         )
     if not isinstance(masks, Tracer) and not np.asarray(masks).any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
-    return _estimate(model, prompt, answer, padding, masks, float(cfg_scale), chunk)
+    guidance = None if fixed_at(cfg_scale, 0) else argument(cfg_scale, float)
+    return _estimate(model, prompt, answer, padding, masks, guidance, chunk)
 
 
 def stratified_masks(key: Key[Array, ""], length: int, strata: int) -> Bool[Array, "strata r"]:
@@ -111,10 +111,12 @@ def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, 
     return jnp.swapaxes(masks, 1, 2).reshape(draws, batch, length)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg_scale", "chunk"))
+@functools.partial(jax.jit, static_argnames="chunk")
 def _estimate(
-    model: Model, prompt, answer, padding: Bool[Array, "b p"] | None, masks, cfg_scale: float, chunk: int
+    model: Model, prompt, answer, padding: Bool[Array, "b p"] | None, masks, guidance, chunk: int
 ) -> Float[Array, "b"]:
+    cfg_scale = 0.0 if guidance is None else guidance
+
     def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b"]:
         entropy = token_cross_entropy(model, prompt, answer, padding, mask, cfg_scale)
         masked_fraction = jnp.sum(mask, axis=1) / mask.shape[1]
@@ -130,13 +132,13 @@ def token_cross_entropy(
     answer: Int[Array, "b r"],
     padding: Bool[Array, "b p"] | None,
     mask: Bool[Array, "b r"],
-    cfg_scale: float = 0.0,
+    cfg_scale: Number = 0.0,
 ) -> Float[Array, "b r"]:
     """Cross entropy (nats, float32) of every answer token when the masked ones are hidden."""
     # The prompt is never masked, except in the unconditional run of classifier-free guidance.
     noised = jnp.where(mask, model.spec.mask_id, answer)
     logits = _answer_logits(model, prompt, noised, padding)
-    if cfg_scale > 0:
+    if not fixed_at(cfg_scale, 0):
         hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
         unconditional = _answer_logits(model, hidden_prompt, noised, padding)
         logits = guided(logits, unconditional, cfg_scale)

@@ -25,7 +25,7 @@ from dllm_jax.state.canvas import repeat
 from dllm_jax.state.layout import Layout
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "plan"))
+@functools.partial(jax.jit, static_argnames="layout")
 def denoise(
     model: Model,
     tokens: Int[Array, "b l"],
@@ -42,7 +42,7 @@ def denoise(
       valid: False at padding.
       noise: source of random numbers; None if the sampler draws none.
       layout: static geometry.
-      plan: static choices.
+      plan: policy, sampler and the like; programs are compiled once for all of their traced numbers.
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per sequence, and

@@ -41,7 +41,7 @@ class Request(NamedTuple):
     Attributes:
       inputs: arrays.
       layout: static geometry, bucket included.
-      plan: static choices.
+      plan: what the user decided; static, but for the numbers of policy and sampler.
       extra: positions a bucket added on the left.
     """
 
@@ -81,7 +81,7 @@ def prepare(
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
 
-    # Everything that depends on shapes alone is static; arrays go through `denoise`'s arguments.
+    # Everything that depends on shapes alone is static; arrays and numbers go through `denoise`'s arguments.
     p = prompt.shape[1]
     layout = Layout.of(p, length, block, steps, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
@@ -99,7 +99,7 @@ def plan_for(
     trace: bool,
     widths: tuple[int, ...] | None,
 ) -> Plan:
-    """The static choices of a run.
+    """What the user decided about a run.
 
     Raises:
       ValueError: they do not go together.

@@ -21,11 +21,15 @@ from dllm_jax.state.canvas import Canvas, begin, repeat, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact, compact_rows, full_rows, gather, scatter
+from dllm_jax.traced import fixed_at
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about a run; hashable.
+    """Everything that a user decides about a run: static, but for the numbers of policy and sampler.
+
+    A pytree whose leaves are these numbers (`dllm_jax.traced`): a program takes a plan as an argument.
 
     Attributes:
       policy: decides which positions are recomputed and what is cached.
@@ -37,9 +41,9 @@ class Plan:
 
     policy: Policy
     sampler: Sampler
-    widths: tuple[int, ...]
-    stop_at_eos: bool
-    trace: bool
+    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    stop_at_eos: bool = dataclasses.field(metadata={"static": True})
+    trace: bool = dataclasses.field(metadata={"static": True})
 
     def step_limit(self, layout: Layout) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
@@ -48,7 +52,7 @@ class Plan:
     @property
     def streams(self) -> int:
         """Forwards per step: two with classifier-free guidance."""
-        return 2 if self.sampler.cfg_scale > 0 else 1
+        return 1 if fixed_at(self.sampler.cfg_scale, 0) else 2
 
 
 class State(NamedTuple):
@@ -194,7 +198,7 @@ def _propose(
 
     Args:
       model: the model.
-      plan: static choices.
+      plan: what the user decided.
       canvas: state before the step.
       rows: what the conditional stream computed.
       hidden: the residual stream after the last layer, of all streams.

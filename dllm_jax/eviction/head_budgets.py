@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.eviction.rounding import round_to_total
-from dllm_jax.options import Fraction, Options
+from dllm_jax.options import Fraction, Options, TracedFraction
 from dllm_jax.state import selection
 
 
@@ -77,7 +77,7 @@ class PromptPreference(HeadBudgets):
       alpha: fraction of the layer's budget that is spread evenly.
     """
 
-    alpha: Fraction = 0.1
+    alpha: TracedFraction = 0.1
 
     def budgets(
         self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"]

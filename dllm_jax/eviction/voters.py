@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
-from dllm_jax.options import Odd, Options, PositiveInt
+from dllm_jax.options import Odd, Options, PositiveInt, TracedPositiveInt
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
+from dllm_jax.traced import Count, Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PositionVotes(Voters):
       quarter: 0 to 3; if they do not divide by four, the first quarters have one more.
     """
 
-    quarter: Annotated[int, Interval(ge=0, le=3)] = 3
+    quarter: Annotated[Count, Interval(ge=0, le=3), Traced()] = 3
 
     @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -86,7 +87,7 @@ class SnapKV(Voters):
       kernel: positions to average over, odd.
     """
 
-    window: PositiveInt = 32
+    window: TracedPositiveInt = 32
     kernel: Annotated[PositiveInt, Odd()] = 5
 
     @override

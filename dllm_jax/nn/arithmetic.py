@@ -8,6 +8,7 @@ from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.int8 import Int8Matrix
+from dllm_jax.traced import Number
 
 
 def precision(dtype: jnp.dtype) -> Precision:
@@ -43,8 +44,17 @@ def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> F
     return normed.astype(x.dtype) * scale
 
 
+def divided(x: Float[Array, "..."], by: Number) -> Float[Array, "..."]:
+    """x / by, as a product with the float32 reciprocal.
+
+    XLA makes that of a division by a constant, but not always of one by a traced number: written out, both
+    give the same bits.
+    """
+    return x * (1 / jnp.asarray(by, jnp.float32))
+
+
 def guided(
-    conditional: Float[Array, "*b v"], unconditional: Float[Array, "*b v"], scale: float
+    conditional: Float[Array, "*b v"], unconditional: Float[Array, "*b v"], scale: Number
 ) -> Float[Array, "*b v"]:
     """Logits under classifier-free guidance: unconditional + (scale + 1)(conditional - unconditional)."""
     return unconditional + (scale + 1) * (conditional - unconditional)

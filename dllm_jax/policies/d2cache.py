@@ -5,12 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Ge, Interval
 from jaxtyping import Array, Bool, Float, PyTree
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NoneMeans, NonNegativeInt, PositiveFloat, PositiveInt
+from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
@@ -19,6 +20,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
+from dllm_jax.traced import Count, Number, Traced
 
 
 class Salience(NamedTuple):
@@ -60,10 +62,10 @@ class D2Cache(Policy):
     instead of multiplied, so that isolated positions come last for them too.
     """
 
-    k: PositiveInt = 32
-    sigma: PositiveFloat = 10.0
-    p: Fraction = 0.1
-    inflate: NonNegativeInt = 0
+    k: TracedPositiveInt = 32
+    sigma: TracedPositiveFloat = 10.0
+    p: Annotated[Number, Interval(ge=0, le=1), Traced(unless=1)] = 0.1
+    inflate: Annotated[Count, Ge(0), Traced(unless=0)] = 0
     rollout_layers: Annotated[PositiveInt | None, NoneMeans("all")] = None
 
     scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*

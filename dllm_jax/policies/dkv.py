@@ -13,13 +13,14 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NoneMeans, NonNegativeInt, PositiveInt
+from dllm_jax.options import NoneMeans, TracedNonNegativeInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.traced import Count
 
-RefreshInterval = Annotated[PositiveInt | None, NoneMeans("never")]  # denoising steps of a block
+RefreshInterval = Annotated[TracedPositiveInt | None, NoneMeans("never")]  # denoising steps of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Delayed(Policy, abc.ABC):
     """
 
     refresh_every: RefreshInterval = 8
-    delay: NonNegativeInt = 1
+    delay: TracedNonNegativeInt = 1
     shift: Literal["un", "un_right"] = "un"
 
     @override
@@ -117,6 +118,6 @@ class DKVPD(Delayed):
         return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.unsettled(canvas)
 
 
-def interval(canvas: Canvas, every: int | None) -> Bool[Array, "b 1"]:
+def interval(canvas: Canvas, every: Count | None) -> Bool[Array, "b 1"]:
     """Whether the coming step is the first of its block, or a multiple of `every` steps after it."""
     return canvas.block_begins if every is None else (canvas.block_step % every == 0)[:, None]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, PositiveInt
+from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.branches import BranchStore
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
@@ -41,8 +41,8 @@ class DLLMCache(Policy):
       ratio: fraction of the response updated between refreshes; 0 updates nothing, values included.
     """
 
-    prompt_every: PositiveInt = 100
-    response_every: PositiveInt = 7
+    prompt_every: TracedPositiveInt = 100
+    response_every: TracedPositiveInt = 7
     ratio: Fraction = 0.25
 
     @override

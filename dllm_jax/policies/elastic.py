@@ -1,7 +1,7 @@
 """Elastic-Cache (arXiv:2510.14973): a sliding window, and deep layers refreshed once attention drifts."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -20,6 +20,7 @@ from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
+from dllm_jax.traced import Number, Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ElasticCache(Policy):
     """
 
     window: PositiveInt = 16
-    gamma: float = 0.9
+    gamma: Annotated[Number, Traced()] = 0.9
     track: PositiveInt = 1
     test: DriftTest = HeadCosine()
     block_caching: bool = True

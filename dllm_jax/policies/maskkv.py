@@ -14,13 +14,14 @@ from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt
+from dllm_jax.options import PositiveInt, TracedPositiveInt
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.parts.branches import BranchStore
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+from dllm_jax.traced import is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class MaskKV(DLLMCache):
         prompt_every to be a multiple of response_every, so that all masks vote.
     """
 
-    prompt_every: PositiveInt = 50
-    response_every: PositiveInt = 5
+    prompt_every: TracedPositiveInt = 50
+    response_every: TracedPositiveInt = 5
     budget: PositiveInt = 256
     layers: eviction.LayerBudgets = eviction.BoundaryMiddle()
     heads: eviction.HeadBudgets = eviction.PromptPreference()
@@ -57,7 +58,8 @@ class MaskKV(DLLMCache):
     def __post_init__(self):
         super().__post_init__()
         self.layers.check()
-        if self.reselect and self.prompt_every % self.response_every:
+        known = not is_traced(self.prompt_every, self.response_every)
+        if self.reselect and known and self.prompt_every % self.response_every:
             raise ValueError(
                 f"reselect needs prompt_every={self.prompt_every} to be a multiple of "
                 f"response_every={self.response_every}: only a response refresh has all masks vote"

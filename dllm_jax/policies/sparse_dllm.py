@@ -11,7 +11,7 @@ from typing_extensions import override
 from dllm_jax.nn.attention import Mask, key_mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NonNegativeInt, Odd, PositiveInt
+from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -47,7 +47,7 @@ class SparseDLLM(Policy):
 
     keep: Fraction = 0.5
     kernel: Annotated[PositiveInt, Odd()] = 3
-    delay: NonNegativeInt = 1
+    delay: TracedNonNegativeInt = 1
     side: Literal["both", "prefix"] = "both"
 
     @override

@@ -44,7 +44,7 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
     if not policy.reuses:
         return np.full(layout.steps, layout.length)
-    return np.asarray(jax.jit(_simulate, static_argnums=(0, 1, 2))(policy, spec, layout))
+    return np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
+from dllm_jax.nn.arithmetic import divided
+from dllm_jax.options import NoneMeans, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.traced import Number, Traced, fixed_at
 
 Alg = Literal["prob", "margin", "entropy"]
 
@@ -40,10 +42,10 @@ class Sampler(Options, abc.ABC):
         By default the best other token is taken; confidences still count [MASK]'s probability.
     """
 
-    temperature: NonNegativeFloat = 0.0
-    top_p: Annotated[float | None, Interval(gt=0, le=1), NoneMeans("all tokens")] = None
+    temperature: TracedUnlessZero = 0.0
+    top_p: Annotated[Number | None, Interval(gt=0, le=1), Traced(unless=1), NoneMeans("all tokens")] = None
     top_k: Annotated[PositiveInt | None, NoneMeans("all tokens")] = None
-    cfg_scale: NonNegativeFloat = 0.0
+    cfg_scale: TracedUnlessZero = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
@@ -105,7 +107,7 @@ class Sampler(Options, abc.ABC):
     @property
     def draws(self) -> bool:
         """Whether the sampler needs random numbers."""
-        return self.temperature > 0
+        return not fixed_at(self.temperature, 0)
 
     # -- the same for all samplers ---------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class Sampler(Options, abc.ABC):
             logits = _ruled_out(logits, canvas.spec.eos_id)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
-        tempered = logits / self.temperature if self.temperature > 0 else logits
+        tempered = logits if fixed_at(self.temperature, 0) else divided(logits, self.temperature)
         truncated = self.top_p is not None or self.top_k is not None
         keep = survivors(tempered, self.top_p, self.top_k) if truncated else None
         token = self._choose(logits, keep, index, canvas, noise)
@@ -147,7 +149,7 @@ class Sampler(Options, abc.ABC):
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         """The candidate token among the survivors `keep` of the filters (None: all tokens)."""
         # Gumbel-max: argmax(logits + T g) is a draw from softmax(logits / T).
-        if self.temperature > 0:
+        if not fixed_at(self.temperature, 0):
             gumbel = require_noise(noise).token_gumbel(canvas, index, logits.shape[-1])
             logits = logits + self.temperature * gumbel
 

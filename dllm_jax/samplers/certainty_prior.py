@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.options import Fraction, NoneMeans, PositiveFloat, PositiveInt
+from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveFloat, TracedPositiveInt
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
@@ -30,9 +30,9 @@ class CertaintyPrior(Sampler):
         positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
-    sigma: PositiveFloat = 10.0
-    threshold: Annotated[Fraction | None, NoneMeans("a schedule")] = None
-    tokens_per_step: Annotated[PositiveInt | None, NoneMeans("a schedule")] = None
+    sigma: TracedPositiveFloat = 10.0
+    threshold: Annotated[TracedFraction | None, NoneMeans("a schedule")] = None
+    tokens_per_step: Annotated[TracedPositiveInt | None, NoneMeans("a schedule")] = None
     alg: Alg = "prob"
 
     def __post_init__(self):
@@ -62,7 +62,8 @@ class CertaintyPrior(Sampler):
             return best(priority, even_schedule(canvas))
 
         # Without a schedule a step decodes at least one position, so that the block ends.
-        chosen = best(priority, jnp.full(score.shape[:1], self.tokens_per_step or 1))
+        count = 1 if self.tokens_per_step is None else self.tokens_per_step
+        chosen = best(priority, jnp.full(score.shape[:1], count))
         return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
     @override

@@ -8,12 +8,14 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.options import NonNegativeFloat
+from dllm_jax.nn.arithmetic import divided
+from dllm_jax.options import TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import dream_fractions
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
+from dllm_jax.traced import fixed_at
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 SCORES: dict[str, Alg] = {
@@ -36,7 +38,7 @@ class DreamSchedule(Sampler):
     Attributes:
       alg: "maskgit_plus" probability, "topk_margin", "entropy"; or "origin", which ignores confidence and
         decodes each position with probability 1 - s/t.
-      eps: end of the time grid, in (0, 1).
+      eps: end of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it.
       alg_temp: if positive, positions are drawn without replacement with probability proportional to
         exp(confidence / alg_temp) instead of taken in order.
 
@@ -46,7 +48,7 @@ class DreamSchedule(Sampler):
 
     alg: DreamAlg = "entropy"
     eps: Annotated[float, Interval(gt=0, lt=1)] = 1e-3
-    alg_temp: NonNegativeFloat = 0.0
+    alg_temp: TracedUnlessZero = 0.0
 
     tempered_confidence: ClassVar[bool] = True
 
@@ -54,7 +56,7 @@ class DreamSchedule(Sampler):
         super().__post_init__()
         if self.alg == "origin":
             check_ends_unordered(self, "alg='origin'")
-            if self.alg_temp:
+            if not fixed_at(self.alg_temp, 0):
                 raise ValueError(
                     f"alg_temp={self.alg_temp} has no meaning for alg='origin', which ignores confidence"
                 )
@@ -63,7 +65,7 @@ class DreamSchedule(Sampler):
     @override
     def draws(self) -> bool:
         """True if the tokens or their order are drawn."""
-        return self.temperature > 0 or self.alg_temp > 0 or self.alg == "origin"
+        return super().draws or not fixed_at(self.alg_temp, 0) or self.alg == "origin"
 
     @property
     @override
@@ -92,7 +94,7 @@ class DreamSchedule(Sampler):
 
         # Gumbel top-k: the `count` largest of score / alg_temp + g are a draw without replacement, with
         # probabilities proportional to exp(score / alg_temp).
-        if self.alg_temp > 0:
+        if not fixed_at(self.alg_temp, 0):
             gumbel = require_noise(noise).order_gumbel(canvas, index)
-            score = jnp.where(candidate, score / self.alg_temp + gumbel, -jnp.inf)
+            score = jnp.where(candidate, divided(score, self.alg_temp) + gumbel, -jnp.inf)
         return best(score, count)

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from dllm_jax.traced import Number, fixed_at
 
-def survivors(logits: Float[Array, "b c v"], top_p: float | None, top_k: int | None) -> Bool[Array, "b c v"]:
+
+def survivors(logits: Float[Array, "b c v"], top_p: Number | None, top_k: int | None) -> Bool[Array, "b c v"]:
     """Which tokens survive: first the nucleus, then the k largest of the tokens left in it.
 
     A token is in the nucleus if the mass of the tokens ranked before it is at most `top_p`; the best
@@ -14,7 +16,7 @@ def survivors(logits: Float[Array, "b c v"], top_p: float | None, top_k: int | N
     keep = jnp.ones(logits.shape, bool)
 
     # The mass *before* a token decides, so the token that crosses top_p still belongs to the nucleus.
-    if top_p is not None and top_p < 1:
+    if top_p is not None and not fixed_at(top_p, 1):
         order = jnp.argsort(-logits, axis=-1, stable=True)
         p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         before = jnp.cumsum(p, axis=-1) - p

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.options import Fraction, PositiveFloat
+from dllm_jax.options import TracedFraction, TracedPositiveFloat
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
@@ -44,7 +44,7 @@ class Threshold(UntilDone):
       alg: "prob" or "margin".
     """
 
-    threshold: Fraction = 0.9
+    threshold: TracedFraction = 0.9
     alg: Literal["prob", "margin"] = dataclasses.field(default="prob", kw_only=True)
 
     @property
@@ -71,7 +71,7 @@ class Factor(UntilDone):
       factor: positive; larger decodes more at once.
     """
 
-    factor: PositiveFloat = 1.0
+    factor: TracedPositiveFloat = 1.0
 
     @override
     def transfer(

@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.traced import Number
 
 
 def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
@@ -21,7 +22,7 @@ def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
     return canvas.block_masks // steps + one_more.astype(jnp.int32)
 
 
-def passing_prefix(priority: Float[Array, "b c"], factor: float) -> Int[Array, "b"]:
+def passing_prefix(priority: Float[Array, "b c"], factor: Number) -> Int[Array, "b"]:
     """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, c descending; at least 1."""
     ranked = -jnp.sort(-priority, axis=1)
     n = jnp.arange(1, priority.shape[1] + 1)

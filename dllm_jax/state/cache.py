@@ -3,7 +3,8 @@
 It has the form of the model's parameters. Where the layers are stacked, so is their storage: it is in the
 scan's carry and is written in place at [layer, sequence, position]. Passed through `lax.scan` as per-layer
 inputs and outputs, all of it would be copied in every step. Where the layers are separate, each has arrays of
-its own, and reading one copies nothing. Keys and values lie heads first in memory (`dllm_jax.nn.memory`).
+its own, and reading one copies nothing. Keys and values lie in memory in one order of axes for all loops
+(`dllm_jax.nn.memory`).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.layer import LayerIndex
-from dllm_jax.nn.memory import heads_first
+from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.rows import Rows
 
@@ -49,7 +50,7 @@ class KV(NamedTuple):
     def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any) -> "KV":
         """Empty slots for every layer: 2 n b s k d scalars."""
         shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
-        return KV(heads_first(jnp.zeros(shape, dtype)), heads_first(jnp.zeros(shape, dtype)))
+        return KV(same_in_all_loops(jnp.zeros(shape, dtype)), same_in_all_loops(jnp.zeros(shape, dtype)))
 
 
 class LayerCache(NamedTuple):
@@ -155,7 +156,7 @@ def _write(array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"
         written = jnp.where(_broadcast(rows.real, new), new, array)
     else:
         written = array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
-    return heads_first(written) if new.ndim == 4 else written
+    return same_in_all_loops(written) if new.ndim == 4 else written
 
 
 def _write_stacked(
@@ -172,7 +173,7 @@ def _write_stacked(
     else:
         batch = jnp.arange(array.shape[1])[:, None]
         written = array.at[index, batch, rows.index].set(new, mode="drop")
-    return heads_first(written) if new.ndim == 4 else written
+    return same_in_all_loops(written) if new.ndim == 4 else written
 
 
 def _broadcast(real: Bool[Array, "b q"], new: Array) -> Array:

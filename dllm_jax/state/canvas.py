@@ -11,6 +11,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state import host
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+from dllm_jax.traced import Count
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +76,7 @@ class Canvas:
         """Positions that the sequence's previous step decoded."""
         return self.decoded_within(1)
 
-    def decoded_within(self, steps: int) -> Bool[Array, "b l"]:
+    def decoded_within(self, steps: Count) -> Bool[Array, "b l"]:
         """Positions that one of the sequence's last `steps` steps decoded."""
         return (self.decoded_at >= 0) & (self.decoded_at >= self.step[:, None] - steps)
 
@@ -166,7 +167,7 @@ class Canvas:
         """Whether the coming step is the first of its block."""
         return (self.block_step == 0)[:, None]
 
-    def due(self, every: int) -> Bool[Array, "b 1"]:
+    def due(self, every: Count) -> Bool[Array, "b 1"]:
         """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
         return (self.step % every == 0)[:, None]
 

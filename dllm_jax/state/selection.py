@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.nn.arithmetic import divided, einsum
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, scatter
+from dllm_jax.traced import Number
 from pallas_kernels.topk_evict import bisection
 
 COMPARABLE = 2048  # entries of which all pairs are compared: 4 million, less work than the passes of a sort
@@ -80,7 +81,7 @@ def fraction_of(size: Int[Array, "b"], ratio: float, upper: int) -> Int[Array, "
     return jnp.asarray([int(n * ratio) for n in range(upper + 1)], jnp.int32)[size]
 
 
-def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) -> Float[Array, "b c"]:
+def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: Number) -> Float[Array, "b c"]:
     """Gaussian-weighted fraction of known tokens around each position, in [0, 1], float32.
 
     D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
@@ -94,7 +95,7 @@ def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: float) ->
     extended = jnp.concatenate([jnp.ones_like(known), known, ends], axis=1).astype(jnp.float32)
 
     # Summed directly in float32; the released code's FFT has noise of 1e-7 and may fall below 0.
-    phi = lambda distance: jnp.exp(-(distance.astype(jnp.float32) ** 2) / (2 * sigma**2))
+    phi = lambda distance: jnp.exp(-divided(distance.astype(jnp.float32) ** 2, 2 * sigma**2))
     distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
     return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(
         phi(jnp.arange(-3 * g, 3 * g))

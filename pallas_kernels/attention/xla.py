@@ -47,10 +47,13 @@ def attention(
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
+    values = jnp.swapaxes(v, 1, 2)
 
     def attend(mask, q):
-        probabilities, lse = _softmax(_scores(q, k, mask))
-        out = _einsum("bkgqs,bskd->bqkgd", probabilities.astype(v.dtype), v).reshape(q.shape)
+        # The division comes after the values: it is of [q d] then, not of [q s].
+        weights, total, lse = _exponentials(_scores(q, k, mask))
+        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), values, out=jnp.float32) / total
+        out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     chunk = chunk or _chunk(q, k)
@@ -110,7 +113,8 @@ def head_mean(
     """
 
     def mean(mask, q, lse):
-        return jnp.mean(_probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask), axis=(1, 2))
+        weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
+        return jnp.mean(jax.lax.platform_dependent(weights, cpu=_apart, default=lambda x: x), axis=(1, 2))
 
     mask, chunk = _both(mask, lengths, k), chunk or _chunk(q, k)
     by_query = q, jnp.swapaxes(lse, 1, 2)
@@ -124,7 +128,8 @@ def weights(
 ) -> Float[Array, "b h q s"]:
     """All attention weights of a few queries, float32; 0 for a query that may attend to nothing."""
     b, queries, heads = q.shape[:3]
-    return _softmax(_scores(q, k, mask))[0].reshape(b, heads, queries, k.shape[1])
+    exponentials, total, _ = _exponentials(_scores(q, k, mask))
+    return (exponentials / total).reshape(b, heads, queries, k.shape[1])
 
 
 def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
@@ -177,22 +182,34 @@ def _both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, 
 
 def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
     """Scaled products of the g query heads of each kv head; -inf where masked."""
+    # Heads first, written out: else XLA's CPU compiler turns the scores around instead of q and k.
     b, queries, heads, head = q.shape
     kv_heads = k.shape[2]
-    grouped = q.reshape(b, queries, kv_heads, heads // kv_heads, head)
-    scores = _einsum("bqkgd,bskd->bkgqs", grouped, k, out=jnp.float32) * head**-0.5
+    grouped = jnp.moveaxis(q.reshape(b, queries, kv_heads, heads // kv_heads, head), 1, 3)
+    scores = _einsum("bkgqd,bksd->bkgqs", grouped, jnp.swapaxes(k, 1, 2), out=jnp.float32) * head**-0.5
     return scores if mask is None else jnp.where(mask[:, :, None], scores, -jnp.inf)
 
 
-def _softmax(
+def _exponentials(
     scores: Float[Array, "b k g q s"],
-) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"]]:
-    """Probabilities and log-sum-exp of the scores; 0 and -inf where all of them are -inf."""
+) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"], Float[Array, "b k g q 1"]]:
+    """Softmax before its division: exponentials, what to divide by, and the log-sum-exp of the scores.
+
+    Where all scores are -inf, the exponentials are 0, the divisor 1 and the log-sum-exp -inf.
+    """
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
-    return weights / safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+    return weights, safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+
+
+def _apart(weights: Float[Array, "b k g q s"]) -> Float[Array, "b k g q s"]:
+    """The same weights, computed before they are reduced.
+
+    XLA's CPU compiler would fuse exp into a reduction over heads, which is ten times slower.
+    """
+    return jax.lax.optimization_barrier(weights)
 
 
 def _probabilities(q, k, lse, mask) -> Float[Array, "b k g q s"]:

@@ -69,7 +69,7 @@ class Logging:
         return x, cache._replace(shared=(cache.shared, log))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width"))
+@functools.partial(jax.jit, static_argnames="width")
 def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
     canvas = state.canvas
     rope = rope_table(canvas.layout.length, canvas.spec.head, canvas.spec.rope_base)

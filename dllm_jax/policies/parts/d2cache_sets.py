@@ -6,9 +6,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
+from dllm_jax.traced import Count, Number, fixed_at
 
 
-def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: float) -> Float[Array, "b l"]:
+def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: Number) -> Float[Array, "b l"]:
     """Confidence times the density of known tokens around each response position (section 4.1).
 
     Elsewhere it is -inf. A negative confidence is divided by the density, so that isolated positions rank
@@ -47,7 +48,7 @@ def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
     return canvas.position < (prompt + ((last - prompt) // block + 1) * block)[:, None]
 
 
-def candidates(score: Float[Array, "b l"], canvas: Canvas, k: int) -> Bool[Array, "b l"]:
+def candidates(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Array, "b l"]:
     """M*: the k masks of largest score within the search range, those of the current block first.
 
     There are more than k where the schedule has to decode more per step to finish the block in time.
@@ -69,9 +70,9 @@ def candidates(score: Float[Array, "b l"], canvas: Canvas, k: int) -> Bool[Array
     return now | best(jnp.where(later, score, -jnp.inf), count - jnp.sum(now, axis=1))
 
 
-def inflated(chosen: Bool[Array, "b l"], distance: int) -> Bool[Array, "b l"]:
+def inflated(chosen: Bool[Array, "b l"], distance: Count) -> Bool[Array, "b l"]:
     """The set, and the positions between two neighbours of it that are at most `distance` apart."""
-    if distance == 0:
+    if fixed_at(distance, 0):
         return chosen
 
     # Nearest members on either side, the position itself counting as both. Sentinels outside of the canvas

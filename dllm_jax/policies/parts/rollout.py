@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.state.rows import Rows
+from dllm_jax.traced import Number, fixed_at
 
 
 def identity_rows(rows: Rows) -> Float[Array, "b q l"]:
@@ -62,7 +63,7 @@ def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"])
     return jnp.where(valid, from_rows + ~rows.mask(), 0.0)
 
 
-def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: float) -> Bool[Array, "b l"]:
+def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: Number) -> Bool[Array, "b l"]:
     """The heaviest positions whose summed weight stays within p of the total, and always the heaviest one.
 
     The paper takes the smallest set whose mass exceeds p, one position more. Ties go to the lower index; p =
@@ -74,7 +75,7 @@ def nucleus(weight: Float[Array, "b l"], among: Bool[Array, "b l"], p: float) ->
       p: fraction of their total weight.
     """
     # Sums of fractions may end below 1: the exact limit must not depend on rounding.
-    if p == 1:
+    if fixed_at(p, 1):
         return among
 
     # Descending, those outside of `among` last.

@@ -1,0 +1,138 @@
+"""Programs for accelerators that are not there: the account of their bytes, and what compilers make of them.
+
+Those for TPUs need the package libtpu (`pip install --no-deps "libtpu==0.0.42.*"`), nothing else.
+"""
+
+import importlib.util
+import json
+import pathlib
+import textwrap
+
+import pytest
+
+from bench.compiled import traffic
+from bench.compiled.program import Case, compile_case
+from bench.compiled.targets import TARGETS
+from dllm_jax import policies
+
+RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results"
+NO_LIBTPU = "libtpu is not installed: nothing compiles for a TPU (`pip install libtpu`, see .ci/run)"
+
+PROGRAM = textwrap.dedent("""\
+    HloModule example, is_scheduled=true
+
+    %fused_slice (p0: bf16[4,1024,512], p1: s32[]) -> bf16[1024,512] {
+      %p0 = bf16[4,1024,512]{2,1,0} parameter(0)
+      %p1 = s32[] parameter(1)
+      %zero = s32[] constant(0)
+      %part = bf16[1,1024,512]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,1024,512}
+      ROOT %out = bf16[1024,512]{1,0} bitcast(%part)
+    }
+
+    %fused_write (q0: bf16[4,1024,512], q1: bf16[1,8,512], q2: s32[]) -> bf16[4,1024,512] {
+      %q0 = bf16[4,1024,512]{2,1,0} parameter(0)
+      %q1 = bf16[1,8,512]{2,1,0} parameter(1)
+      %q2 = s32[] parameter(2)
+      %none = s32[] constant(0)
+      ROOT %new = bf16[4,1024,512]{2,1,0} dynamic-update-slice(%q0, %q1, %q2, %none, %none)
+    }
+
+    %until (state: (s32[], bf16[4,1024,512])) -> pred[] {
+      %state = (s32[], bf16[4,1024,512]{2,1,0}) parameter(0)
+      %i = s32[] get-tuple-element(%state), index=0
+      %four = s32[] constant(4)
+      ROOT %less = pred[] compare(%i, %four), direction=LT
+    }
+
+    %body (carry: (s32[], bf16[4,1024,512])) -> (s32[], bf16[4,1024,512]) {
+      %carry = (s32[], bf16[4,1024,512]{2,1,0}) parameter(0)
+      %index = s32[] get-tuple-element(%carry), index=0
+      %stack = bf16[4,1024,512]{2,1,0} get-tuple-element(%carry), index=1
+      %weights = bf16[1024,512]{1,0} fusion(%stack, %index), kind=kLoop, calls=%fused_slice
+      %small = bf16[1,8,512]{2,1,0} custom-call(%weights), custom_call_target="product"
+      %prefetched = bf16[1024,512]{1,0:T(8,128)S(1)} copy(%weights)
+      %written = bf16[4,1024,512]{2,1,0} fusion(%stack, %small, %index), kind=kLoop, calls=%fused_write
+      ROOT %next = (s32[], bf16[4,1024,512]{2,1,0}) tuple(%index, %written)
+    }
+
+    ENTRY %main (a: bf16[4,1024,512]) -> bf16[4,1024,512] {
+      %a = bf16[4,1024,512]{2,1,0} parameter(0)
+      %turned = bf16[4,1024,512]{1,2,0} copy(%a)
+      %start = (s32[], bf16[4,1024,512]{2,1,0}) tuple(%zero.1, %turned)
+      %loop = (s32[], bf16[4,1024,512]{2,1,0}) while(%start), condition=%until, body=%body
+      ROOT %result = bf16[4,1024,512]{2,1,0} get-tuple-element(%loop), index=1
+    }
+""")
+LAYER = 1024 * 512 * 2
+SMALL = 8 * 512 * 2
+
+
+def test_bytes_are_those_of_slices_and_of_updates_in_place():
+    """What lies in VMEM is not counted, nor the rest of a stack that is sliced or updated."""
+    entry = traffic.program(PROGRAM)
+    (loop,) = entry.inner
+    moved = {m.instruction.name: (m.read, m.written) for m in loop.moves if m.read or m.written}
+    assert moved == {
+        "%weights": (LAYER, LAYER),  # sliced out of the stack
+        "%small": (LAYER, SMALL),
+        "%prefetched": (LAYER, 0),
+        "%written": (SMALL + 4, SMALL),  # and the index
+    }
+    assert loop.bytes == 4 * LAYER + 3 * SMALL + 4
+    assert loop.trips == 4
+    assert entry.bytes == 2 * 4 * LAYER
+
+
+def test_copies_are_what_only_moves_an_array():
+    entry = traffic.program(PROGRAM)
+    copies = {m.instruction.name for loop in entry.walk() for m in loop.moves if m.copies}
+    assert copies == {"%turned", "%weights", "%prefetched"}
+
+
+@pytest.mark.parametrize(
+    ("cache", "held"),
+    [(0, 0), (3 * SMALL, 2 * SMALL), (3 * LAYER, 3 * LAYER + 2 * SMALL)],
+    ids=["none", "small results", "weights too"],
+)
+def test_a_cache_holds_small_results_of_the_body(cache, held):
+    """Written once and read by later instructions: %small, and, where a layer fits, %weights."""
+    (loop,) = traffic.program(PROGRAM, cache).inner
+    assert loop.cached == held
+
+
+@pytest.mark.parametrize("target", ["v6e", "v5e"])
+@pytest.mark.parametrize("policy", policies.ALL, ids=lambda policy: type(policy).__name__)
+def test_a_generation_compiles_for_tpus(policy, target, request):
+    """No copy of weights or of the cache, in loops or at entry, and collectives only where chips share layers."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip(NO_LIBTPU)
+    name, always = type(policy).__name__, ("Policy", "DualCache")
+    others = [type(p).__name__ for p in policies.ALL if type(p).__name__ not in always]
+    tp = 4 if target == "v5e" else 1
+    # A third policy in rotation, which changes with the policies' code.
+    code = pathlib.Path(policies.__file__).parent.rglob("*.py")
+    third = others[sum(path.stat().st_size for path in code) % len(others)]
+    if name not in (*always, third) and not request.config.getoption("exhaustive"):
+        pytest.skip(f"{name} is not in turn; --exhaustive compiles all of them")
+    case = Case(target, name, layers=2, prompt=224, length=32, block=16, tp=tp)
+    row = compile_case(case).row
+    cache = {size for size in _sizes(case)}
+    copied = [c for c in row["loop_copies"] + row["entry_copies"] if c["bytes"] in cache]
+    assert not copied
+    assert row["fits"]
+    assert (row["full_step"]["collectives_per_layer"] > 0) == (tp > 1)
+
+
+def _sizes(case: Case) -> set[int]:
+    """Bytes per chip of stacked matrices and of the stacked cache, and of a layer's matrices."""
+    spec, length = case.spec, case.prompt + case.length
+    matrices = [spec.width * spec.heads * spec.head, spec.width * spec.hidden]
+    pairs = length * spec.kv_heads * spec.head
+    return {2 * n * size // case.tp for n in (1, spec.layers) for size in matrices} | {
+        2 * spec.layers * pairs // case.tp
+    }
+
+
+def test_unknown_slices_are_refused():
+    with pytest.raises(ValueError, match=r"dp=1 x tp=3: v6e slices have \[1, 4, 8\] chips"):
+        TARGETS["v6e"].mesh(1, 3)

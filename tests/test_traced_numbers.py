@@ -1,0 +1,293 @@
+"""Numbers that change no shape are arguments of programs: one compilation, the same bits, `vmap`."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.core import Tracer
+
+import dllm_jax as dj
+from dllm_jax import eviction, policies, samplers
+from dllm_jax.decoding import likelihood
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.options import Options
+from dllm_jax.traced import Traced
+from tests.models import tiny
+from tests.programs import compilations
+from tests.test_options import kind_of
+from tests.test_policies import KEY, prompts, short
+
+# Every traced field of the library has in one of these another value than its default. Where arithmetic
+# comes before rounding to float32 (2 sigma^2, cfg_scale + 1), values are such as float32 holds.
+CASES = [
+    (policies.DualCache(), samplers.Threshold(0.31)),
+    (policies.ElasticCache(window=4, gamma=0.97), samplers.Confidence(temperature=0.7, top_p=0.83)),
+    (
+        policies.D2Cache(k=3, sigma=3.5, p=0.13, inflate=2),
+        samplers.CertaintyPrior(sigma=2.5, threshold=0.2, cfg_scale=0.5),
+    ),
+    (policies.DKVDecode(refresh_every=3, delay=2), samplers.Factor(1.7)),
+    (policies.DKVPD(refresh_every=3), samplers.CertaintyPrior(tokens_per_step=2)),
+    (policies.DKVGreedy(refresh_every=3), samplers.RandomOrder(temperature=1.3)),
+    (policies.DLLMCache(prompt_every=4, response_every=2), samplers.Confidence(temperature=0.3)),
+    (
+        policies.MaskKV(5, 3, budget=4, heads=eviction.PromptPreference(0.37), votes=eviction.SnapKV(3, 3)),
+        samplers.DreamSchedule(alg="maskgit_plus", temperature=0.4, top_p=0.9, alg_temp=0.3),
+    ),
+    (policies.MaskKV(6, 3, budget=4, votes=eviction.PositionVotes(1)), samplers.Confidence()),
+    (policies.SparseDLLM(delay=0), samplers.Threshold(0.12, alg="margin")),
+]
+TEN = {
+    "thresholds": [(policies.DualCache(), samplers.Threshold(t)) for t in np.linspace(0, 1, 10)],
+    "gammas": [(policies.ElasticCache(4, g), samplers.Confidence()) for g in np.linspace(-1, 1.5, 10)],
+    "temperatures": [(policies.Policy(), samplers.Confidence(temperature=t / 5)) for t in range(1, 11)],
+}
+
+
+def request(policy, sampler, **options) -> Request:
+    """Two prompts of different length, whose trace is recorded."""
+    prompt, mask = prompts(tiny("llada"), (9, 6))
+    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True) | options
+    return prepare(tiny("llada"), prompt, policy=policy, sampler=sampler, **options)
+
+
+def run(policy, sampler):
+    """Tokens, statistics and trace."""
+    made = request(policy, sampler)
+    return denoise(tiny("llada"), *made.inputs, layout=made.layout, plan=made.plan)
+
+
+def run_with_constants(policy, sampler):
+    """The same from a program of these numbers alone: what a function closes over is no argument."""
+    made = request(policy, sampler)
+    program = lambda model, inputs: denoise.__wrapped__(model, *inputs, layout=made.layout, plan=made.plan)
+    return jax.jit(program)(tiny("llada"), made.inputs)
+
+
+def same(one, other) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), one, other)))
+
+
+def library(cls: type = Options) -> Iterator[type]:
+    """Classes of options of the package that can be instantiated."""
+    for derived in cls.__subclasses__():
+        if derived.__module__.startswith("dllm_jax.") and not getattr(derived, "__abstractmethods__", None):
+            yield derived
+        yield from library(derived)
+
+
+def marks(annotation) -> Iterator[Traced]:
+    for inner in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from [inner] if isinstance(inner, Traced) else marks(inner)
+
+
+def traced_fields(cls: type) -> dict[str, Traced]:
+    """The marks of the traced fields of a class."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {field.name: list(marks(hints[field.name])) for field in dataclasses.fields(cls)}
+    return {name: of_field[0] for name, of_field in found.items() if of_field}
+
+
+TRACED = [(cls, name, mark) for cls in dict.fromkeys(library()) for name, mark in traced_fields(cls).items()]
+every_traced_field = pytest.mark.parametrize(
+    ("cls", "name", "mark"), TRACED, ids=lambda x: getattr(x, "__name__", str(x))
+)
+
+
+def two_values(cls: type, name: str) -> tuple:
+    """Two valid values of a traced field, which change no structure."""
+    hint = typing.get_type_hints(cls, include_extras=True)[name]
+    return (1, 2) if kind_of(hint) is int else (0.25, 0.5)
+
+
+# -- one compilation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", TEN.values(), ids=TEN)
+def test_ten_values_compile_once(settings):
+    before = denoise._cache_size()  # an earlier test may have left the program
+    first = run(*settings[0])
+    with compilations() as compiled:
+        others = [run(*setting) for setting in settings[1:]]
+    assert not compiled
+    assert denoise._cache_size() <= before + 1
+    assert not all(same(first, other) for other in others), "the numbers make no difference"
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_numbers_of_all_types_are_one_program():
+    run(policies.DualCache(), samplers.Threshold(0.5))
+    others = 1, np.float64(0.25), np.float32(0.25), jnp.float32(0.25)
+    with compilations() as compiled:
+        for threshold in others:
+            run(policies.DualCache(), samplers.Threshold(threshold))
+    assert not compiled
+
+
+def test_what_is_warm_is_found_with_other_numbers():
+    model, ladder = tiny("llada"), dj.buckets.Ladder((9,))
+    prompt, _ = prompts(model, (9,))
+    options = dict(length=6, block=3)
+    warm = dict(policy=policies.DKVDecode(refresh_every=2), sampler=samplers.Factor(1.0))
+    assert dj.warmup(model, ladder, **warm, **options)[0].seconds > 0
+    with compilations() as compiled:
+        other = dict(policy=policies.DKVDecode(refresh_every=5), sampler=samplers.Factor(2.0))
+        dj.generate(model, prompt, buckets=ladder, **other, **options)
+    assert not compiled
+
+
+def test_guidance_of_likelihoods_compiles_once():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (5,))
+    score = lambda w: dj.log_likelihood(model, prompt, prompt[:, :3], cfg_scale=w, draws=16, key=KEY)
+    before, plain = likelihood._estimate._cache_size(), score(0)
+    assert len({float(score(w)[0]) for w in (0.5, 1, 1.5)} | {float(plain[0])}) == 4
+    assert likelihood._estimate._cache_size() == before + 2
+
+
+# -- the same bits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "sampler"), CASES, ids=short)
+def test_bits_are_those_of_a_program_with_constants(policy, sampler):
+    jax.tree.map(np.testing.assert_array_equal, run(policy, sampler), run_with_constants(policy, sampler))
+
+
+@every_traced_field
+def test_every_traced_field_has_a_case(cls, name, mark):
+    owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    default = {field.name: field.default for field in dataclasses.fields(cls)}[name]
+    parts = [part for case in CASES for options in case for part in parts_of(options)]
+    values = [getattr(part, name) for part in parts if isinstance(part, owner)]
+    assert any(value not in (None, default, mark.unless) for value in values)
+
+
+def parts_of(options: Options) -> Iterator[Options]:
+    """The options, and those in their fields."""
+    yield options
+    for field in dataclasses.fields(options):
+        if isinstance(value := getattr(options, field.name), Options):
+            yield from parts_of(value)
+
+
+# -- structure -----------------------------------------------------------------------------------------
+
+
+@every_traced_field
+def test_a_traced_field_is_a_leaf_unless_it_changes_the_structure(cls, name, mark):
+    value, other = two_values(cls, name)
+    options, structure = cls(**{name: value}), lambda value: jax.tree.structure(cls(**{name: value}))
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(options)}
+    assert leaves[f".{name}"] == value
+    assert leaves[f".{name}"].dtype == {int: np.int32, float: np.float32}[type(value)]
+    assert structure(value) == structure(other)
+    assert hash(structure(value)) == hash(structure(other))
+    if mark.unless is not None:
+        assert structure(mark.unless) != structure(value)
+
+
+@pytest.mark.parametrize("options", [options for case in CASES for options in case], ids=short)
+def test_static_fields_stay_whatever_the_leaves_become(options):
+    other = jax.tree.map(lambda leaf: object(), options)  # JAX puts anything in the place of leaves
+    assert jax.tree.structure(other) == jax.tree.structure(options)
+    for part, again in zip(parts_of(options), parts_of(other), strict=True):
+        assert type(part) is type(again)
+        for field in dataclasses.fields(part):
+            value, kept = getattr(part, field.name), getattr(again, field.name)
+            assert kept == value or type(kept) is object or isinstance(value, Options)
+            assert (type(kept) is object) <= (field.name in traced_fields(type(part)))
+
+
+def test_switching_a_feature_off_is_another_program():
+    before = denoise._cache_size()
+    for temperature in (0.5, 0.0, 0.7, 0):
+        run(policies.Policy(), samplers.Confidence(temperature=temperature, alg="margin"))
+    assert denoise._cache_size() == before + 2
+    exact = request(policies.D2Cache(p=1), samplers.Confidence()).plan
+    assert jax.tree.structure(exact) != jax.tree.structure(
+        request(policies.D2Cache(p=0.9), samplers.Confidence()).plan
+    )
+
+
+# -- numbers that are traced before generate sees them ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda t: dict(policy=policies.DualCache(), sampler=samplers.Threshold(t)), (0.05, 0.2, 0.3, 0.9)),
+        (lambda g: dict(policy=policies.ElasticCache(window=4, gamma=g)), (-1.0, 0.9, 0.97, 2.0)),
+        (lambda t: dict(sampler=samplers.Confidence(temperature=t), key=KEY), (0.25, 0.5, 2.0)),
+        (lambda n: dict(policy=policies.DKVDecode(refresh_every=n)), (1, 2, 3)),
+    ],
+    ids=["threshold", "gamma", "temperature", "refresh_every"],
+)
+def test_vmap_over_numbers_equals_a_loop(make, values):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 6))
+    generate = lambda value: dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, **make(value))
+    mapped = jax.vmap(generate)(jnp.asarray(values))
+    alone = [generate(value) for value in values]
+    np.testing.assert_array_equal(mapped.tokens, [out.tokens for out in alone])
+    stats = jax.tree.map(lambda *of_each: np.stack(of_each), *(out.stats for out in alone))
+    jax.tree.map(np.testing.assert_array_equal, mapped.stats, stats)
+    assert not all(same(alone[0], other) for other in alone[1:]), "the numbers make no difference"
+
+
+def test_options_pass_through_jit_and_are_stacked_for_vmap():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (9, 9))
+    generate = lambda sampler: dj.generate(model, prompt, length=8, block=4, sampler=sampler).tokens
+    several = [samplers.Threshold(t) for t in (0.1, 0.4, 0.9)]
+    expected = [generate(sampler) for sampler in several]
+    jitted = jax.jit(generate)
+    np.testing.assert_array_equal([jitted(sampler) for sampler in several], expected)
+    assert jitted._cache_size() == 1
+    stacked = jax.tree.map(lambda *numbers: jnp.stack(numbers), *several)
+    np.testing.assert_array_equal(jax.vmap(generate)(stacked), expected)
+
+
+@every_traced_field
+def test_a_traced_field_takes_a_traced_scalar_and_checks_python_numbers(cls, name, mark):
+    value, _ = two_values(cls, name)
+    seen = []
+    jax.jit(lambda x: seen.append(cls(**{name: x})))(value)
+    number = getattr(seen[0], name)
+    assert isinstance(number, Tracer)
+    assert number.dtype == {int: jnp.int32, float: jnp.float32}[type(value)]
+    known = cls(**{name: jnp.asarray(value)})
+    assert known == cls(**{name: value})
+    assert repr(known) == repr(cls(**{name: value}))
+
+
+@pytest.mark.usefixtures("unannotated")
+@every_traced_field
+def test_what_is_no_number_is_refused_traced_or_not(cls, name, mark):
+    value, _ = two_values(cls, name)
+    wrong = [jnp.asarray([value]), jnp.asarray(True), jnp.asarray(jnp.nan)]
+    for array in wrong:
+        with pytest.raises(ValueError, match=f"{name}=.* must be"):
+            cls(**{name: array})
+    for array in wrong[:2]:
+        with pytest.raises(ValueError, match=f"{name}=.* must be"):
+            jax.jit(lambda x: cls(**{name: x}).__class__.__name__)(array)
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_other_fields_refuse_arrays():
+    for make in (lambda x: policies.ElasticCache(window=x), lambda x: policies.SparseDLLM(keep=x)):
+        with pytest.raises(ValueError, match="must be a"):
+            jax.jit(make)(1)
+
+
+def test_a_mark_on_another_kind_is_an_error():
+    Bad = dataclasses.make_dataclass(
+        "Bad", [("x", typing.Annotated[bool, Traced()])], bases=(Options,), frozen=True
+    )
+    with pytest.raises(TypeError, match=r"Traced\(.* does not apply to bool"):
+        Bad(True)
