@@ -4,7 +4,6 @@ Those for TPUs need the package libtpu (`pip install --no-deps "libtpu==0.0.42.*
 """
 
 import importlib.util
-import json
 import pathlib
 import textwrap
 
@@ -103,7 +102,7 @@ def test_a_cache_holds_small_results_of_the_body(cache, held):
 @pytest.mark.parametrize("target", ["v6e", "v5e"])
 @pytest.mark.parametrize("policy", policies.ALL, ids=lambda policy: type(policy).__name__)
 def test_a_generation_compiles_for_tpus(policy, target, request):
-    """No copy of weights or of the cache, in loops or at entry, and collectives only where chips share layers."""
+    """No copy of weights or of the cache, in loops or at entry; collectives only where chips share layers."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip(NO_LIBTPU)
     name, always = type(policy).__name__, ("Policy", "DualCache")
@@ -116,15 +115,14 @@ def test_a_generation_compiles_for_tpus(policy, target, request):
         pytest.skip(f"{name} is not in turn; --exhaustive compiles all of them")
     case = Case(target, name, layers=2, prompt=224, length=32, block=16, tp=tp)
     row = compile_case(case).row
-    cache = {size for size in _sizes(case)}
-    copied = [c for c in row["loop_copies"] + row["entry_copies"] if c["bytes"] in cache]
+    copied = [c for c in row["loop_copies"] + row["entry_copies"] if c["bytes"] in _sizes(case)]
     assert not copied
     assert row["fits"]
     assert (row["full_step"]["collectives_per_layer"] > 0) == (tp > 1)
 
 
 def _sizes(case: Case) -> set[int]:
-    """Bytes per chip of stacked matrices and of the stacked cache, and of a layer's matrices."""
+    """Bytes per chip of stacked matrices and of a layer's, and of the stacked keys."""
     spec, length = case.spec, case.prompt + case.length
     matrices = [spec.width * spec.heads * spec.head, spec.width * spec.hidden]
     pairs = length * spec.kv_heads * spec.head
