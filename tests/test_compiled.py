@@ -4,6 +4,7 @@ Those for TPUs need the package libtpu (`pip install --no-deps "libtpu==0.0.42.*
 """
 
 import importlib.util
+import json
 import pathlib
 import textwrap
 
@@ -129,6 +130,24 @@ def _sizes(case: Case) -> set[int]:
     return {2 * n * size // case.tp for n in (1, spec.layers) for size in matrices} | {
         2 * spec.layers * pairs // case.tp
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "reuse", "full"),
+    [("compiled_v6e", 1.05, 1.2), ("compiled_h100", 1.55, None)],
+)
+def test_recorded_programs_are_within_their_bars(name, reuse, full):
+    """What was compiled, of which commit, and that no row failed; the file is made by bench.compiled."""
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    assert document["commit"], "results say which commit they are of"
+    assert {"jax", "jaxlib", "date", "dtype"} <= set(document)
+    for row in document["rows"]:
+        assert "error" not in row, row
+        assert row["fits"]
+        if "reuse_step" in row:
+            assert row["reuse_step"]["ratio"] <= reuse, row["policy"]
+        if full is not None:
+            assert row["full_step"]["ratio"] <= full, row["policy"]
 
 
 def test_unknown_slices_are_refused():

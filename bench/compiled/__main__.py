@@ -14,6 +14,7 @@ process of its own: a compiler that fails may end it.
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -127,12 +128,18 @@ COLUMNS: runner.Columns = {
 }
 
 
+def commit() -> str | None:
+    """The commit that is compiled; None outside of a clone."""
+    here = Path(__file__).parent
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or None
+
+
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compiles and prints."""
-    where = runner.provenance(options.dtype) | {
-        "device": "none: described targets",
-        "targets": options.targets,
-    }
+    where = runner.provenance(options.dtype) | {"device": "none: described targets", "commit": commit()}
     rows = (row(case, options.hlo) for case in options.cases())
     runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})
 
