@@ -106,7 +106,7 @@ def test_a_generation_compiles_for_tpus(policy, target, request):
     """No copy of weights or of the cache, in loops or at entry; collectives only where chips share layers."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip(NO_LIBTPU)
-    # Usually two policies for one chip, one for a slice, and a third one that changes with the policies' code.
+    # Usually two policies for one chip, one for a slice, and a third that changes with the policies' code.
     name, tp = type(policy).__name__, 4 if target == "v5e" else 1
     others = sorted({type(p).__name__ for p in policies.ALL} - {"Policy", "DualCache"})
     code = pathlib.Path(policies.__file__).parent.rglob("*.py")
