@@ -52,8 +52,8 @@ class Delayed(Policy, abc.ABC):
 
     @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to 16 (fewer are no faster); a shifted head has one position more."""
-        return (*halvings(layout.response, smallest=16)[:-1], layout.response_inputs)
+        """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
+        return (*halvings(layout.response, smallest=16), layout.response_inputs)
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """At the interval; without a shifted head, also in the `delay` steps after a block's first.

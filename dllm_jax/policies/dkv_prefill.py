@@ -60,5 +60,5 @@ class DKVPrefill(Policy):
 
     @override
     def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response, and room for one position more, which a shifted head needs."""
-        return (layout.response_inputs,)
+        """The response, and with a shifted head one position more."""
+        return (layout.response, layout.response_inputs)
