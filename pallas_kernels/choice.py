@@ -58,6 +58,7 @@ class Operation:
     Attributes:
       name: of the operation.
       xla: defines the meaning and takes every shape.
+      check: refuses arrays and options that do not go together, with a ValueError; called like `xla`.
       kernels: one per platform, TPUs' among them; same signature and an option `interpret` besides. A kernel
         raises NotImplementedError, while it is traced, for a call that it does not support.
       preferred: platforms whose kernel was measured to be faster than XLA's form.
@@ -65,6 +66,7 @@ class Operation:
 
     name: str
     xla: Callable[..., Any]
+    check: Callable[..., None]
     kernels: Mapping[Platform, Callable[..., Any]]
     preferred: tuple[Platform, ...] = ()
 
@@ -79,9 +81,10 @@ class Operation:
           implementation: see the docstring of this module.
 
         Raises:
-          ValueError: another implementation.
+          ValueError: another implementation, or what `check` refuses.
         """
         check_implementation(implementation)
+        self.check(*arrays, **options)
         xla = functools.partial(self.xla, **options)
         wanted = self._wanted(implementation)
         sources: dict[Platform, Platform] = {platform: self._source(platform) for platform in wanted}

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -12,7 +13,8 @@ from jaxtyping import TypeCheckError
 
 import dllm_jax as dj
 from dllm_jax.decoding.explain import Explanation
-from dllm_jax.nn import attention, kernels
+from dllm_jax.nn import attention
+from pallas_kernels import attention as operations
 from tests.kernel_cases import some
 from tests.models import tiny
 from tests.replay.case import Case, find
@@ -33,17 +35,17 @@ def shortest(method: str) -> Case:
     return min(cases, key=lambda case: case.arrays["tokens"].size)
 
 
-@pytest.mark.parametrize("method", some(["fast-dllm-dual", "maskkv", "d2cache", "elastic", "sparse-dllm"], 1))
+@pytest.mark.parametrize("method", some(["sparse-dllm", "fast-dllm-dual", "maskkv", "d2cache", "elastic"], 1))
 def test_recorded_traces_replay_with_kernels(method):
     METHODS[method](WithKernels(shortest(method).folder))
 
 
 @jax.jit
 def by_kernels(q, k, v, mask, weight):
-    out, lse = kernels.attention(q, k, v, mask, "pallas")
+    out, lse = operations.attention(q, k, v, mask, implementation="pallas")
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    received = kernels.received(q, k, lse, weight, mask, "pallas")
-    return out, received, kernels.head_mean(q, k, lse, mask, "pallas")
+    received = operations.received(q, k, lse, weight, mask, implementation="pallas")
+    return out, received, operations.head_mean(q, k, lse, mask, implementation="pallas")
 
 
 @jax.jit
@@ -77,8 +79,10 @@ def test_by_default_the_program_is_that_without_kernels():
     for name, arrays in operands.items():
         wanted = str(jax.make_jaxpr(getattr(attention, name))(*arrays))
         for implementation in (None, "xla"):
-            traced = jax.make_jaxpr(getattr(kernels, name), static_argnums=len(arrays))
-            assert str(traced(*arrays, implementation)) == wanted
+            traced = jax.make_jaxpr(
+                functools.partial(getattr(operations, name), implementation=implementation)
+            )
+            assert str(traced(*arrays)) == wanted
     assert tiny("llada").implementation is None
 
 
@@ -124,25 +128,25 @@ def test_explain():
     assert {row.implementation for row in by_default.rows if row.platform == "cpu"} == {
         "xla: no kernel for this platform"
     }
-    assert {(row.operation, row.queries) for row in by_default.rows} == {
+    assert {(row.operation, row.positions) for row in by_default.rows} == {
         ("attention", 4),
         ("attention", 16),
     }
     assert ("received", "not called by this policy") in by_default.unused
-    assert ("topk_evict", "not used by the engine") in by_default.unused
     assert {row.implementation for row in explained(model, "xla").rows} == {"xla: as asked for"}
     asked = explained(model, "pallas")
     wanted = {(row.platform, row.implementation) for row in asked.rows}
     assert ("cpu", "pallas, interpreted") in wanted
     assert ("cuda", f"xla: head width {model.spec.head} is not in (16, 32, 64, 128)") in wanted
     lines = str(asked).splitlines()
-    assert lines[0].split() == ["operation", "queries", "platform", "implementation"]
-    assert lines[-1] == "token_confidence: not used by the engine"
+    assert lines[0].split() == ["operation", "positions", "platform", "implementation"]
+    assert lines[-1] == "topk_evict: not called by this policy"
 
 
 def test_explain_tells_what_each_policy_calls():
     called = lambda policy: {row.operation for row in explained(tiny("llada"), policy=policy()).rows}
-    assert called(dj.policies.MaskKV) == {"attention", "received"}
+    assert called(dj.policies.MaskKV) == {"attention", "received", "sparse_gather", "topk_evict"}
+    assert called(dj.policies.SparseDLLM) == {"attention", "sparse_gather", "topk_evict"}
     assert called(dj.policies.D2Cache) == {"attention", "head_mean"}
     cache = explained(tiny("llada"), policy=dj.policies.DLLMCache()).rows
     assert len(set(cache)) == len(cache)
@@ -154,6 +158,6 @@ def test_explain_looks_at_the_masks_of_each_step():
     reasons = collections.defaultdict(set)
     for row in rows:
         if row.platform == "tpu":
-            reasons[row.queries].add(row.implementation)
+            reasons[row.positions].add(row.implementation)
     assert "xla: the mask differs between query positions" in reasons[16]
     assert "pallas" in set().union(*reasons.values())

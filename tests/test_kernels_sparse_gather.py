@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from dllm_jax.eviction.pair_store import empty
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.layer import Layer
 from pallas_kernels.sparse_gather import OPERATION, sparse_gather, xla
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
 from .kernel_cases import explaining, in_both_dtypes, some
+from .models import tiny
 
 explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
@@ -80,17 +83,25 @@ def test_order_and_repetition_are_free():
         np.testing.assert_array_equal(bits(jax.jit(of)(k, v, index)[1]), explicit(v, index), err_msg=name)
 
 
+@each_implementation
+def test_one_list_serves_all_heads(name):
+    k, v, index = operands(SMALL[1], jnp.bfloat16)
+    shared = index[:, :1]
+    for copies, x in zip(jax.jit(IMPLEMENTATIONS[name])(k, v, shared), (k, v), strict=True):
+        expected = explicit(x, jnp.broadcast_to(shared, index.shape))
+        np.testing.assert_array_equal(bits(copies), expected)
+
+
 def test_is_what_the_eviction_stores():
     """`PairStore.renew` and `PairStore.read` of one layer, whose storage is one flat run."""
     k, v, index = (jnp.nan_to_num(x) if x.dtype == jnp.float32 else x for x in operands(SMALL[0]))
-    head = jnp.arange(2)[:, None, None], jnp.arange(3)[:, None]
-    keep = jnp.zeros((2, 3, 20), bool).at[*head, index].set(True)[..., :19]
-    always, layer = jnp.ones((2, 1), bool), jnp.int32(0)
+    always = jnp.ones((2, 1), bool)
+    layer = Layer({}, tiny("llada").spec, rope_table(1, 8, 1e4), jnp.int32(0))
 
     @jax.jit
     def stored(kept):
-        kept = kept.allot(layer, jnp.zeros(2, jnp.int32), keep, always)
-        return kept.renew(layer, k, v, 7, always).read(layer, 7)
+        kept = kept.allot(layer.index, jnp.zeros(2, jnp.int32), index, 19, always)
+        return kept.renew(layer, k, v, 7, always).read(layer.index, 7)
 
     *pairs, real = stored(empty(np.full((1, 1), 7), 2, 3, 64, jnp.float32))
     real = jnp.swapaxes(real[:, :, 0], 1, 2)[..., None]
@@ -118,7 +129,7 @@ def test_shapes_that_do_not_go_together(unannotated):
     k, v, index = operands(SMALL[0])
     with pytest.raises(ValueError, match="must be alike"):
         sparse_gather(k, v[:, 1:], index)
-    with pytest.raises(ValueError, match=r"index \(2, 2, 7\) must begin with \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"index \(2, 2, 7\) must begin with \(2, 3\) or \(2, 1\)"):
         sparse_gather(k, v, index[:, 1:])
     with pytest.raises(ValueError, match="no slots"):
         sparse_gather(k[:, :0], v[:, :0], index)

@@ -138,7 +138,7 @@ def test_a_model_prints_a_line_per_group_of_parameters():
     assert repr(model) == printed(model.params)
     assert (
         repr(dataclasses.replace(model, implementation="xla"))
-        == printed(model.params) + "\n  attention by xla"
+        == printed(model.params) + "\n  attention and eviction by xla"
     )
     assert len(repr(tiny("dream", tied=True)).splitlines()) == 4
     assert re.search(r"q_bias \[\d+ \d+ \d+\], k_bias", repr(tiny("dream")))

@@ -53,14 +53,19 @@ def test_boundary_layers_by_hand():
 def test_heads_that_prefer_the_prompt_keep_more():
     heads = eviction.PromptPreference(alpha=0.5)
     preference, n, p = jnp.asarray([[0.9, 0.3]]), jnp.asarray([8]), jnp.asarray([20])
-    np.testing.assert_array_equal(heads.budgets(preference, n, p), [[10, 6]])
-    assert int(heads.budgets(preference, n, jnp.asarray([9])).sum()) == 16
+    votes = jnp.zeros((1, 2, 20))
+    np.testing.assert_array_equal(heads.budgets(votes, preference, n, p), [[10, 6]])
+    assert int(heads.budgets(votes, preference, n, jnp.asarray([9])).sum()) == 16
 
 
-def test_ties_go_to_the_lower_position():
-    np.testing.assert_array_equal(
-        eviction.top(jnp.asarray([1.0, 2.0, 1.0, 1.0]), jnp.asarray(2)), [1, 1, 0, 0]
+def test_heads_compete_by_their_votes_and_ties_go_to_the_lower_head():
+    votes = jnp.asarray([[[5.0, 4.0, 3.0, 0.0], [3.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]]])
+    budgets = lambda floor: eviction.AdaKV(floor).budgets(
+        votes, jnp.ones((1, 3)), jnp.asarray([2]), jnp.asarray([4])
     )
+    np.testing.assert_array_equal(budgets(0.0), [[3, 3, 0]])
+    np.testing.assert_array_equal(budgets(0.5), [[3, 2, 1]])
+    np.testing.assert_array_equal(budgets(1.0), [[2, 2, 2]])
 
 
 def test_quarters_of_the_masked_rows_are_contiguous_longer_first():

@@ -14,7 +14,7 @@ from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.layer import Layer
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
 from dllm_jax.state.cache import LayerCache
-from dllm_jax.state.rows import full_rows
+from dllm_jax.state.rows import Rows, full_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.test_policies import finite, prompts
 from tests.traces import assert_same_run, of_sequence, partial_steps
@@ -47,7 +47,9 @@ def one_high_key(position):
 
 @functools.partial(jax.jit, static_argnums=0)
 def kept_by(policy, q, k, c):
-    return policy.retained(q, k, c)
+    """The positions that a layer stores, as a set."""
+    layer = Layer({}, c.spec, rope_table(LENGTH, 8, c.spec.rope_base), 0)
+    return Rows(policy.retained(layer, q, k, c, LENGTH)[:, 0], LENGTH).mask()
 
 
 def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
@@ -166,7 +168,7 @@ def filled(policy, c, family="llada"):
 def test_the_cache_holds_the_kept_pairs_in_order(side, family):
     policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
     (q, k, v), store = filled(policy, c, family)
-    kept = np.asarray(policy.retained(q, k, c))
+    kept = np.asarray(kept_by(policy, q, k, c))
     for sequence in range(2):
         position = np.flatnonzero(kept[sequence])
         np.testing.assert_array_equal(store.k[1, sequence, : len(position)], k[sequence, position])

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
-import pallas_kernels.token_confidence.reference as token_reference
-import pallas_kernels.token_confidence.shapes as token_shapes
 import pallas_kernels.topk_evict.reference as topk_reference
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
@@ -115,17 +113,8 @@ def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
 
 def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
     score = _normal(0, (shape.batch, shape.heads, shape.length), jnp.float32)
-    among = jnp.ones((shape.batch, shape.length), bool)
     count = jnp.full((shape.batch, shape.heads), max(shape.width * 3 // 4, 1), jnp.int32)
-    return Operands((score, among, count), dict(width=shape.width, pool=shape.pool))
-
-
-def _confidence(shape: token_shapes.Shape, dtype: Any) -> Operands:
-    hidden = _normal(0, (shape.batch, shape.positions, shape.width), dtype)
-    head = 0.02 * _normal(1, (shape.vocabulary, shape.width), dtype)
-    options = dict(valid=shape.valid or shape.vocabulary, forbidden=shape.forbidden)
-    flops = 2.0 * shape.batch * shape.positions * shape.width * shape.vocabulary
-    return Operands((hidden, head), options, flops)
+    return Operands((score, count), dict(width=shape.width))
 
 
 def _family(name: str, reference: Callable[..., Any] | None, shapes: Any, make: Any) -> Family:
@@ -138,5 +127,4 @@ FAMILIES = (
     _family("head_mean", None, attention_shapes, _afterwards(False)),
     _family("sparse_gather", None, gather_shapes, _gather),
     _family("topk_evict", topk_reference.topk_evict, topk_shapes, _evict),
-    _family("token_confidence", token_reference.token_confidence, token_shapes, _confidence),
 )

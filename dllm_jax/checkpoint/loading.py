@@ -44,7 +44,7 @@ def load(
         everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, see `Model`; "pallas" not with a mesh.
+      implementation: of attention and eviction, see `Model`; "pallas" not with a mesh.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs, separate
         elsewhere. Tokens do not depend on it.

@@ -1,26 +1,22 @@
-"""Which implementation each operation takes in a generation, and why; `pallas_kernels.choice` decides."""
+"""Which implementation attention and eviction take in a generation; `pallas_kernels.choice` decides."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
-from dllm_jax.nn.attention import Mask
-from dllm_jax.nn.kernels import SEAMS
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
-from pallas_kernels import OPERATIONS, Operation
-from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
-from pallas_kernels.choice import Platform
+from pallas_kernels import OPERATIONS, Operation, topk_evict
 
 
 class Choice(NamedTuple):
@@ -28,13 +24,13 @@ class Choice(NamedTuple):
 
     Attributes:
       operation: its name.
-      queries: query positions of each sequence that it is called with.
+      positions: query positions of attention, or candidates that an eviction chooses or copies from.
       platform: "cpu", "cuda" or "tpu".
       implementation: "pallas", "pallas, interpreted", or "xla: " and why that is not a kernel.
     """
 
     operation: str
-    queries: int
+    positions: int
     platform: str
     implementation: str
 
@@ -44,7 +40,7 @@ class Explanation:
     """A table; `print` it.
 
     Attributes:
-      rows: one for each operation, number of queries and platform.
+      rows: one for each operation, number of positions and platform.
       unused: (operation, why it is not called).
     """
 
@@ -52,7 +48,7 @@ class Explanation:
     unused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        table = [("operation", "queries", "platform", "implementation"), *self.rows]
+        table = [("operation", "positions", "platform", "implementation"), *self.rows]
         cells = [[str(cell) for cell in row] for row in table]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
@@ -65,12 +61,14 @@ class Call(NamedTuple):
     """An operation that a layer calls, with the shapes of its arrays."""
 
     operation: Operation
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
-    mask: jax.ShapeDtypeStruct | None
+    arrays: tuple[Any, ...]
+    options: dict[str, Any]
 
-    def explain(self, model: Model) -> dict[Platform, str]:
-        """What the operation takes on each platform, as `dllm_jax.nn.kernels` calls it."""
-        return self.operation.explain((*self.arrays, self.mask, None), {}, model.implementation)
+    @property
+    def positions(self) -> int:
+        """Query positions of attention, candidates of an eviction, of each sequence."""
+        # Scores are [b k l]; queries are [b q h d] and keys to copy [b s k d].
+        return self.arrays[0].shape[2 if self.operation is topk_evict.OPERATION else 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,46 +82,14 @@ class Recording(Layer):
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     @override
-    def attention(
-        self,
-        q: Float[Array, "b q h d"],
-        k: Float[Array, "b s k d"],
-        v: Float[Array, "b s k d"],
-        mask: Mask | None = None,
-    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-        self._note(ATTENTION, mask, q, k, v)
-        return super().attention(q, k, v, mask)
-
-    @override
-    def received(
-        self,
-        q: Float[Array, "b q h d"],
-        k: Float[Array, "b s k d"],
-        lse: Float[Array, "b h q"],
-        weight: Float[Array, "b q"],
-        mask: Mask | None = None,
-    ) -> Float[Array, "b k s"]:
-        self._note(RECEIVED, mask, q, k, lse, weight)
-        return super().received(q, k, lse, weight, mask)
-
-    @override
-    def head_mean(
-        self,
-        q: Float[Array, "b q h d"],
-        k: Float[Array, "b s k d"],
-        lse: Float[Array, "b h q"],
-        mask: Mask | None = None,
-    ) -> Float[Array, "b q s"]:
-        self._note(HEAD_MEAN, mask, q, k, lse)
-        return super().head_mean(q, k, lse, mask)
-
-    def _note(self, operation: Operation, mask: Mask | None, *arrays: Array) -> None:
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        self.calls.append(Call(operation, tuple(map(shape, arrays)), None if mask is None else shape(mask)))
+    def _run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        self.calls.append(Call(operation, shapes, options))
+        return super()._run(operation, *arrays, **options)
 
 
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
-    """Which implementation attention, and what is read from it, takes in a generation on each platform.
+    """Which implementation attention and eviction take in a generation on each platform.
 
     Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.
 
@@ -140,15 +106,15 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
     widths = (*step_widths(policy, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
     rows = dict.fromkeys(
-        Choice(call.operation.name, call.arrays[0].shape[1], platform, implementation)
+        Choice(call.operation.name, call.positions, platform, implementation)
         for call in calls
-        for platform, implementation in call.explain(model).items()
+        for platform, implementation in call.operation.explain(
+            call.arrays, call.options, model.implementation
+        ).items()
     )
     called = {call.operation.name for call in calls}
-    seams = {operation.name for operation in SEAMS}
-    why = lambda name: "not called by this policy" if name in seams else "not used by the engine"
-    names = (operation.name for operation in OPERATIONS)
-    return Explanation(tuple(rows), tuple((name, why(name)) for name in names if name not in called))
+    unused = (operation.name for operation in OPERATIONS if operation.name not in called)
+    return Explanation(tuple(rows), tuple((name, "not called by this policy") for name in unused))
 
 
 def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int | None) -> list[Call]:

@@ -4,7 +4,6 @@ from dllm_jax.eviction.head_budgets import AdaKV as AdaKV
 from dllm_jax.eviction.head_budgets import EvenHeads as EvenHeads
 from dllm_jax.eviction.head_budgets import HeadBudgets as HeadBudgets
 from dllm_jax.eviction.head_budgets import PromptPreference as PromptPreference
-from dllm_jax.eviction.head_budgets import top as top
 from dllm_jax.eviction.layer_baselines import PyramidKV as PyramidKV
 from dllm_jax.eviction.layer_baselines import SqueezeAttention as SqueezeAttention
 from dllm_jax.eviction.layer_budgets import BoundaryMiddle as BoundaryMiddle

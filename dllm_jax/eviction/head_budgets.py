@@ -1,10 +1,10 @@
-"""Which prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
+"""How many prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
 
 import abc
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from dllm_jax.eviction.rounding import round_to_total
@@ -12,24 +12,19 @@ from dllm_jax.options import Fraction, Options, TracedFraction
 from dllm_jax.state import selection
 
 
-def top(votes: Float[Array, "*b p"], count: Int[Array, "*b"]) -> Bool[Array, "*b p"]:
-    """The `count` positions with most votes, ties to the lower position (MaskKV, equation 16)."""
-    return selection.ranks(votes) < count[..., None]
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadBudgets(Options, abc.ABC):
     """How a layer's budget is spread over its kv heads."""
 
     @abc.abstractmethod
-    def keep(
+    def budgets(
         self,
         votes: Float[Array, "b k p"],
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-    ) -> Bool[Array, "b k p"]:
-        """The positions that each kv head keeps, k * budget in all.
+    ) -> Int[Array, "b k"]:
+        """Pairs that each kv head keeps, k * budget in all: those with most votes (MaskKV, equation 16).
 
         Args:
           votes: attention that each prompt position received, -inf at padding.
@@ -55,14 +50,14 @@ class EvenHeads(HeadBudgets):
     """The same number for every kv head."""
 
     @override
-    def keep(
+    def budgets(
         self,
         votes: Float[Array, "b k p"],
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-    ) -> Bool[Array, "b k p"]:
-        return top(votes, jnp.broadcast_to(budget[:, None], votes.shape[:2]))
+    ) -> Int[Array, "b k"]:
+        return jnp.broadcast_to(budget[:, None], preference.shape)
 
     @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
@@ -79,10 +74,15 @@ class PromptPreference(HeadBudgets):
 
     alpha: TracedFraction = 0.1
 
+    @override
     def budgets(
-        self, preference: Float[Array, "b k"], budget: Int[Array, "b"], prompt: Int[Array, "b"]
+        self,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        budget: Int[Array, "b"],
+        prompt: Int[Array, "b"],
     ) -> Int[Array, "b k"]:
-        """Pairs of each kv head: equation 15, rounded so that the layer's budget is used up."""
+        # Equation 15, rounded so that the layer's budget is used up.
         total = preference.shape[1] * budget[:, None]
         return round_to_total(self.allocate(preference, budget), total, prompt[:, None])
 
@@ -104,16 +104,6 @@ class PromptPreference(HeadBudgets):
         return budget[:, None] * (relative + self.alpha * (1 - relative))
 
     @override
-    def keep(
-        self,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
-        budget: Int[Array, "b"],
-        prompt: Int[Array, "b"],
-    ) -> Bool[Array, "b k p"]:
-        return top(votes, self.budgets(preference, budget, prompt))
-
-    @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
         """The pairs of all heads: only one of them may look at the prompt."""
         return min(budget * heads, prompt)
@@ -130,21 +120,24 @@ class AdaKV(HeadBudgets):
     floor: Fraction = 0.2
 
     @override
-    def keep(
+    def budgets(
         self,
         votes: Float[Array, "b k p"],
         preference: Float[Array, "b k"],
         budget: Int[Array, "b"],
         prompt: Int[Array, "b"],
-    ) -> Bool[Array, "b k p"]:
+    ) -> Int[Array, "b k"]:
         # Every head's best int(floor * budget) positions are protected from the competition.
         b, heads, width = votes.shape
         guaranteed = selection.fraction_of(budget, self.floor, width)
-        protected = top(votes, jnp.broadcast_to(guaranteed[:, None], (b, heads)))
+        lines = votes.reshape(b * heads, width)
+        protected = selection.best(lines, jnp.repeat(guaranteed, heads)).reshape(votes.shape)
 
-        # The rest goes to the largest votes of any head, compared across the layer.
+        # The rest goes to the largest votes of any head, compared across the layer; what a head wins are its
+        # own largest.
         flat = jnp.where(protected, jnp.inf, votes).reshape(b, heads * width)
-        return top(flat, heads * budget).reshape(votes.shape)
+        won = selection.best(flat, heads * budget).reshape(votes.shape)
+        return jnp.sum(won, axis=-1)
 
     @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:

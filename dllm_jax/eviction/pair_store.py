@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.layer import LayerIndex
+from dllm_jax.nn.layer import Layer, LayerIndex
 
 
 class PairStore(NamedTuple):
@@ -65,7 +65,8 @@ class PairStore(NamedTuple):
         self,
         layer: LayerIndex,
         first: Int[Array, "b"],
-        keep: Bool[Array, "b k p"],
+        position: Int[Array, "b k w"],
+        prompt: int,
         where: Bool[Array, "b 1"],
     ) -> "PairStore":
         """Assigns slots to the positions that one layer's heads keep.
@@ -73,18 +74,19 @@ class PairStore(NamedTuple):
         Args:
           layer: index of the layer.
           first: the layer's first slot in each sequence.
-          keep: kept prompt positions of each head.
+          position: kept prompt positions of each head, ascending, padded with `prompt`.
+          prompt: prompt positions.
           where: sequences to assign in; the others keep what they have.
         """
         # The heads' runs lie back to back, each as long as its number of kept positions.
-        length = jnp.sum(keep, axis=-1)
+        kept = position < prompt
+        length = jnp.sum(kept, axis=-1)
         start = first[:, None] + jnp.cumsum(length, axis=1) - length
         put = lambda a, new: a.at[layer].set(jnp.where(where, new, a[layer]).astype(a.dtype))
 
-        # A kept position's slot is its rank in its head's run; all others are written nowhere.
-        rank = jnp.cumsum(keep, axis=-1) - 1 + start[..., None]
-        slot = jnp.where(keep & where[..., None], rank, self.k.shape[1])
-        position = jnp.broadcast_to(jnp.arange(keep.shape[-1], dtype=jnp.int32), keep.shape)
+        # A kept position's slot is its place in its head's run; padding is written nowhere.
+        slot = start[..., None] + jnp.arange(position.shape[-1])
+        slot = jnp.where(kept & where[..., None], slot, self.k.shape[1])
         return self._replace(
             start=put(self.start, start),
             length=put(self.length, length),
@@ -93,7 +95,7 @@ class PairStore(NamedTuple):
 
     def renew(
         self,
-        layer: LayerIndex,
+        layer: Layer,
         k: Float[Array, "b p k d"],
         v: Float[Array, "b p k d"],
         width: int,
@@ -102,19 +104,21 @@ class PairStore(NamedTuple):
         """Overwrites the kept pairs of one layer with newly computed ones of the same prompt positions.
 
         Args:
-          layer: index of the layer.
+          layer: the layer, which gathers the pairs.
           k: new rotated keys of the prompt.
           v: new values of the prompt.
           width: upper bound of the pairs of a head.
           where: sequences to overwrite in.
         """
         # All other sequences' slots are turned into padding, which the write drops.
-        slots, _ = self.slots(layer, width)
-        position = self.positions(layer, width)[..., None]
+        slots, _ = self.slots(layer.index, width)
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
-        pick = lambda a: jnp.take_along_axis(jnp.swapaxes(a, 1, 2), position, axis=2)
-        put = lambda a, new: a.at[_sequence(slots), slots].set(pick(new).astype(a.dtype), mode="drop")
-        return self._replace(k=put(self.k, k), v=put(self.v, v))
+        kept = layer.sparse_gather(k, v, self.positions(layer.index, width))
+
+        # By head, as the slots are.
+        by_head = [jnp.swapaxes(new, 1, 2) for new in kept]
+        put = lambda a, new: a.at[_sequence(slots), slots].set(new.astype(a.dtype), mode="drop")
+        return self._replace(k=put(self.k, by_head[0]), v=put(self.v, by_head[1]))
 
     def _clipped(self, slots: Int[Array, "b k w"]) -> Int[Array, "b k w"]:
         return jnp.minimum(slots, self.k.shape[1] - 1)

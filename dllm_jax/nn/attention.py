@@ -1,7 +1,7 @@
 """Attention of the network and the masks it reads; `pallas_kernels.attention.xla` computes it.
 
 `attention`, `received`, `head_mean` and `weights` are XLA's forms, which take every mask and have gradients:
-full passes and training use them as they are. A generation's steps call them through `dllm_jax.nn.kernels`,
+full passes and training use them as they are. A generation's steps call them through `Layer`,
 where a model may have chosen Pallas kernels that compute the same.
 """
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.nn import kernels
 from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.memory import heads_first_on_tpu
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, Operation, sparse_gather, topk_evict
+from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
 
 LayerIndex = Int[Array, ""] | int  # traced where one loop runs all layers, a number where they are unrolled
 
@@ -31,7 +31,8 @@ class Layer:
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: which layer this is.
-      implementation: of `attention`, `received` and `head_mean`, see `Model`.
+      implementation: of attention (`attention`, `received`, `head_mean`) and eviction (`topk_evict`,
+        `sparse_gather`), see `Model`.
     """
 
     weights: dict[str, Any]
@@ -61,8 +62,13 @@ class Layer:
         v: Float[Array, "b s k d"],
         mask: Mask | None = None,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-        """Attention and its log-sum-exp, see `dllm_jax.nn.attention.attention`."""
-        return kernels.attention(q, k, v, mask, self.implementation)
+        """Attention and its log-sum-exp, see `pallas_kernels.attention.xla.attention`.
+
+        The log-sum-exp takes the place of attention weights, which no implementation returns: `received` and
+        `head_mean` recompute from it what a policy reads. Kernels support masks that are the same for all
+        queries of a sequence, which all policies have except in padded batches of Dream.
+        """
+        return self._run(ATTENTION, q, k, v, mask, None)
 
     def received(
         self,
@@ -72,8 +78,11 @@ class Layer:
         weight: Float[Array, "b q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b k s"]:
-        """Attention that each key receives, see `dllm_jax.nn.attention.received`."""
-        return kernels.received(q, k, lse, weight, mask, self.implementation)
+        """Attention that each key receives from the weighted queries, see `pallas_kernels.attention.xla`.
+
+        These are the votes of MaskKV (equation 7) and of Elastic-Cache (equation 5).
+        """
+        return self._run(RECEIVED, q, k, lse, weight, mask, None)
 
     def head_mean(
         self,
@@ -82,8 +91,24 @@ class Layer:
         lse: Float[Array, "b h q"],
         mask: Mask | None = None,
     ) -> Float[Array, "b q s"]:
-        """Attention weights averaged over query heads, see `dllm_jax.nn.attention.head_mean`."""
-        return kernels.head_mean(q, k, lse, mask, self.implementation)
+        """Attention weights averaged over query heads: the map that d2Cache rolls out (section 4.2)."""
+        return self._run(HEAD_MEAN, q, k, lse, mask, None)
+
+    def topk_evict(
+        self, score: Float[Array, "b k s"], count: Int[Array, "b k"], width: int
+    ) -> Int[Array, "b k {width}"]:
+        """Slots of the `count` best scores of each head, ascending, padded with s to `width`.
+
+        This is the choice of Sparse-dLLM (Algorithm 1, one set for all heads) and of MaskKV (equation 16).
+        Ties go to the lower slot, and -inf is never kept, see `pallas_kernels.topk_evict.reference`.
+        """
+        return self._run(topk_evict.OPERATION, score, count, width=width)
+
+    def sparse_gather(
+        self, k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]
+    ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
+        """The pairs at the slots of each kv head's list (or of one for all heads); 0 where a list has s."""
+        return self._run(sparse_gather.OPERATION, k, v, index)
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The attention branch: output projection of the heads."""
@@ -100,6 +125,10 @@ class Layer:
         """The layer's output, from its input and its attention's: both branches added to the stream."""
         x = x + self.out(o)
         return x + self.mlp(x)
+
+    def _run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
+        """The operation by the implementation that the model chose."""
+        return operation.run(arrays, options, self.implementation)
 
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)

@@ -23,7 +23,7 @@ class Model:
     Attributes:
       params: see `dllm_jax.nn.parameters`.
       spec: static.
-      implementation: of the attention in a generation's steps, static: "xla"; "pallas" (kernels wherever
+      implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels where
         they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
     """
@@ -38,7 +38,7 @@ class Model:
     def __repr__(self) -> str:
         size, *lines = describe(self.params)
         if self.implementation is not None:
-            lines.append(f"attention by {self.implementation}")
+            lines.append(f"attention and eviction by {self.implementation}")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
 
     @property

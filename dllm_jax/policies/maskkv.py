@@ -11,7 +11,7 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
-from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, TracedPositiveInt
@@ -132,14 +132,14 @@ class MaskKV(DLLMCache):
         # Equations 7 and 14: votes of the masks and each head's preference choose what is kept; what was
         # chosen before is renewed.
         votes, preference = eviction.evidence(self.votes, layer, q, keys, lse, mask, some, canvas)
-        pairs = self.evict(pairs, layer.index, votes, preference, due, canvas)
-        pairs = pairs.renew(layer.index, prompt_k, prompt_v, widest, due)
+        pairs = self.evict(pairs, layer, votes, preference, due, canvas)
+        pairs = pairs.renew(layer, prompt_k, prompt_v, widest, due)
         return o, cache._replace(shared=pairs)
 
     def evict(
         self,
         pairs: PairStore,
-        layer: LayerIndex,
+        layer: Layer,
         votes: Float[Array, "b k p"],
         preference: Float[Array, "b k"],
         due: Bool[Array, "b 1"],
@@ -149,18 +149,19 @@ class MaskKV(DLLMCache):
 
         Args:
           pairs: the store, before the choice.
-          layer: index of the layer.
+          layer: the layer, which chooses the best.
           votes: equation 7's, by kv head.
           preference: P_h of equation 14.
           due: sequences whose prompt is recomputed.
           canvas: state before the step.
         """
         # Layers lie one after the other in the store, each with the room of its budget.
-        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer] * canvas.spec.kv_heads
+        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
-        keep = self.heads.keep(votes, preference, pairs.budget[layer], length)
+        count = self.heads.budgets(votes, preference, pairs.budget[layer.index], length)
+        position = layer.topk_evict(votes, count, self.widest_head(canvas.spec, canvas.layout))
         chooses = due if self.reselect else due & canvas.first_step
-        return pairs.allot(layer, first_slot, keep, chooses)
+        return pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, chooses)
 
     @override
     def extra_positions(

@@ -16,8 +16,8 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact_rows, full_rows
-from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
+from dllm_jax.state.rows import Rows, full_rows
+from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SparseDLLM(Policy):
         # The exact layer; the last full step also scores its keys and stores the best pairs (Algorithm 1).
         if rows.full:
             o, _ = layer.attention(q, new.k, new.v, canvas.attends(rows))
-            cache = self._store(cache, q, new, canvas)
+            cache = self._store(layer, cache, q, new, canvas)
         # A partial step attends to the stored pairs and, behind them, to its own, which are not stored.
         else:
             stored = cache.read()
@@ -109,10 +109,20 @@ class SparseDLLM(Policy):
         return max_pool(score, self.candidates(canvas), self.kernel)
 
     def retained(
-        self, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas
-    ) -> Bool[Array, "b l"]:
-        """The positions this layer stores, given the queries and keys of the step that fills the cache."""
-        return self.always_stored(canvas) | best(self.importance(q, k, canvas), self._budget(canvas))
+        self, layer: Layer, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas, slots: int
+    ) -> Int[Array, "b 1 {slots}"]:
+        """The positions a layer stores, one list for all its heads, ascending and padded with l.
+
+        Args:
+          layer: the layer, which chooses the best.
+          q: queries of the step that fills the cache.
+          k: its keys.
+          canvas: state before the step.
+          slots: positions of the list, at least as many as are stored.
+        """
+        # What is stored whatever its importance comes before all others.
+        score = jnp.where(self.always_stored(canvas), jnp.inf, self.importance(q, k, canvas))
+        return layer.topk_evict(score[:, None], self._filled(canvas)[:, None], slots)
 
     # -- storage ------------------------------------------------------------------------------------
 
@@ -120,19 +130,24 @@ class SparseDLLM(Policy):
         """Number of candidates that are stored: the retention ratio of those that a sequence has."""
         return fraction_of(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
 
-    def _store(self, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas) -> LayerCache:
+    def _filled(self, canvas: Canvas) -> Int[Array, "b"]:
+        """Number of stored pairs, those included that are stored whatever their importance."""
+        return self._budget(canvas) + jnp.sum(self.always_stored(canvas), axis=1)
+
+    def _store(
+        self, layer: Layer, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas
+    ) -> LayerCache:
         """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
-        # Retained pairs are packed to the left; slots behind them keep what they hold and are never read.
+        # Retained pairs are packed to the left; slots behind them hold anything and are never read.
         slots = cache.read().k.shape[1]
-        retained = compact_rows(self.retained(q, new.k, canvas), slots)
+        pairs = KV(*layer.sparse_gather(new.k, new.v, self.retained(layer, q, new.k, canvas, slots)))
 
         # A sequence that has finished the block keeps its pairs, whatever step it stopped at.
         fills = canvas.active & (canvas.block_step == self.delay)
         slot = full_rows(jnp.broadcast_to(fills[:, None], (len(fills), slots)))
-        return cache.update(slot, jax.tree.map(retained.take, new))[0]
+        return cache.update(slot, pairs)[0]
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
         """Keys that a partial step attends to: filled slots, then computed positions but not padding."""
-        filled = self._budget(canvas) + jnp.sum(self.always_stored(canvas), axis=1)
-        stored = jnp.arange(slots) < filled[:, None]
+        stored = jnp.arange(slots) < self._filled(canvas)[:, None]
         return key_mask(jnp.concatenate([stored, rows.take(canvas.valid) & rows.real], axis=1))

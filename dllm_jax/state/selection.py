@@ -11,30 +11,13 @@ from dllm_jax.nn.arithmetic import divided, einsum
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, scatter
 from dllm_jax.traced import Number
-from pallas_kernels.topk_evict import bisection
-
-COMPARABLE = 2048  # entries of which all pairs are compared: 4 million, less work than the passes of a sort
+from pallas_kernels.topk_evict import ranking
+from pallas_kernels.topk_evict.ranking import ranks as ranks
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
     """The `count` largest entries of each sequence, ties to the lower index, and never one of -inf or NaN."""
-    priority = jnp.where(priority > -jnp.inf, priority, -jnp.inf)
-    if priority.shape[1] > COMPARABLE:
-        return bisection.best(priority, count[:, None].astype(jnp.int32))
-    return (ranks(priority) < count[:, None]) & (priority > -jnp.inf)
-
-
-def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
-    """Rank of each entry along the last axis, 0 for the largest, ties to the lower index; no NaN."""
-    # A sort of 1000 entries takes the TPU compiler several seconds, in every step variant of a program.
-    if priority.shape[-1] > COMPARABLE:
-        return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
-
-    # An entry's rank is the number of larger ones, and of equal ones before it.
-    mine, other = priority[..., :, None], priority[..., None, :]
-    index = jnp.arange(priority.shape[-1])
-    ahead = (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
-    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+    return ranking.best(priority, count[:, None].astype(jnp.int32))
 
 
 def mean_query_score(

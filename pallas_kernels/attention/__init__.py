@@ -9,10 +9,15 @@ from pallas_kernels.choice import Implementation, Operation, imported
 __all__ = ["ATTENTION", "HEAD_MEAN", "RECEIVED", "attention", "head_mean", "received"]
 
 
+def _check(q, k, *others) -> None:
+    check_shapes(q, k, *others[-2:])
+
+
 ATTENTION, RECEIVED, HEAD_MEAN = (
     Operation(
         name=plain.__name__,
         xla=plain,
+        check=_check,
         kernels={
             "tpu": imported("pallas_kernels.attention.tpu", plain.__name__),
             "cuda": imported("pallas_kernels.attention.gpu", plain.__name__),
@@ -43,7 +48,6 @@ def attention(
     Raises:
       ValueError: shapes that do not go together, or another implementation.
     """
-    check_shapes(q, k, mask, lengths)
     return ATTENTION.run((q, k, v, mask, lengths), {}, implementation)
 
 
@@ -70,7 +74,6 @@ def received(
     Raises:
       ValueError: shapes that do not go together, or another implementation.
     """
-    check_shapes(q, k, mask, lengths)
     return RECEIVED.run((q, k, lse, weight, mask, lengths), {}, implementation)
 
 
@@ -83,5 +86,4 @@ def head_mean(
     implementation: Implementation | None = None,
 ) -> Float[Array, "b q s"]:
     """Attention weights averaged over query heads; arguments and errors as of `received`."""
-    check_shapes(q, k, mask, lengths)
     return HEAD_MEAN.run((q, k, lse, mask, lengths), {}, implementation)

@@ -11,6 +11,7 @@ __all__ = ["OPERATION", "sparse_gather"]
 OPERATION = Operation(
     name="sparse_gather",
     xla=xla.sparse_gather,
+    check=check_shapes,
     kernels={
         "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
         "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),
@@ -21,7 +22,7 @@ OPERATION = Operation(
 def sparse_gather(
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
-    index: Int[Array, "b k w"],
+    index: Int[Array, "b #k w"],
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
     """The pairs that each kv head keeps, as `pallas_kernels.sparse_gather.xla.sparse_gather` defines them.
@@ -29,11 +30,11 @@ def sparse_gather(
     Args:
       k: keys.
       v: values, in the same dtype.
-      index: slot of each copy; s where there is none, which writes zeros.
+      index: slot of each copy, by kv head or one list for all of them; s where there is none, which writes
+        zeros.
       implementation: see `pallas_kernels.choice`.
 
     Raises:
       ValueError: shapes that do not go together, or another implementation.
     """
-    check_shapes(k, v, index)
     return OPERATION.run((k, v, index), {}, implementation)

@@ -20,7 +20,7 @@ TILE = 64  # copies
 def sparse_gather(
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
-    index: Int[Array, "b k w"],
+    index: Int[Array, "b #k w"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
     """As `xla.sparse_gather`; only the pairs that are kept are read.
@@ -40,9 +40,10 @@ def sparse_gather(
         raise NotImplementedError("no copies")
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -width % TILE)), constant_values=slots)
     copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
-    # The j-th tile of head h: which slots to copy, and where the copies go. K and V are whole; programs load
-    # from them.
-    slots_to_copy = pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h, j))
+    # The j-th tile of head h: which slots to copy (one list may serve all heads), and where the copies go. K
+    # and V are whole; programs load from them.
+    own = index.shape[1] > 1
+    slots_to_copy = pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h if own else 0, j))
     of_copies = pl.BlockSpec((1, TILE, 1, head), lambda b, h, j: (b, j, h, 0))
     found = pl.pallas_call(
         functools.partial(_kernel, slots=slots),

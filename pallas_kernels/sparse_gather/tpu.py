@@ -24,7 +24,7 @@ VMEM_BYTES = 56 * 2**20
 def sparse_gather(
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
-    index: Int[Array, "b k w"],
+    index: Int[Array, "b #k w"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
     """As `xla.sparse_gather`; all of K and V is read once, and wanted heads first, see `attention/tpu.py`.
@@ -39,7 +39,7 @@ def sparse_gather(
     return jnp.swapaxes(of_each_head(k), 1, 2), jnp.swapaxes(of_each_head(v), 1, 2)
 
 
-def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b k w"], interpret: bool):
+def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b #k w"], interpret: bool):
     """The copies of keys or values [b k w d]; one program of the grid makes those of one kv head."""
     batch, heads, slots, head = x.shape
     count, per_word = index.shape[2], 4 // x.dtype.itemsize
@@ -50,8 +50,11 @@ def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b k w"], interpret: b
 
     # All slots of kv head h, filled up to whole chunks; and all its copies.
     of_head = lambda count: pl.BlockSpec((1, 1, count, head), lambda b, h: (b, h, 0, 0))
-    # Which slots to copy, as scalars: a line per sequence and head, since SMEM takes a line as a whole.
-    lists = pl.BlockSpec((1, 1, width), lambda b, h: (b * heads + h, 0, 0), memory_space=pltpu.SMEM)
+    # Which slots to copy, as scalars: a line per sequence and head, or one for all heads, since SMEM takes a
+    # line as a whole.
+    lines = index.shape[1]
+    of_line = lambda b, h: (b * lines + (h if lines > 1 else 0), 0, 0)
+    lists = pl.BlockSpec((1, 1, width), of_line, memory_space=pltpu.SMEM)
     return pl.pallas_call(
         functools.partial(_kernel, slots=slots, chunk=chunk),
         grid=(batch, heads),
@@ -97,7 +100,7 @@ def _slot(source, place, slots, per_word):
     return jnp.where(real, words, 0)
 
 
-def _check_supported(k: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
+def _check_supported(k: Float[Array, "b s k d"], index: Int[Array, "b #k w"]) -> None:
     if k.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"{k.dtype}: float32 or bfloat16")
     if not index.shape[2]:

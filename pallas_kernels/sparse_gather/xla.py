@@ -5,15 +5,15 @@ from jaxtyping import Array, Float, Int
 
 
 def sparse_gather(
-    k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]
+    k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
     """The pairs that each kv head keeps, behind one another: bit-equal copies, a NaN being any NaN.
 
     Args:
       k: keys.
       v: values, in the same dtype.
-      index: slot of each copy, in any order; s where there is none, which writes zeros. Lists of different
-        length are filled up with s to a common width.
+      index: slot of each copy, in any order, by kv head or one list for all of them; s where there is none,
+        which writes zeros. Lists of different length are filled up with s to a common width.
 
     Raises:
       ValueError: shapes that do not go together.
@@ -26,7 +26,7 @@ def sparse_gather(
     return take(k), take(v)
 
 
-def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b k w"]) -> None:
+def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]) -> None:
     """Refuses arrays whose shapes do not fit together.
 
     Raises:
@@ -34,7 +34,9 @@ def check_shapes(k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: 
     """
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"keys {k.dtype}{k.shape} and values {v.dtype}{v.shape} must be alike")
-    if index.shape[:2] != (k.shape[0], k.shape[2]):
-        raise ValueError(f"index {index.shape} must begin with {(k.shape[0], k.shape[2])}")
+    if index.shape[0] != k.shape[0] or index.shape[1] not in (1, k.shape[2]):
+        raise ValueError(
+            f"index {index.shape} must begin with {(k.shape[0], k.shape[2])} or {(k.shape[0], 1)}"
+        )
     if not k.shape[1]:
         raise ValueError("no slots")

@@ -1,6 +1,6 @@
 """The positions of the best scores of each head: what an eviction keeps."""
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.topk_evict import xla
@@ -11,6 +11,7 @@ __all__ = ["OPERATION", "topk_evict"]
 OPERATION = Operation(
     name="topk_evict",
     xla=xla.topk_evict,
+    check=lambda score, count, width: check_options(score, width),
     kernels={
         "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
         "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),
@@ -20,24 +21,19 @@ OPERATION = Operation(
 
 def topk_evict(
     score: Float[Array, "b k l"],
-    among: Bool[Array, "b l"],
     count: Int[Array, "b k"],
     width: int,
-    pool: int = 1,
     implementation: Implementation | None = None,
 ) -> Int[Array, "b k {width}"]:
     """Positions of the best scores, as `pallas_kernels.topk_evict.reference.topk_evict` defines them.
 
     Args:
-      score: importance of each position for each kv head, float32; larger is kept first.
-      among: positions that may be kept.
+      score: importance of each position for each kv head, float32; larger is kept first, -inf never.
       count: how many each head keeps; at most `width` are.
       width: static width of the result.
-      pool: odd window of the maximum over neighbours; 1 pools nothing.
       implementation: see `pallas_kernels.choice`.
 
     Raises:
-      ValueError: an invalid width or window, scores that are not float32, or another implementation.
+      ValueError: an invalid width, scores that are not float32, or another implementation.
     """
-    check_options(score, width, pool)
-    return OPERATION.run((score, among, count), dict(width=width, pool=pool), implementation)
+    return OPERATION.run((score, count), dict(width=width), implementation)

@@ -14,7 +14,8 @@ SIGN = -(2**31)
 
 
 def best(score: Float[Array, "n l"], count: Int[Array, "n 1"]) -> Bool[Array, "n l"]:
-    """The `count` largest of each of n heads, ties to the lower position, never one of -inf."""
+    """The `count` largest of each of n heads, ties to the lower position, never one of -inf or NaN."""
+    score = jnp.where(score > -jnp.inf, score, -jnp.inf)
     keys = _ordered(score)
 
     # The largest integer that at least `count` keys reach.

@@ -16,21 +16,16 @@ VMEM_BYTES = 48 * 2**20
 
 
 def topk_evict(
-    score: Float[Array, "b k l"],
-    among: Bool[Array, "b l"],
-    count: Int[Array, "b k"],
-    width: int,
-    pool: int = 1,
-    interpret: bool = False,
+    score: Float[Array, "b k l"], count: Int[Array, "b k"], width: int, interpret: bool = False
 ) -> Int[Array, "b k {width}"]:
-    """As the reference; pooling and the listing of what is kept are left to XLA.
+    """As the reference; the listing of what is kept is left to XLA.
 
     Raises:
       NotImplementedError: more than 131 072 positions.
     """
     if HEADS * score.shape[2] * 4 > MOST_BYTES:
         raise NotImplementedError(f"{score.shape[2]} positions: at most {MOST_BYTES // (4 * HEADS)}")
-    return xla.topk_evict(score, among, count, width, pool, functools.partial(_best, interpret=interpret))
+    return xla.topk_evict(score, count, width, functools.partial(_best, interpret=interpret))
 
 
 def _best(score: Float[Array, "n l"], count: Int[Array, "n 1"], interpret: bool) -> Bool[Array, "n l"]:

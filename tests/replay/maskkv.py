@@ -13,6 +13,7 @@ from dllm_jax.nn.attention import attention, key_mask
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.rows import full_rows
+from pallas_kernels.topk_evict import topk_evict
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import Logging, states
@@ -229,10 +230,10 @@ def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):
     """Layer budgets [n], head budgets [n k] and kept sets [n k p]; the layers stand for a batch."""
     n, _, p = votes.shape
     each = layers.budgets(n, budget, p)
-    kept = heads.keep(
-        jnp.asarray(votes), jnp.asarray(preference, jnp.float32), jnp.asarray(each), jnp.full(n, p)
-    )
-    kept = np.asarray(kept)
+    votes, preference = jnp.asarray(votes), jnp.asarray(preference, jnp.float32)
+    count = heads.budgets(votes, preference, jnp.asarray(each), jnp.full(n, p))
+    positions = np.asarray(topk_evict(votes, count, p))
+    kept = np.any(positions[..., None] == np.arange(p), axis=2)
     return each, kept.sum(-1), kept
 
 

@@ -15,7 +15,7 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.samplers.base import score_by
 from dllm_jax.state.canvas import Canvas, begin
-from dllm_jax.state.rows import full_rows
+from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.state.selection import mean_query_score
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
@@ -85,7 +85,7 @@ def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDL
 @functools.partial(jax.jit, static_argnames="policy")
 def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
     """Raw score, pooled score and kept set of every layer [n l] in one full step of the first sequence."""
-    rows = full_rows(canvas.everything)
+    rows, length = full_rows(canvas.everything), canvas.layout.length
 
     def run(layer, carry):
         x, found = carry
@@ -93,14 +93,14 @@ def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
         ours = (
             mean_query_score(q, k, canvas.block),
             policy.importance(q, k, canvas),
-            policy.retained(q, k, canvas),
+            Rows(policy.retained(layer, q, k, canvas, length)[:, 0], length).mask(),
         )
         found = tuple(a.at[layer.index].set(new[0]) for a, new in zip(found, ours, strict=True))
         return layer.finish(x, attention(q, k, layer.value(x))[0]), found
 
-    spec, shape = model.spec, (model.spec.layers, canvas.layout.length)
+    spec, shape = model.spec, (model.spec.layers, length)
     nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
-    rope = rope_table(canvas.layout.length, spec.head, spec.rope_base)
+    rope = rope_table(length, spec.head, spec.rope_base)
     return walk(model.params, spec, rope, run, (embed(model.params, canvas.tokens), nothing))[1]
 
 
