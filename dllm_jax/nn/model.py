@@ -23,8 +23,8 @@ class Model:
     Attributes:
       params: see `dllm_jax.nn.parameters`.
       spec: static.
-      implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels where
-        they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
+      implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels
+        where they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
     """
 

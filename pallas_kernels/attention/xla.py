@@ -162,14 +162,22 @@ def check_shapes(
         raise ValueError(f"lengths {lengths.shape} must be {(batch, kv_heads)}")
 
 
-def queries_at_once(batch: int, heads: int, slots: int) -> int:
-    """How many queries have scores that fit into `SCORE_BYTES`: a power of two, at least 16."""
-    fitting = SCORE_BYTES // max(4 * batch * heads * slots, 1)
+def queries_at_once(batch: int, heads: int, slots: int, pair_bytes: int = 0) -> int:
+    """How many queries have scores no larger than `SCORE_BYTES` or `pair_bytes`: a power of two, at least 16.
+
+    Args:
+      batch: sequences.
+      heads: query heads.
+      slots: of each sequence.
+      pair_bytes: of all keys and values. Every chunk reads them again, so scores as large as they are cost
+        less where they lie in main memory than in another chunk.
+    """
+    fitting = max(SCORE_BYTES, pair_bytes) // max(4 * batch * heads * slots, 1)
     return max(16, 1 << max(fitting.bit_length() - 1, 0))
 
 
 def _chunk(q, k) -> int:
-    return queries_at_once(q.shape[0], q.shape[2], k.shape[1])
+    return queries_at_once(q.shape[0], q.shape[2], k.shape[1], 2 * k.size * k.dtype.itemsize)
 
 
 def _both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:

@@ -47,7 +47,8 @@ class FlooredSqueezeAttention(eviction.SqueezeAttention):
 class FlooredPromptPreference(eviction.PromptPreference):
     """Head budgets rounded down as the paper prints them, which loses some."""
 
-    def budgets(self, preference, budget, prompt):
+    @override
+    def budgets(self, votes, preference, budget, prompt):
         floor = jnp.floor(self.allocate(preference, budget)).astype(jnp.int32)
         return jnp.minimum(floor, prompt[:, None])
 
