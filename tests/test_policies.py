@@ -168,7 +168,7 @@ class DueInTurns(policies.Policy):
     def select(self, cache, canvas):
         return canvas.block_begins | canvas.due(3) | canvas.sources(canvas.block)
 
-    def widths(self, layout):
+    def widths(self, spec, layout):
         return (layout.block,)
 
 

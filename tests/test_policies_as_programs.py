@@ -29,7 +29,7 @@ def lowered(policy, sampler, batch=2, layout=None, apart=False):
     model = jax.eval_shape(separate if apart else lambda model: model, tiny("llada"))
     sampler = suited(policy, sampler)
     noise = jax.eval_shape(lambda: samplers.KeyNoise(jax.random.split(KEY, batch))) if sampler.draws else None
-    plan = Plan(policy, sampler, step_widths(policy, layout), False, False)
+    plan = Plan(policy, sampler, step_widths(policy, model.spec, layout), False, False)
     tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
     return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout

@@ -61,7 +61,7 @@ def select(policy, run: Run, family: str, step: int, masked, decoded_at, in_bloc
         masked[None], run.prompt, run.block, steps, family, decoded_at=jnp.asarray(decoded_at[None]), **state
     )
     mask = np.asarray(jnp.broadcast_to(jitted(policy, c), masked[None].shape))[0]
-    assert mask.all() or mask.sum() <= max(policy.widths(c.layout))
+    assert mask.all() or mask.sum() <= max(policy.widths(c.spec, c.layout))
     return mask
 
 

@@ -123,10 +123,10 @@ SCHEDULED = [
 ]
 
 
-def variants(policy: dj.policies.Policy, computed: np.ndarray) -> list[float]:
+def variants(policy: dj.policies.Policy, spec: dj.ModelSpec, computed: np.ndarray) -> list[float]:
     """Rows of each step of a trace, rounded up to the width it ran in; infinite: over the canvas."""
     rows = np.sum(computed, axis=1)
-    fits = lambda need: min((w for w in step_widths(policy, SIZE) if w >= need), default=math.inf)
+    fits = lambda need: min((w for w in step_widths(policy, spec, SIZE) if w >= need), default=math.inf)
     return sorted(math.inf if need == SIZE.length else fits(need) for need in rows)
 
 
@@ -143,7 +143,7 @@ def test_schedule_is_the_engine_s(policy, family):
         policy=policy, sampler=sampler, key=jax.random.key(0) if sampler.draws else None, trace=True,
     )  # fmt: skip
     assert out.trace is not None
-    ran = variants(policy, np.asarray(out.trace.computed)[:, 0])
+    ran = variants(policy, model.spec, np.asarray(out.trace.computed)[:, 0])
     steps = roofline.schedule(policy, model.spec, SIZE)
     width = lambda step: math.inf if step.full else round(step.rows + step.valued)
     predicted = sorted(width(step) for step, times in steps.items() for _ in range(int(times)))
@@ -210,7 +210,7 @@ class Own(dj.policies.Policy):
     def select(self, cache, canvas):
         return canvas.block_begins | canvas.sources(canvas.block)
 
-    def widths(self, layout):
+    def widths(self, spec, layout):
         return (layout.block,)
 
 

@@ -103,7 +103,7 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
       a table.
     """
     policy = Policy() if policy is None else policy
-    widths = (*step_widths(policy, layout), None)
+    widths = (*step_widths(policy, model.spec, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
     rows = dict.fromkeys(
         Choice(call.operation.name, call.positions, platform, implementation)

@@ -105,7 +105,7 @@ def plan_for(
       ValueError: they do not go together.
     """
     sampler_fits(sampler, model.spec)
-    return Plan(policy, sampler, step_widths(policy, layout, widths), stop_at_eos, trace)
+    return Plan(policy, sampler, step_widths(policy, model.spec, layout, widths), stop_at_eos, trace)
 
 
 def noise_for(

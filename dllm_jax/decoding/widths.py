@@ -3,12 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.layout import Layout
 
 
-def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def step_widths(
+    policy: Policy, spec: ModelSpec, layout: Layout, override: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Static widths of the partial steps, ascending; none if the policy recomputes everything.
 
     Widths change speed, never what is computed. What fits no narrower width is computed in place on the full
@@ -18,6 +21,7 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
 
     Args:
       policy: proposes widths.
+      spec: the model.
       layout: the geometry.
       override: the user's, in place of the policy's.
 
@@ -27,7 +31,7 @@ def step_widths(policy: Policy, layout: Layout, override: tuple[int, ...] | None
     if not policy.reuses:
         return ()
     # Widths of at least the canvas run no faster than the step over the canvas in place.
-    proposed = policy.widths(layout) if override is None else override
+    proposed = policy.widths(spec, layout) if override is None else override
     check_argument("widths", tuple(proposed), tuple[PositiveInt, ...])
     partial = {int(width) for width in proposed if width < layout.length}
     if type(policy).layer is not Policy.layer:

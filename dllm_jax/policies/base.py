@@ -119,7 +119,7 @@ class Policy(Options):
         """
         return jnp.zeros(computed.shape[:1])
 
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.
 
         Affects speed only, whatever is returned. The default is a ladder of halvings of the canvas.

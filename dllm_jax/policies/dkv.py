@@ -51,9 +51,9 @@ class Delayed(Policy, abc.ABC):
         """The positions that go through the network."""
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
-        return (*halvings(layout.response, smallest=16), layout.response_inputs)
+        return (*halvings(layout.response, smallest=16), layout.response_inputs(spec.shifted))
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """At the interval; without a shifted head, also in the `delay` steps after a block's first.

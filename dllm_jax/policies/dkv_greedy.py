@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dkv import RefreshInterval, interval
@@ -53,7 +54,7 @@ class DKVGreedy(Policy):
         return interval(canvas, self.refresh_every) | selected | near | canvas.sources(canvas.planned)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """D_t, D_{t-1}, the window, and the positions that predict D_t."""
         # The even schedule decodes at most `decoded` per step: D_t, D_{t-1}, predictors, and a window per
         # centre.

@@ -59,6 +59,6 @@ class DKVPrefill(Policy):
         return layer.finish(x, o), cache
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """The response, and with a shifted head one position more."""
-        return (layout.response, layout.response_inputs)
+        return (layout.response_inputs(spec.shifted),)

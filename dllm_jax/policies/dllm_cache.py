@@ -56,9 +56,9 @@ class DLLMCache(Policy):
         return canvas.response_inputs | canvas.due(self.prompt_every)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
-        """The response and the position before it."""
-        return (layout.response_inputs,)
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """The response and, with a shifted head, the position before it."""
+        return (layout.response_inputs(spec.shifted),)
 
     def due(
         self, canvas: Canvas, first: Bool[Array, ""] | bool

@@ -146,6 +146,6 @@ class ElasticCache(Policy):
         return jnp.where(canvas.active, further, 0.0)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Four windows, which usually hold the tracked tokens too."""
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)

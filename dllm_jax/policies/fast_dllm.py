@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
@@ -29,7 +30,7 @@ class PrefixCache(Policy):
         return canvas.block_begins | canvas.sources(canvas.suffix)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Halvings of the response down to a block: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response) if w >= layout.block)
 
@@ -51,5 +52,5 @@ class DualCache(Policy):
         return canvas.block_begins | canvas.sources(canvas.block)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return (layout.block,)

@@ -114,7 +114,8 @@ class MaskKV(DLLMCache):
 
         # Between refreshes (prompt-state exclusion): the response, then the kept pairs in chunks, merged by
         # their log-sum-exp.
-        holds_prompt = rows.index.shape[1] > layout.response_inputs or (rows.full and layout.prompt > 0)
+        widest_response = layout.response_inputs(canvas.spec.shifted)
+        holds_prompt = rows.index.shape[1] > widest_response or (rows.full and layout.prompt > 0)
         if not holds_prompt:
             of_response = layer.attention(q, now.k, now.v, real)
             return attend_to_kept(layer, q, pairs, of_response, self.budget, widest), cache

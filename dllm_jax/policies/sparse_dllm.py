@@ -64,7 +64,7 @@ class SparseDLLM(Policy):
         return (canvas.block_step <= self.delay)[:, None] | self.recomputed(canvas)
 
     @override
-    def widths(self, layout: Layout) -> tuple[int, ...]:
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return (layout.block,)
 
     @override

@@ -42,14 +42,14 @@ class Setting:
     @property
     def response_inputs(self) -> int:
         """The response and the position that predicts its first token."""
-        return min(self.layout.response + self.spec.shifted, self.layout.length)
+        return self.layout.response_inputs(self.spec.shifted)
 
     def step(self, policy: Policy, selected: int) -> Step:
         """A step over `selected` positions of a dense cache, in the width that the engine takes for it."""
         length = self.layout.length
         if selected == length:
             return self.over_canvas(length if policy.reuses else 0)
-        width = min((w for w in step_widths(policy, self.layout) if w >= selected), default=None)
+        width = min((w for w in step_widths(policy, self.spec, self.layout) if w >= selected), default=None)
         if width is None:  # computed in place
             return self.over_canvas(length)
         return Step(False, width, length, min(self.layout.block, width), width)

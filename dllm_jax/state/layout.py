@@ -54,11 +54,6 @@ class Layout(Options):
         return self.prompt + self.response
 
     @property
-    def response_inputs(self) -> int:
-        """Upper bound of positions in `Canvas.response_inputs`: the response, and the one before it."""
-        return min(self.response + 1, self.length)
-
-    @property
     def blocks(self) -> int:
         """Number of blocks."""
         return self.response // self.block
@@ -67,3 +62,11 @@ class Layout(Options):
     def steps_per_block(self) -> int:
         """Denoising steps per block of a fixed schedule."""
         return self.steps // self.blocks
+
+    def response_inputs(self, shifted: bool) -> int:
+        """Upper bound of positions in `Canvas.response_inputs`: the response, and what predicts its first.
+
+        Args:
+          shifted: whether the head is shifted, so that the position before the response is among them.
+        """
+        return min(self.response + shifted, self.length)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
