@@ -149,7 +149,6 @@ def check_depth(name: str, profile: tuple[float, ...] | None, layers: int):
         raise ValueError(f"{name} has {len(profile)} entries; expected one for each of {layers} layers")
 
 
-@functools.cache
 @functools.lru_cache(maxsize=64)  # every layer of every step variant asks, and a table takes up to seconds
 def table(layers: LayerBudgets, depth: int, budget: int, layout: Layout) -> Int[np.ndarray, "lengths n"]:
     """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt."""
