@@ -18,22 +18,21 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
-from bench.compiled.program import TRAINING, Case, compile_case
+from bench.compiled.program import TRAINING, Case, Setting, compile_case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
 from bench.shared.models import policies_named
-from pallas_kernels import Implementation
 
 Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What is compiled; see `bench.compiled.program.Case` for fields not named here.
+class Options(Setting):
+    """What is compiled, on top of `bench.compiled.program.Setting`.
 
     Attributes:
       targets: keys of `bench.compiled.targets.TARGETS`.
@@ -44,22 +43,12 @@ class Options:
 
     targets: Targets
     policy: tuple[str, ...] = ()
-    shape: str = "llada-8b"
-    layers: int | None = None
-    prompt: int = 1024
-    length: int = 256
-    block: int = 32
-    batch: int = 1
-    tp: int = 1
-    dp: int = 1
-    dtype: str = "bfloat16"
-    implementation: Implementation | None = None
-    separate_layers: bool | None = None
-    weights: Literal["int8"] | None = None
     hlo: Path | None = None
     json: runner.JsonFile = None
 
     def __post_init__(self):
+        if not self.targets:
+            raise ValueError(f"no target: name some of {', '.join(TARGETS)}")
         if unknown := sorted(set(self.targets) - set(TARGETS)):
             raise ValueError(f"targets {', '.join(unknown)} are not among {', '.join(TARGETS)}")
 
@@ -68,11 +57,7 @@ class Options:
         named = [name for name in self.policy if name != TRAINING]
         chosen = [type(p).__name__ for p in policies_named(named)] if named or not self.policy else []
         chosen += [TRAINING] * (TRAINING in self.policy)
-        same = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(Case)
-            if f.name not in ("target", "policy")
-        }
+        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
         for target in self.targets:
             for policy in chosen:
                 yield Case(target, policy, **same)

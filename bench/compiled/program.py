@@ -28,13 +28,11 @@ COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What is compiled.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all programs of a run have in common.
 
     Attributes:
-      target: a key of `TARGETS`.
-      policy: a class name, or "training" for the training step.
       shape: see `bench.shared.models.SHAPES`.
       layers: number of layers instead of the model's own.
       prompt: positions.
@@ -44,13 +42,11 @@ class Case:
       tp: chips that share each layer.
       dp: chips that share the batch.
       dtype: of the weights.
-      implementation: of attention.
+      implementation: of attention and eviction.
       separate_layers: as in `dj.load`.
       weights: as in `dj.load`; the roofline stays that of `dtype`.
     """
 
-    target: str
-    policy: str
     shape: str = "llada-8b"
     layers: int | None = None
     prompt: int = 1024
@@ -63,6 +59,19 @@ class Case:
     implementation: Implementation | None = None
     separate_layers: bool | None = None
     weights: Literal["int8"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Setting):
+    """One program.
+
+    Attributes:
+      target: a key of `TARGETS`.
+      policy: a class name, or "training" for the training step.
+    """
+
+    target: str
+    policy: str
 
     @property
     def on(self) -> Target:
