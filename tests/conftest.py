@@ -18,9 +18,11 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("apart", "family", "sampler", "batch", "row")
+ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
+# Arrays lie on the first of these unless a test makes a mesh.
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 jax.config.update("jax_disable_most_optimizations", True)
@@ -48,7 +50,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of families, samplers, batches and rows of a test marked `rotate` one runs, another in the next test.
+    """Of families, samplers, batches, meshes and rows of a test marked `rotate` one runs, another in the next.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
     `exhaustive` do not run.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 import dllm_jax as dj
-from dllm_jax.state.canvas import begin, masks_in_block, repeat, write
+from dllm_jax.state.canvas import begin, masks_in_block, repeat, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, full_rows
 from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
@@ -157,8 +157,9 @@ def test_attention_mask_hides_padding_keys(family):
 def test_streams_repeat_rows_but_not_the_block():
     c = running(step=jnp.asarray([4, 6], jnp.int32))
     twice = repeat(c, 2)
-    np.testing.assert_array_equal(twice.tokens, np.concatenate([c.tokens] * 2))
-    assert twice.step.tolist() == [4, 6, 4, 6]
+    np.testing.assert_array_equal(twice.tokens, np.repeat(c.tokens, 2, axis=0))
+    assert twice.step.tolist() == [4, 4, 6, 6]
+    np.testing.assert_array_equal(stream(twice.tokens, 1, 2), c.tokens)
     assert twice.block_start == c.block_start
     assert repeat(c, 1) is c
 

@@ -1,8 +1,10 @@
 """Loading a checkpoint as a `Model`, filled unit by unit on the device."""
 
 import dataclasses
+import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +16,10 @@ from jaxtyping import Array, Int
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.source import Source, open_checkpoint, stream
 from dllm_jax.nn.int8 import Weights, placements
+from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
-from dllm_jax.nn.sharding import default_device, place
+from dllm_jax.nn.sharding import default_device, place, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import Implementation
 
@@ -30,6 +33,7 @@ def load(
     implementation: Implementation | None = None,
     separate_layers: bool | None = None,
     weights: Weights | None = None,
+    rules: MeshRules = MeshRules(),
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
 
@@ -40,8 +44,8 @@ def load(
       path: a Hugging Face directory (config.json, safetensors), one written by `convert`, or a hub id
         "org/name". Which one is told by its content.
       dtype: float32 or bfloat16; None keeps the stored one.
-      mesh: shards heads, MLP width and vocabulary over its axis "tp", see `dllm_jax.nn.sharding`; None puts
-        everything on the default device.
+      mesh: the devices that share the model and its batches; its axes may be Auto or Explicit. None takes the
+        mesh of `jax.set_mesh`, and without one puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
       implementation: of attention and eviction, see `Model`; "pallas" not with a mesh.
@@ -51,6 +55,12 @@ def load(
       weights: "int8" holds the matrices of the layers and the vocabulary head in int8
         (`dllm_jax.nn.int8`): programs read half of bfloat16's bytes, and answers change as rounding has it.
         None keeps what is stored: a directory converted to int8 loads as int8, any other one in `dtype`.
+      rules: what each axis of the mesh splits, by its name; the default knows "dp", "data" and "batch"
+        (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary) and "fsdp" (parameters and
+        sequences).
+
+    Warns:
+      dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
 
     Returns:
       the model.
@@ -58,17 +68,37 @@ def load(
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, an unknown implementation or kernels over a mesh, other weights than
-        an int8 directory holds, or (check_finite, int8) tensors with NaN or infinity; each by name.
+        a factor that is not positive, an unknown implementation or kernels over a mesh, a mesh without any
+        axis that the rules know, other weights than an int8 directory holds, or (check_finite, int8) tensors
+        with NaN or infinity; each by name.
     """
+    mesh = usable_mesh(mesh, rules)
     if mesh is not None and implementation == "pallas":
         raise ValueError("implementation='pallas' does not go with a mesh: XLA cannot split a kernel over it")
     source = open_checkpoint(path)
-    empty = Model({}, scale_rope(source.spec, rope_factor), implementation)  # refuses before it reads
+    empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
-    params = fill(source, target, mesh, check_finite, separate_layers, held)
+    warn_of_replicas(source.spec, mesh, rules)
+    params = fill(source, target, mesh, check_finite, separate_layers, held, rules)
     return dataclasses.replace(empty, params=params)
+
+
+def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:
+    """The mesh to put a model on: the one that is passed, or that of `jax.set_mesh`.
+
+    Raises:
+      ValueError: none of its axes is known to the rules, or it is another one than that of `jax.set_mesh`.
+    """
+    context = context_mesh()
+    if context is not None and mesh is not None and context != mesh:
+        raise ValueError(f"mesh={mesh} is not {context}, the mesh of jax.set_mesh: pass one of them")
+    if context is not None and not isinstance(context, Mesh):
+        raise ValueError("a checkpoint cannot be loaded inside of a traced program")
+    mesh = context if mesh is None else mesh
+    if mesh is not None:
+        rules.check(mesh)
+    return mesh
 
 
 def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
@@ -89,19 +119,20 @@ def fill(
     check_finite: bool = False,
     separate_layers: bool | None = None,
     weights: Weights | None = None,
+    rules: MeshRules = MeshRules(),
 ) -> Params:
     """Parameters of an opened checkpoint on the device or the mesh; arguments as of `load`."""
     weights = weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     if separate_layers is None:
         separate_layers = separate_is_faster(platform)
-    layers = _List() if separate_layers else _Stack(source.spec, dtype, weights, mesh, platform)
+    where = functools.partial(
+        placements, source.spec, weights=weights, mesh=mesh, platform=platform, rules=rules
+    )
+    layers = _List() if separate_layers else _Stack(abstract(source.spec, dtype, weights)["layers"], where)
     lone: Params = {}
     for unit, arrays in stream(source, dtype, weights, check_finite):
-        where = {
-            leaf: placements(source.spec, leaf, weights, mesh, platform, stacked=False) for leaf in arrays
-        }
-        placed = jax.tree.map(place, arrays, where)
+        placed = jax.tree.map(place, arrays, {leaf: where(leaf, stacked=False) for leaf in arrays})
         if unit.layer is None:
             lone |= placed
         else:
@@ -123,11 +154,8 @@ class _List:
 class _Stack:
     """Stacked layers, which are filled in place: the stack is never held twice."""
 
-    def __init__(
-        self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None, mesh: Mesh | None, platform: str
-    ):
-        shapes = abstract(spec, dtype, weights)["layers"]
-        where = {leaf: placements(spec, leaf, weights, mesh, platform, stacked=True) for leaf in shapes}
+    def __init__(self, shapes: dict[str, Any], placement: Callable[..., Any]):
+        where = {leaf: placement(leaf, stacked=True) for leaf in shapes}
         empty = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
         self.layers: dict[str, Any] = jax.jit(empty, out_shardings=where)()
         self._set = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.generate import generate
 from dllm_jax.nn.model import Model
+from dllm_jax.state import host
 
 Message = dict[str, str]
 
@@ -35,7 +36,7 @@ def chat(
     conversations = cast(list[list[Message]], [messages] if single else messages)
     prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
     out = generate(model, prompt, prompt_mask=mask, **options)
-    answers = decode_answers(model, tokenizer, np.asarray(out.tokens)[:, prompt.shape[1] :])
+    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompt.shape[1] :])
     return answers[0] if single else answers
 
 

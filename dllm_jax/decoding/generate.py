@@ -2,15 +2,16 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.request import Inputs, Keys, Request, noise_for, plan_for, prepare
+from dllm_jax.decoding.request import Inputs, Keys, Request, noise_for, over_devices, plan_for, prepare
 from dllm_jax.decoding.stats import Stats, Trace, cut
+from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
@@ -97,7 +98,7 @@ def generate(
         widths=widths,
         buckets=buckets,
     )
-    return _run(model, request)
+    return _run(model, request, current_mesh((model.params, prompt)))
 
 
 def infill(
@@ -136,6 +137,7 @@ def infill(
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
     """
+    mesh = current_mesh((model.params, tokens))
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
     mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")
     if not fixed_at(sampler.cfg_scale, 0):
@@ -149,19 +151,26 @@ def infill(
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
-    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0))
+    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0), mesh)
 
 
-def _run(model: Model, request: Request) -> Output:
-    tokens, stats, steps = denoise(model, *request.inputs, layout=request.layout, plan=request.plan)
-    tokens = host.part(tokens, slice(None), slice(request.extra, None))
-    return Output(tokens, stats, None if steps is None else cut(steps, request.extra))
+def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
+    spread, batch = over_devices(request.inputs, model, mesh)
+    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=request.plan)
+
+    # What was added is taken off again: sequences that the mesh needed, positions of a bucket.
+    own = slice(batch)
+    tokens = host.part(tokens, own, slice(request.extra, None), batch=0)
+    stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
+    return Output(tokens, stats, None if steps is None else cut(steps, batch, request.extra))
 
 
 def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:
-    if isinstance(tokens, Tracer) or isinstance(valid, Tracer):
-        raise ValueError("steps must be given when infill is traced: the number of masks is not known")
-    most = int(np.max(np.sum((np.asarray(tokens) == mask_id) & np.asarray(valid), axis=1)))
+    if host.stays_on_devices(tokens) or host.stays_on_devices(valid):
+        raise ValueError(
+            "steps must be given when infill is traced or tokens are global: the number of masks is not known"
+        )
+    most = int(np.max(np.sum((host.values(tokens) == mask_id) & host.values(valid), axis=1)))
     if most == 0:
         raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
     return most

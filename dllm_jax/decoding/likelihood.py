@@ -4,16 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument
-from dllm_jax.state import inputs
+from dllm_jax.state import host, inputs
 from dllm_jax.traced import Number, argument, fixed_at
 
 
@@ -54,6 +55,7 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
+    mesh = current_mesh((model.params, prompt, answer))
     prompt = inputs.token_ids(prompt, model.spec, "prompt")
     answer = inputs.token_ids(answer, model.spec, "answer")
     inputs.no_masks(prompt, model.spec)
@@ -72,10 +74,29 @@ def log_likelihood(
         raise ValueError(
             f"masks have shape {masks.shape}; expected (draws, {answer.shape[0]}, {answer.shape[1]})"
         )
-    if not isinstance(masks, Tracer) and not np.asarray(masks).any(axis=2).all():
+    if not host.stays_on_devices(masks) and not host.values(masks).any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
     guidance = None if fixed_at(cfg_scale, 0) else argument(cfg_scale, float)
-    return _estimate(model, prompt, answer, padding, masks, guidance, chunk)
+    arrays, batch = _over_devices(model, mesh, prompt, answer, padding, masks)
+    return host.part(_estimate(model, *arrays, guidance, chunk), slice(batch), batch=0)
+
+
+def _over_devices(model: Model, mesh: AnyMesh | None, prompt, answer, padding, masks):
+    """The arrays split by sequence over a mesh, of more sequences where they do not divide; and the batch."""
+    batch = prompt.shape[0]
+    extra = -batch % model.rules.batch_ways(mesh)
+    more = lambda array, value, axis=0: host.more_sequences(array, extra, value, axis)
+    arrays = [
+        (more(prompt, model.spec.eos_id), 0),
+        (more(answer, model.spec.eos_id), 0),
+        (None if padding is None else more(padding, True), 0),
+        (more(masks, True, 1), 1),
+    ]
+    # Concrete arrays beside traced ones are constants of the user's program, which splits them itself.
+    if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays))):
+        return [array for array, _ in arrays], batch
+    names = model.rules.axes(mesh, "b")
+    return [a if a is None else host.by_sequence(a, mesh, names, axis) for a, axis in arrays], batch
 
 
 def stratified_masks(key: Key[Array, ""], length: int, strata: int) -> Bool[Array, "strata r"]:
@@ -115,7 +136,17 @@ def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, 
 def _estimate(
     model: Model, prompt, answer, padding: Bool[Array, "b p"] | None, masks, guidance, chunk: int
 ) -> Float[Array, "b"]:
+    mesh = current_mesh((model, prompt))
+    split = () if mesh is None else model.rules.axes(mesh, "b", prompt.shape[0])
+    mean = functools.partial(_mean_over_draws, chunk=chunk)
+    return over_mesh(mean, model, prompt, answer, padding, masks, guidance, out=PartitionSpec(split or None))
+
+
+def _mean_over_draws(
+    model: Model, prompt, answer, padding: Bool[Array, "b p"] | None, masks, guidance, chunk: int
+) -> Float[Array, "b"]:
     cfg_scale = 0.0 if guidance is None else guidance
+    prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (prompt, answer))
 
     def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b"]:
         entropy = token_cross_entropy(model, prompt, answer, padding, mask, cfg_scale)

@@ -10,15 +10,18 @@ copies a cache that is carried through several branches, but not one that is car
 """
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.step import Plan, State, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.canvas import repeat
@@ -46,8 +49,26 @@ def denoise(
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per sequence, and
-      the trace if the plan asks for it.
+      the trace if the plan asks for it. Over a mesh, all are split by sequence.
     """
+    mesh = current_mesh((model, tokens))
+    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
+    by_sequence, by_step = PartitionSpec(split or None), PartitionSpec(None, split or None)
+    specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
+    trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
+    run = functools.partial(_denoise, layout=layout)
+    return over_mesh(run, model, tokens, valid, noise, plan, out=(by_sequence, by_sequence, trace))
+
+
+def _denoise(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"],
+    noise: Noise | None,
+    plan: Plan,
+    layout: Layout,
+) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+    tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
     limit = plan.step_limit(layout)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).

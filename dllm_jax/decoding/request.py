@@ -4,17 +4,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.step import Plan
 from dllm_jax.decoding.widths import step_widths
+from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
-from dllm_jax.state import inputs
+from dllm_jax.state import host, inputs
 from dllm_jax.state.canvas import masked_response
 from dllm_jax.state.layout import Layout
 
@@ -88,6 +90,52 @@ def prepare(
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
     return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded)
+
+
+class Spread(NamedTuple):
+    """The arrays of a request as the program of a mesh takes them.
+
+    Attributes:
+      inputs: on the devices, split by sequence.
+      batch: how many sequences there are; those behind them are of padding alone and compute nothing.
+    """
+
+    inputs: Inputs
+    batch: int
+
+
+def over_devices(inputs: Inputs, model: Model, mesh: AnyMesh | None) -> Spread:
+    """The arrays split by sequence over a mesh, with sequences that compute nothing where they do not divide.
+
+    Args:
+      inputs: of one device, traced (then the program splits them), or global.
+      model: whose rules apply.
+      mesh: None puts them nowhere else.
+    """
+    batch = inputs.tokens.shape[0]
+    extra = -batch % model.rules.batch_ways(mesh)
+    tokens = host.more_sequences(inputs.tokens, extra, model.spec.eos_id)
+    valid = host.more_sequences(inputs.valid, extra, False)
+    noise = _more_noise(inputs.noise, extra)
+
+    # Concrete arrays beside traced ones are constants of the user's program, which splits them itself.
+    spread = Inputs(tokens, valid, noise)
+    if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, spread))):
+        return Spread(spread, batch)
+    names = model.rules.axes(mesh, "b")
+    axis = 1 if isinstance(noise, RecordedNoise) else 0
+    of_sequences = lambda array, axis=0: host.by_sequence(array, mesh, names, axis)
+    noise = jax.tree.map(lambda a: of_sequences(a, axis) if a.ndim else a, noise)
+    return Spread(Inputs(of_sequences(tokens), of_sequences(valid), noise), batch)
+
+
+def _more_noise(noise: Noise | None, extra: int) -> Noise | None:
+    """Draws for sequences that draw nothing."""
+    if isinstance(noise, KeyNoise) and extra:
+        return KeyNoise(jnp.concatenate([noise.keys, jnp.repeat(noise.keys[:1], extra, axis=0)]))
+    if isinstance(noise, RecordedNoise):
+        return RecordedNoise(*(host.more_sequences(a, extra, 0, axis=1) if a.ndim else a for a in noise))
+    return noise
 
 
 def plan_for(

@@ -1,5 +1,6 @@
 """Statistics of a run per sequence, and its optional trace."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -120,17 +121,18 @@ class Record(NamedTuple):
         )
 
 
-def cut(trace: Trace, left: int) -> Trace:
-    """Drops `left` positions, and the steps that did not run where their number is known (outside jit)."""
+def cut(trace: Trace, batch: int, left: int) -> Trace:
+    """The first `batch` sequences, without `left` positions and, outside of jit, steps that did not run."""
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
-    rest, right = slice(None), slice(left, None)
+    own, right = slice(batch), slice(left, None)
+    part = functools.partial(host.part, batch=1)
     return Trace(
-        tokens=host.part(trace.tokens, slice(ran.stop and ran.stop + 1), rest, right),
-        computed=host.part(trace.computed, ran, rest, right),
-        proposed=host.part(trace.proposed, ran, rest, right),
-        score=host.part(trace.score, ran, rest, right),
-        active=host.part(trace.active, ran),
+        tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right),
+        computed=part(trace.computed, ran, own, right),
+        proposed=part(trace.proposed, ran, own, right),
+        score=part(trace.score, ran, own, right),
+        active=part(trace.active, ran, own),
         steps=trace.steps,
     )
 

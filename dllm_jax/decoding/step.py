@@ -12,12 +12,13 @@ from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, begin, repeat, write
+from dllm_jax.state.canvas import Canvas, begin, repeat, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact, compact_rows, full_rows, gather, scatter
@@ -85,8 +86,25 @@ def initial(
     streams = repeat(canvas, plan.streams)
     cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
     cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
+    cache = _split(cache, model, plan.streams * tokens.shape[0])
     record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
+
+
+def _split(cache: Cache, model: Model, batch: int) -> Cache:
+    """The cache as a mesh splits it: by sequence and kv head; unchanged without a mesh."""
+    stacked = "" if model.layers_are_separate else "n"
+
+    def of_layers(array: Array) -> Array:
+        # Keys and values have heads; what else is stored has the axes of the sequences and slots alone.
+        has_heads = array.ndim == len(stacked) + 4 and array.shape[-2] == model.spec.kv_heads
+        return constrain(array, model.rules, f"{stacked}bskd" if has_heads else f"{stacked}b")
+
+    def shared(array: Array) -> Array:
+        of_sequences = array.ndim > 0 and array.shape[0] == batch
+        return constrain(array, model.rules, "b") if of_sequences else array
+
+    return Cache(jax.tree.map(of_layers, cache.layers), jax.tree.map(shared, cache.shared))
 
 
 def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
@@ -101,14 +119,13 @@ def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Boo
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, noise))
-    selected = plan.policy.select(cache, repeat(canvas, plan.streams))[: canvas.tokens.shape[0]]
-    return jnp.tile(selected & canvas.active[:, None], (plan.streams, 1))
+    selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
+    return repeat(selected & canvas.active[:, None], plan.streams)
 
 
 def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
     """One denoising step over the canvas in place (width None) or over `width` positions per sequence."""
     canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
-    batch = canvas.tokens.shape[0]
     streams = repeat(canvas, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
@@ -117,7 +134,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
-    own = dataclasses.replace(rows, index=rows.index[:batch])
+    own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     index, token, score = _propose(model, plan, canvas, own, hidden, noise)
     eligible = gather(policy.eligible(canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
@@ -127,8 +144,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     )
 
     # The policy sees what was proposed before the canvas moves on.
-    of_streams = jax.tree.map(lambda a: jnp.concatenate([a] * plan.streams), proposal)
-    cache = policy.observe(cache, streams, rows, of_streams)
+    cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
     after = advance(write(canvas, chosen, proposal.token), policy, sampler, plan.stop_at_eos)
 
@@ -181,9 +197,9 @@ def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
     """Tokens fed to the network; the unconditional stream sees its prompt masked."""
     if plan.streams == 1:
         return canvas.tokens
-    conditional, _ = jnp.split(canvas.tokens, 2)
+    unconditional = jnp.arange(canvas.tokens.shape[0])[:, None] % plan.streams == 1
     in_prompt = canvas.position < canvas.layout.prompt
-    return jnp.concatenate([conditional, jnp.where(in_prompt, canvas.spec.mask_id, conditional)])
+    return jnp.where(unconditional & in_prompt, canvas.spec.mask_id, canvas.tokens)
 
 
 def _propose(
@@ -221,11 +237,11 @@ def _propose(
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
     padded = jnp.pad(predictor, ((0, 0), (0, 1)), constant_values=layout.length)
     slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
-    logits = unembed(model.params, spec, gather(hidden, jnp.tile(slot, (plan.streams, 1))))
+    logits = unembed(model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:
-        conditional, unconditional = jnp.split(logits.astype(jnp.float32), 2)
+        conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
     token, score = sampler.propose(logits, index, canvas, noise)
     return index, token, jnp.where(index < layout.length, score, -jnp.inf)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
+from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape, sharding, stacked_format
 from dllm_jax.nn.spec import ModelSpec
 
@@ -88,7 +89,13 @@ def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, st
 
 
 def placements(
-    spec: ModelSpec, leaf: str, weights: Weights | None, mesh: Mesh | None, platform: str, stacked: bool
+    spec: ModelSpec,
+    leaf: str,
+    weights: Weights | None,
+    mesh: Mesh | None,
+    platform: str,
+    stacked: bool,
+    rules: MeshRules = MeshRules(),
 ) -> Any:
     """Where a parameter lies: a sharding, None without a mesh; of an int8 matrix, those of both arrays.
 
@@ -99,10 +106,12 @@ def placements(
       mesh: None puts everything on the default device.
       platform: of the devices.
       stacked: whether the parameter is one of stacked layers.
+      rules: what the mesh's axes split.
     """
 
     def where(axes: str) -> Any:
-        split = None if mesh is None else sharding(spec, axes if stacked else axes.removeprefix("n"), mesh)
+        own = axes if stacked else axes.removeprefix("n")
+        split = None if mesh is None else sharding(spec, own, mesh, rules)
         return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
 
     return jax.tree.map(where, axes_of(leaf, weights))

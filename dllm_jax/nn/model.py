@@ -4,12 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, describe
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels.choice import Implementation, check_implementation
@@ -26,11 +28,13 @@ class Model:
       implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels
         where they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
+      rules: what the axes of a mesh split, static; of no consequence without one.
     """
 
     params: Params
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
+    rules: MeshRules = dataclasses.field(default=MeshRules(), metadata={"static": True})
 
     def __post_init__(self):
         check_implementation(self.implementation)
@@ -52,6 +56,11 @@ class Model:
         return held_as(self.params)
 
     @property
+    def mesh(self) -> AnyMesh | None:
+        """The mesh of several devices that the parameters lie on; None if there is none."""
+        return mesh_of(self.params)
+
+    @property
     def layers_are_separate(self) -> bool:
         """Whether each layer has arrays of its own, see `dllm_jax.nn.parameters`."""
         return isinstance(self.params["layers"], list)
@@ -69,6 +78,13 @@ def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask 
     return position, mask, rope_table(length, spec.head, spec.rope_base)
 
 
+def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:
+    """How results with these axes lie on the mesh of a program's arguments."""
+    mesh = current_mesh((model, tokens))
+    lengths = {"b": tokens.shape[0], "v": model.spec.vocab}
+    return PartitionSpec() if mesh is None else model.rules.spec(mesh, axes, lengths)
+
+
 @jax.jit
 def forward(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
@@ -81,9 +97,10 @@ def forward(
       valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
 
     Returns:
-      logits in the model's dtype.
+      logits in the model's dtype; over a mesh, split by sequence and vocabulary.
     """
-    return unembed(model.params, model.spec, encode(model, tokens, valid))
+    logits = lambda model, *inputs: unembed(model.params, model.spec, encode(model, *inputs))
+    return over_mesh(logits, model, tokens, valid, out=_by_sequence(model, tokens, "blv"))
 
 
 @jax.jit
@@ -91,7 +108,14 @@ def hidden_states(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
+    return over_mesh(_stream, model, tokens, valid, out=_by_sequence(model, tokens, "nbl"))
+
+
+def _stream(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
+    tokens = constrain(tokens, model.rules, "bl")
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
     position, mask, rope = _full_pass(spec, tokens, valid)
@@ -107,6 +131,7 @@ def encode(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
+    tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = _full_pass(model.spec, tokens, valid)
 
     def run(layer: Layer, x):

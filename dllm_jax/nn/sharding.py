@@ -1,11 +1,15 @@
 """Placement of parameters on a mesh: a table from parameter to axes, a rule from axes to mesh axes."""
 
+import math
+import warnings
+
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from dllm_jax.nn.memory import STACKED_HEADS_FIRST
+from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.
@@ -37,8 +41,6 @@ OUTPUTS: dict[str, str] = {
     "down": "m",
     "head": "v",
 }
-TENSOR_PARALLEL = "tp"
-SPLIT = "hkfv"  # heads, kv heads, MLP width and vocabulary are what tensor parallelism divides
 
 
 def leaves(spec: ModelSpec) -> tuple[str, ...]:
@@ -68,18 +70,40 @@ def shape(spec: ModelSpec, axes: str) -> tuple[int, ...]:
     return tuple(length[letter] for letter in axes)
 
 
-def partition(spec: ModelSpec, axes: str, mesh: Mesh) -> PartitionSpec:
-    """Splits the `SPLIT` axes over the mesh axis "tp"; an axis it does not divide is replicated."""
-    # Dream's 28 heads and 4 kv heads do not divide by 8: there attention is replicated, the rest is split.
-    ways = mesh.shape.get(TENSOR_PARALLEL, 1)
-    length = sizes(spec)
-    split = [letter in SPLIT and ways > 1 and length[letter] % ways == 0 for letter in axes]
-    return PartitionSpec(*(TENSOR_PARALLEL if s else None for s in split))
+def partition(spec: ModelSpec, axes: str, mesh: Mesh, rules: MeshRules = MeshRules()) -> PartitionSpec:
+    """How a parameter with these axes is split over the mesh; an axis that does not divide is replicated."""
+    return rules.spec(mesh, axes, sizes(spec))
 
 
-def sharding(spec: ModelSpec, axes: str, mesh: Mesh) -> NamedSharding:
-    """Sharding of an array with these axes; on mesh axes other than "tp" it is replicated."""
-    return NamedSharding(automatic(mesh), partition(spec, axes, mesh))
+def sharding(spec: ModelSpec, axes: str, mesh: Mesh, rules: MeshRules = MeshRules()) -> NamedSharding:
+    """Sharding of a parameter with these axes on the mesh, whether its axes are Auto or Explicit."""
+    return NamedSharding(mesh, partition(spec, axes, mesh, rules))
+
+
+def replicas(spec: ModelSpec, mesh: Mesh, rules: MeshRules = MeshRules()) -> dict[str, tuple[int, int]]:
+    """The parameters that a mesh cannot split as far as the rules want it to.
+
+    Returns:
+      by parameter, into how many parts it is split and into how many it should be. Keys and values of fewer
+      kv heads than devices are not among them: each head has to be on every device that has queries for it.
+    """
+    short, length = {}, sizes(spec)
+    for leaf in leaves(spec):
+        wanted = [rules.axes(mesh, letter) for letter in AXES[leaf]]
+        found = [rules.axes(mesh, letter, length[letter]) for letter in AXES[leaf]]
+        least = [spec.heads if letter == "k" else length[letter] for letter in AXES[leaf]]
+        repeated = [rules.axes(mesh, letter, n) for letter, n in zip(AXES[leaf], least, strict=True)]
+        if repeated != wanted:
+            short[leaf] = tuple(math.prod(ways(mesh, axes) for axes in split) for split in (found, wanted))
+    return short
+
+
+def warn_of_replicas(spec: ModelSpec, mesh: Mesh | None, rules: MeshRules):
+    """Warns of the parameters that a mesh cannot split as far as the rules want it to, by name."""
+    if mesh is not None and (short := replicas(spec, mesh, rules)):
+        listed = ", ".join(f"{leaf} ({split} parts of {wanted})" for leaf, (split, wanted) in short.items())
+        message = f"not split over all devices of the mesh, as their sizes do not divide: {listed}"
+        warnings.warn(message, ReplicationWarning, stacklevel=3)
 
 
 def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding | Format | None:
@@ -92,11 +116,6 @@ def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding
 def default_device() -> jax.Device:
     """The device that arrays are put on if nothing else is said."""
     return next(iter(jax.device_put(np.zeros((), np.float32)).devices()))
-
-
-def automatic(mesh: Mesh) -> Mesh:
-    """The same devices with Auto axes: the compiler partitions the model, its code names no mesh axis."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def place(array: np.ndarray, where: NamedSharding | None) -> jax.Array:

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
+from dllm_jax.checkpoint.loading import usable_mesh
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.nn import parameters
 from dllm_jax.nn.int8 import Weights, is_int8, placements
+from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.sharding import default_device
+from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.published.presets import presets
 from pallas_kernels import Implementation
@@ -25,6 +27,7 @@ def abstract(
     implementation: Implementation | None = None,
     separate_layers: bool | None = None,
     weights: Weights | None = None,
+    rules: MeshRules = MeshRules(),
 ) -> Model:
     """The model that `load` would return, as shapes and placements: nothing is read or allocated.
 
@@ -38,10 +41,12 @@ def abstract(
       implementation: as in `load`.
       separate_layers: as in `load`.
       weights: as in `load`.
+      rules: as in `load`.
 
     Raises:
-      FileNotFoundError, ValueError: as `load`, if shape is a checkpoint.
+      FileNotFoundError, ValueError: as `load`.
     """
+    mesh = usable_mesh(mesh, rules)
     if isinstance(shape, ModelSpec) or str(shape) in presets.names("models"):
         spec = shape if isinstance(shape, ModelSpec) else presets.model_spec(str(shape))
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
@@ -50,6 +55,8 @@ def abstract(
         source = open_checkpoint(shape)
         spec, target = source.spec, choose(dtype, source.dtypes, str(source.path))
         held = choose_weights(weights, source.weights, str(source.path))
+
+    warn_of_replicas(spec, mesh, rules)
 
     # The form and, array by array, the place that `load` chooses.
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
@@ -61,8 +68,10 @@ def abstract(
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].key
         alone = separate_layers or path[0].key != "layers"
-        where = placements(spec, name, held, mesh, platform, stacked=not alone)
+        where = placements(spec, name, held, mesh, platform, stacked=not alone, rules=rules)
         put = lambda array, at: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
         return jax.tree.map(put, leaf, where)
 
-    return Model(jax.tree_util.tree_map_with_path(placed, params, is_leaf=is_int8), spec, implementation)
+    return Model(
+        jax.tree_util.tree_map_with_path(placed, params, is_leaf=is_int8), spec, implementation, rules
+    )

@@ -1,10 +1,11 @@
 """The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn.attention import Mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
@@ -12,6 +13,8 @@ from dllm_jax.state import host
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
+
+Streamed = TypeVar("Streamed")  # an array or a pytree of them
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +190,7 @@ def masked_response(
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
-    """The canvas before its first step."""
+    """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch = tokens.shape[0]
     zeros = jnp.zeros((batch,), jnp.int32)
     canvas = Canvas(
@@ -199,7 +202,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         block_step=zeros,
         block_masks=zeros,
         active=jnp.ones((batch,), bool),
-        done=jnp.zeros((batch,), bool),
+        done=~jnp.any(valid, axis=1),
         spec=spec,
         layout=layout,
     )
@@ -225,11 +228,21 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     )
 
 
-def repeat(canvas: Canvas, streams: int) -> Canvas:
-    """The same sequences again, once per stream (conditional and unconditional, for guidance)."""
+def repeat(tree: Streamed, streams: int) -> Streamed:
+    """Arrays of sequences with each sequence once per stream (conditional and unconditional, for guidance).
+
+    The streams of a sequence are neighbours: over a mesh, they lie on the same devices.
+    """
     if streams == 1:
-        return canvas
-    return jax.tree.map(lambda a: jnp.concatenate([a] * streams) if a.ndim else a, canvas)
+        return tree
+    return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0) if a.ndim else a, tree)
+
+
+def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:
+    """One of the streams that `repeat` put side by side, 0 the conditional one."""
+    if streams == 1:
+        return array
+    return array.reshape(-1, streams, *array.shape[1:])[:, index]
 
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:

@@ -1,10 +1,13 @@
-"""Checks at the door: bad input is refused with its value and the rule before anything compiles."""
+"""Checks at the door: bad input is refused with its value and the rule before anything compiles.
+
+Of a traced array only shape and dtype are checked. Of a global one, which several processes hold parts of,
+each process checks the sequences it holds.
+"""
 
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
@@ -24,8 +27,7 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
         lengths = [len(ids) for ids in tokens if isinstance(ids, Sequence)]
         if len(set(lengths)) > 1:
             raise ValueError(f"{name} has sequences of lengths {lengths}: left-pad them and pass a mask")
-    if not isinstance(tokens, Tracer):
-        tokens = np.asarray(tokens)
+    tokens = host.fetched(tokens)
     if tokens.ndim == 1:
         tokens = tokens[None]
     if tokens.ndim != 2:
@@ -36,20 +38,18 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
         raise ValueError(f"{name} has shape {tokens.shape}: it holds no tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {tokens.dtype}; token ids must be integers")
-    if isinstance(tokens, np.ndarray):
-        outside = (tokens < 0) | (tokens >= spec.vocab)
+    if (known := host.readable(tokens)) is not None:
+        outside = (known < 0) | (known >= spec.vocab)
         if outside.any():
-            raise ValueError(
-                f"{name} holds id {tokens[outside][0]}, outside the vocabulary [0, {spec.vocab})"
-            )
+            raise ValueError(f"{name} holds id {known[outside][0]}, outside the vocabulary [0, {spec.vocab})")
     return host.place(tokens, np.int32)
 
 
 def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
-    if isinstance(tokens, Tracer):
+    if (known := host.readable(tokens)) is None:
         return
-    sequence, position = np.nonzero(np.asarray(tokens) == spec.mask_id)
+    sequence, position = np.nonzero(known == spec.mask_id)
     if sequence.size:
         raise ValueError(
             f"{name}[{sequence[0]}, {position[0]}] is the mask id {spec.mask_id}: the {name} must be fully "
@@ -65,26 +65,29 @@ def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> B
     """
     if mask is None:
         return None
-    if not isinstance(mask, Tracer):
-        mask = np.asarray(mask)
+    mask = host.fetched(mask)
     if mask.ndim == 1:
         mask = mask[None]
     if mask.shape != shape:
         raise ValueError(f"{name} has shape {mask.shape}; expected {shape}, that of the tokens")
     if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"{name} has dtype {mask.dtype}; expected bool or 0/1 integers")
-    if isinstance(mask, np.ndarray):
-        if not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
-        mask = mask.astype(bool)
-        if not mask.any(axis=1).all():
-            raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
-        holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
-        if holes.any():
-            raise ValueError(
-                f"{name} of sequence {int(np.argmax(holes))} is not left padding: zeros only stand before "
-                "ones"
-            )
-        if mask.all():
+    if (known := host.readable(mask)) is not None:
+        _check_left_padding(known, name)
+        # Of a global mask no process knows the whole: it always counts as padding.
+        if known.astype(bool).all() and not host.is_global(mask):
             return None
     return host.place(mask, bool)
+
+
+def _check_left_padding(mask: np.ndarray, name: str):
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
+    mask = mask.astype(bool)
+    if not mask.any(axis=1).all():
+        raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
+    holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
+    if holes.any():
+        raise ValueError(
+            f"{name} of sequence {int(np.argmax(holes))} is not left padding: zeros only stand before ones"
+        )

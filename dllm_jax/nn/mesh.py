@@ -1,0 +1,208 @@
+"""Device meshes: which of their axes split which axes of arrays, and how programs compute over them.
+
+A mesh is the user's: its axes have any names and any order, and are Auto or Explicit. `MeshRules` says what
+each axis is for. Programs name no axis of a mesh: they are written for whole arrays, constrain where a few of
+them lie (`constrain`), and leave the rest to XLA's partitioner. Where axes are Explicit they are made Auto
+inside (`over_mesh`), so that the same code runs on both, and results come back as Explicit arrays.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, PyTree, Shaped
+
+from dllm_jax.options import Options
+
+AnyMesh = Mesh | AbstractMesh
+TENSOR = ("tp", "model", "tensor")
+
+
+class ReplicationWarning(UserWarning):
+    """Something is held by several devices of a mesh that was meant to be split over them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRules(Options):
+    """Which mesh axes, by name, split which axes of arrays.
+
+    A name that a mesh does not have is passed over, so one table serves meshes of several conventions.
+    Several axes of a mesh for one axis of arrays split it together.
+
+    Attributes:
+      batch: of the sequences of a batch: data parallelism.
+      heads: of query heads, and of the kv heads that they read.
+      mlp: of the MLP's width.
+      vocab: of the vocabulary, in embedding and head.
+      width: of the model width in parameters, not in activations: fully sharded parameters, which programs
+        gather layer by layer. Its axes usually split the batch too.
+    """
+
+    batch: tuple[str, ...] = ("dp", "data", "batch", "fsdp")
+    heads: tuple[str, ...] = TENSOR
+    mlp: tuple[str, ...] = TENSOR
+    vocab: tuple[str, ...] = TENSOR
+    width: tuple[str, ...] = ("fsdp",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        # One axis of a mesh cannot split two axes of one array.
+        for one, other in (("batch", "heads"), ("width", "heads"), ("width", "mlp"), ("width", "vocab")):
+            if both := sorted(set(getattr(self, one)) & set(getattr(self, other))):
+                raise ValueError(f"{one} and {other} are both split by {both}: arrays have both axes")
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All names, in the order of the fields."""
+        names = (name for field in dataclasses.fields(self) for name in getattr(self, field.name))
+        return tuple(dict.fromkeys(names))
+
+    def of(self, letter: str) -> tuple[str, ...]:
+        """Names for an axis of arrays by its letter (see `dllm_jax`); none for axes that are not split."""
+        table = {
+            "b": self.batch,
+            "h": self.heads,
+            "k": self.heads,
+            "f": self.mlp,
+            "v": self.vocab,
+            "m": self.width,
+        }
+        return table.get(letter, ())
+
+    def check(self, mesh: AnyMesh):
+        """Refuses a mesh that these rules make nothing of, and warns of single axes that they do not know.
+
+        Raises:
+          ValueError: none of the mesh's axes has a known name.
+        """
+        names = mesh.axis_names
+        unknown = [name for name in names if name not in self.known]
+        if names and len(unknown) == len(names):
+            raise ValueError(
+                f"mesh has the axes {list(names)}, of which none is known: expected some of "
+                f"{list(self.known)}, or rules=dj.MeshRules(batch=..., heads=..., mlp=..., vocab=...)"
+            )
+        if replicated := [name for name in unknown if mesh.shape[name] > 1]:
+            message = f"mesh axes {replicated} have no rule: everything is replicated over them"
+            warnings.warn(message, ReplicationWarning, stacklevel=3)
+
+    def axes(self, mesh: AnyMesh, letter: str, length: int | None = None) -> tuple[str, ...]:
+        """The mesh's axes that split an axis of arrays, only as many of them as divide its `length`."""
+        chosen: tuple[str, ...] = ()
+        for name in self.of(letter):
+            if mesh.shape.get(name, 1) == 1:
+                continue
+            if length is not None and length % ways(mesh, (*chosen, name)):
+                break
+            chosen = (*chosen, name)
+        return chosen
+
+    def spec(self, mesh: AnyMesh, axes: str, lengths: Mapping[str, int]) -> PartitionSpec:
+        """How an array lies on a mesh.
+
+        Args:
+          mesh: the mesh.
+          axes: a letter per axis of the array; letters without a rule are not split.
+          lengths: of the axes by letter; one that is not among them is taken to divide.
+        """
+        split = (self.axes(mesh, letter, lengths.get(letter)) for letter in axes)
+        return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
+
+    def batch_ways(self, mesh: AnyMesh | None) -> int:
+        """Into how many parts a batch is split; 1 without a mesh."""
+        return 1 if mesh is None else ways(mesh, self.axes(mesh, "b"))
+
+
+def ways(mesh: AnyMesh, names: Iterable[str]) -> int:
+    """Devices along these axes of a mesh."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def mesh_of(tree: PyTree) -> AnyMesh | None:
+    """The mesh of several devices that arrays lie on, or that tracers and described arrays will lie on.
+
+    Of concrete and described arrays it is the mesh they were put on, of traced ones its abstract form; None
+    if there is none.
+    """
+    for leaf in jax.tree.leaves(tree):
+        # A concrete array knows its devices; the type of a traced one names their mesh alone.
+        placed = jax.typeof(leaf).sharding if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(placed, NamedSharding) and not placed.mesh.empty and placed.mesh.size > 1:
+            return placed.mesh
+    return None
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh of `jax.set_mesh`: concrete outside of traced programs, abstract inside; None without one."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty or abstract.size == 1:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # inside of a traced program, where devices are not known
+        return abstract
+
+
+def current_mesh(tree: PyTree) -> AnyMesh | None:
+    """The mesh of arrays, or that of `jax.set_mesh` where they are on none."""
+    return mesh_of(tree) or context_mesh()
+
+
+def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[PartitionSpec]) -> Any:
+    """`function(*args)` inside of a traced program, with all axes of the mesh Auto while it runs.
+
+    Args:
+      function: computes on whole arrays, and may call `constrain`.
+      *args: pytrees of arrays, of a mesh or of none.
+      out: how results lie on the mesh, a tree or a prefix of one; results on Explicit axes have these types.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of(args) if context.empty else context
+    if mesh is None or mesh.size == 1:
+        return function(*args)
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+    # Inside of the user's shard_map each device is on its own: there is nothing to split.
+    if abstract.manual_axes:
+        return function(*args)
+    with jax.sharding.use_abstract_mesh(abstract):
+        if abstract.explicit_axes:
+            return jax.sharding.auto_axes(function, out_sharding=out)(*args)
+        place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)
+        return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:
+    """The array, split as the rules say; as it is where a program does not run `over_mesh`.
+
+    Args:
+      x: an array.
+      rules: of the model.
+      axes: a letter per axis, see `MeshRules.spec`; of fewer letters, the axes behind them are not split.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.auto_axes:
+        return x
+    lengths = dict(zip(axes, x.shape, strict=False))
+    return _constrained(x, rules.spec(mesh, axes[: x.ndim], lengths))
+
+
+def _constrained(x: Shaped[Array, "..."], spec: PartitionSpec) -> Shaped[Array, "..."]:
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def replicated(mesh: AnyMesh) -> Sharding:
+    """The same array on every device of a mesh."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def gather_everywhere(mesh: Mesh) -> Callable[[PyTree], PyTree]:
+    """A program that gives every device, and so every process, the whole of arrays on a mesh."""
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))

@@ -1,0 +1,241 @@
+"""Models and batches over meshes of the suite's eight devices give what one device gives."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.request import over_devices, prepare
+from dllm_jax.nn.mesh import ReplicationWarning
+from dllm_jax.nn.sharding import replicas
+from tests.checkpoints import tiny as tiny_spec
+from tests.checkpoints import write_hf
+from tests.models import FAMILIES, separate, spec, tiny
+from tests.policy_cases import EVERY, KEY, suited
+from tests.programs import compilations
+from tests.test_policies import SAMPLER_CASES, prompts, short
+
+TP, DP, BOTH, MORE_DATA = "tp=8", "dp=8", "dp=2 tp=4", "dp=4 tp=2"
+MESHES = (TP, DP, BOTH, MORE_DATA)
+SPLITS = {"heads": 8, "vocab": 64}  # sizes that eight devices divide
+KV_HEADS = {"llada": 8, "dream": 2}  # dream's have fewer kv heads than devices
+TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+
+
+def mesh_of(text: str, axis_type: AxisType = AxisType.Explicit) -> jax.sharding.Mesh:
+    axes = dict(axis.split("=") for axis in text.split())
+    return jax.make_mesh(tuple(map(int, axes.values())), tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def one_device(family: str, apart: bool = True) -> dj.Model:
+    model = tiny(family, kv_heads=KV_HEADS[family], **SPLITS)
+    return separate(model) if apart else model
+
+
+def on_mesh(model: dj.Model, mesh: jax.sharding.Mesh, **options) -> dj.Model:
+    """The model placed as `load` places it."""
+    described = dj.abstract(
+        model.spec, jnp.float32, mesh, separate_layers=model.layers_are_separate, **options
+    )
+    placed = jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, described.params))
+    return dataclasses.replace(model, params=placed, rules=described.rules)
+
+
+def assert_same(ours: dj.Output, alone: dj.Output):
+    """Tokens, computed sets and counts are the same; scores are sums in another order."""
+    for ours_leaf, leaf in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            np.testing.assert_allclose(ours_leaf, leaf, rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(ours_leaf, leaf)
+
+
+@pytest.mark.rotate(every=3)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
+    """Three sequences of unequal length, which no mesh with several parts of the batch divides."""
+    alone = one_device(family)
+    prompt, mask = prompts(alone, (9, 6, 8))
+    options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True)
+    run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
+
+
+@pytest.mark.rotate
+@pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.25)], ids=short)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", [policies.DualCache()], ids=short)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_guidance_and_early_stops_over_a_mesh(policy, sampler, family, mesh):
+    alone = one_device(family)
+    prompt, mask = prompts(alone, (9, 6, 8))
+    sampler = dataclasses.replace(sampler, cfg_scale=1.5)
+    options = dict(length=8, block=4, policy=policy, sampler=sampler, prompt_mask=mask, trace=True)
+    eos = int(dj.generate(alone, prompt, **options).tokens[0, 9 + 2])
+    alone = alone.replace_spec(eos_id=eos)
+    run = lambda model: dj.generate(model, prompt, stop_at_eos=True, **options)
+    ours = run(on_mesh(alone, mesh_of(mesh)))
+    assert_same(ours, run(alone))
+    assert np.asarray(ours.stats.answer)[0] < 8
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_a_sharded_prompt_stays_so(types):
+    """Eager, under jit and under set_mesh; of the mesh that the user made, Auto or Explicit."""
+    alone, mesh = one_device("dream"), mesh_of(BOTH, TYPES[types])
+    model = on_mesh(alone, mesh)
+    prompt, _ = prompts(alone, (9, 9, 9, 9))
+    sharded = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec("dp")))
+    options = dict(length=8, block=4, policy=policies.DualCache(), trace=True)
+    want = dj.generate(alone, prompt, **options)
+    runs = {"eager": dj.generate(model, sharded, **options)}
+    runs["bucket"] = dj.generate(model, sharded, buckets=dj.buckets.Ladder((12,)), **options)
+    inside = jax.jit(lambda model, prompt: dj.generate(model, prompt, **options))(model, sharded)
+    steps = len(want.trace.computed)
+    cut = inside.trace._replace(tokens=inside.trace.tokens[: steps + 1], active=inside.trace.active[:steps])
+    runs["jit"] = inside._replace(trace=None)
+    np.testing.assert_array_equal(cut.tokens, want.trace.tokens)
+    with jax.set_mesh(mesh):
+        runs["set_mesh"] = dj.generate(model, sharded, **options)
+    for name, out in runs.items():
+        assert_same(out, want._replace(trace=out.trace and want.trace))
+        for leaf in (out.tokens, *out.stats):
+            assert leaf.sharding.mesh == mesh, name
+            assert leaf.sharding.spec[0] == "dp", name
+            assert leaf.addressable_shards[0].data.shape[0] == 2, name
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_full_passes_and_likelihoods_over_a_mesh(types):
+    alone, mesh = one_device("llada", apart=False), mesh_of(BOTH, TYPES[types])
+    model = on_mesh(alone, mesh)
+    prompt, mask = prompts(alone, (9, 6, 8, 9))
+    sharded = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec("dp")))
+    for function in (dj.forward, dj.hidden_states, jax.jit(lambda *args: dj.forward(*args))):
+        ours, want = function(model, sharded, mask), function(alone, prompt, mask)
+        np.testing.assert_allclose(ours, want, rtol=1e-4, atol=2e-5)
+        assert "dp" in ours.sharding.spec
+    score = lambda model, prompt: dj.log_likelihood(
+        model,
+        prompt,
+        prompts(alone, (4,) * len(prompt))[0],
+        prompt_mask=mask[: len(prompt)],
+        draws=16,
+        key=KEY,
+    )
+    np.testing.assert_allclose(score(model, sharded), score(alone, prompt), rtol=1e-4)
+    assert score(model, sharded).sharding.spec == PartitionSpec("dp")
+    np.testing.assert_allclose(score(model, prompt[:3]), score(alone, prompt[:3]), rtol=1e-4)
+
+
+def test_infilling_a_batch_that_does_not_divide():
+    alone = one_device("llada")
+    template, _ = prompts(alone, (12, 12, 12))
+    template[:, [0, 3, 7]] = alone.spec.mask_id
+    options = dict(policy=policies.DLLMCache(prompt_every=3, response_every=2), trace=True)
+    run = lambda model: dj.infill(model, template, **options)
+    ours = run(on_mesh(alone, mesh_of(MORE_DATA)))
+    assert_same(ours, run(alone))
+    assert ours.tokens.sharding.is_fully_replicated  # three sequences are in no four parts
+
+
+def test_sequences_that_fill_a_batch_compute_nothing():
+    model = on_mesh(one_device("llada"), mesh_of(DP))
+    prompt, _ = prompts(model, (9, 9, 9))
+    request = prepare(model, prompt, length=8, block=4, policy=policies.PrefixCache(), trace=True)
+    spread, batch = over_devices(request.inputs, model, model.mesh)
+    assert (len(spread.tokens), batch) == (8, 3)
+    _, stats, trace = denoise(model, *spread, layout=request.layout, plan=request.plan)
+    for counts in (stats.nfe, stats.computed, stats.refreshes, stats.decoded):
+        assert not np.asarray(counts)[3:].any()
+    assert np.asarray(trace.active)[:, :3].any()
+    assert not np.asarray(trace.active)[:, 3:].any()
+
+
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+def test_work_per_device_falls_with_the_batch_it_holds(policy, optimised):
+    """Floating-point operations of the program of one device, by the compiler's account."""
+    alone = tiny("llada", layers=2, width=64, hidden=128, **SPLITS)
+    prompt, _ = prompts(alone, (24,) * 8)
+
+    def flops(model: dj.Model) -> float:
+        request = prepare(model, prompt, length=16, block=8, policy=policy)
+        spread, _ = over_devices(request.inputs, model, model.mesh)
+        lowered = denoise.lower(model, *spread, layout=request.layout, plan=request.plan)
+        return lowered.compile().cost_analysis()["flops"]
+
+    whole = flops(alone)
+    for mesh, ways in ((DP, 8), (MORE_DATA, 8), ("dp=2", 2)):
+        part = flops(on_mesh(alone, mesh_of(mesh)))
+        assert whole / ways <= part < 1.15 * whole / ways, (mesh, part, whole)
+
+
+def test_warmup_compiles_what_a_batch_over_a_mesh_needs():
+    model = on_mesh(one_device("llada"), mesh_of(BOTH))
+    options = dict(length=8, block=4, policy=policies.DualCache())
+    ladder = dj.buckets.Ladder((16,))
+    prompt, _ = prompts(model, (9, 9, 9))
+    dj.warmup(model, ladder, batch=3, **options)
+    with compilations() as compiled:
+        dj.generate(model, prompt, buckets=ladder, **options)
+    assert not compiled
+
+
+def test_loading_takes_the_mesh_of_the_context_and_any_names(tmp_path):
+    path = write_hf(tmp_path / "llada", tiny_spec())
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        model = dj.load(path)
+    assert model.mesh == mesh
+    assert model.params["embed"].sharding.spec == PartitionSpec("model", None)
+    mine = dj.MeshRules(batch=("x",), heads=("y",), mlp=("y",), vocab=("y",))
+    other = dj.load(path, mesh=jax.make_mesh((2, 4), ("x", "y")), rules=mine)
+    assert other.params["embed"].sharding.spec == PartitionSpec("y", None)
+    sharded = dj.load(path, mesh=jax.make_mesh((8,), ("fsdp",)))
+    assert sharded.params["layers"][0]["gate"].sharding.spec == PartitionSpec("fsdp", None)
+    prompt, _ = prompts(model, (5, 5))
+    run = lambda model: np.asarray(dj.generate(model, prompt, length=4).tokens)
+    want = run(dj.load(path))
+    for placed in (model, other, sharded):
+        np.testing.assert_array_equal(run(placed), want)
+
+
+def test_meshes_that_split_nothing_are_refused_or_warned_of(tmp_path):
+    path = write_hf(tmp_path / "llada", tiny_spec())
+    with pytest.raises(ValueError, match=r"axes \['x'\], of which none is known: expected some of \['dp'"):
+        dj.load(path, mesh=jax.make_mesh((8,), ("x",)))
+    with pytest.raises(ValueError, match=r"axes \['x'\]"):
+        dj.abstract(spec("llada"), mesh=jax.make_mesh((8,), ("x",)))
+    with pytest.warns(ReplicationWarning, match=r"\['x'\] have no rule"):
+        dj.load(path, mesh=jax.make_mesh((2, 4), ("x", "tp")))
+    with pytest.raises(ValueError, match=r"batch and heads are both split by \['tp'\]"):
+        dj.MeshRules(batch=("tp",))
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("dp",))),
+        pytest.raises(ValueError, match=r"is not .* the mesh of jax\.set_mesh"),
+    ):
+        dj.load(path, mesh=jax.make_mesh((2, 4), ("dp", "tp")))
+
+
+def test_what_cannot_be_split_is_named():
+    described = spec("dream", heads=4, kv_heads=2, hidden=48, vocab=61)
+    mesh = mesh_of(TP)
+    parts = replicas(described, mesh)
+    assert {"q", "k", "v", "o", "embed", "head"} <= parts.keys()
+    assert parts["embed"] == (1, 8)
+    assert "gate" not in parts
+    with pytest.warns(ReplicationWarning, match=r"embed \(1 parts of 8\)"):
+        dj.abstract(described, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dj.abstract(spec("dream", kv_heads=2, **SPLITS), mesh=mesh)  # repeated kv heads are meant to be
