@@ -145,10 +145,15 @@ def read_log(file: Path) -> list[LogEntry]:
 
 
 def rewind_log(file: Path, step: int) -> list[LogEntry]:
-    """Removes the entries after a step, which a resumed run will write again; returns the others."""
+    """Removes the entries after a step, which a resumed run will write again; returns the others.
+
+    With several processes the first one writes, at once by a rename, while the others read.
+    """
     entries = [entry for entry in read_log(file) if entry["step"] <= step]
     if jax.process_index() == 0:
-        file.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        rewound = file.with_name(f"{file.name}.rewound")
+        rewound.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        rewound.replace(file)
     return entries
 
 
