@@ -50,7 +50,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of families, samplers, batches, meshes and rows of a test marked `rotate` one runs, another in the next.
+    """Of families, samplers, batches, meshes and rows of a test marked `rotate` one runs, then another.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
     `exhaustive` do not run.

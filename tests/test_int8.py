@@ -21,7 +21,7 @@ from dllm_jax.nn import int8, parameters
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
-from dllm_jax.training import TrainConfig, begin
+from dllm_jax.training import TrainConfig, prepare
 from tests.checkpoints import save_sharded, tensors, tiny, write_hf
 from tests.models import FAMILIES, in_int8
 from tests.models import tiny as model_of
@@ -216,7 +216,7 @@ def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
     with pytest.raises(ValueError, match="model holds int8 matrices"):
         save_hf(dj.load(converted), tmp_path / "back")
     with pytest.raises(ValueError, match="weights='int8' cannot be trained"):
-        begin(dj.load(converted), TrainConfig(steps=1000))
+        prepare(dj.load(converted), TrainConfig(steps=1000))
     assert not (tmp_path / "back").exists()
     assert not (tmp_path / "other").exists()
 

@@ -1,6 +1,8 @@
+import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +12,24 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dllm_jax.nn.model import Model
-from dllm_jax.training import Batch, Batches, TrainConfig, begin, train, train_step
+from dllm_jax.training import (
+    Batch,
+    Batches,
+    TrainConfig,
+    abstract_state,
+    begin,
+    model_of,
+    prepare,
+    train,
+    train_step,
+)
+from dllm_jax.training.record import described
 from dllm_jax.training.run_directory import read_log
-from tests.models import cast, tiny
+from tests.models import cast, separate, tiny
 
 CONFIG = TrainConfig(steps=10, learning_rate=3e-3, warmup=2, decay=3, review_every=2, save_every=4)
 
@@ -87,13 +101,137 @@ def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():
     assert (before == model.params["embed"]).all()
 
 
-def test_bfloat16_parameters_stay_bfloat16():
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_bfloat16_model_has_float32_state_unless_told_otherwise(masters):
     narrow = cast(tiny("llada"), jnp.bfloat16)
     batch = Counting().batch({"reviews": 0}, 0)
-    step = functools.partial(train_step, spec=narrow.spec, config=CONFIG)
-    state, metrics = jax.eval_shape(step, begin(narrow, CONFIG), batch)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    setup = prepare(narrow, dataclasses.replace(CONFIG, master_weights=masters))
+    state, metrics = jax.eval_shape(functools.partial(train_step, setup=setup), begin(narrow, setup), batch)
+    dtype = jnp.dtype(jnp.float32 if masters else jnp.bfloat16)
+    floats = [leaf for leaf in jax.tree.leaves((state.params, state.moments)) if leaf.ndim]
+    assert {leaf.dtype for leaf in floats} == {dtype}
     assert metrics.loss.dtype == jnp.float32
+    assert model_of(narrow, begin(narrow, setup), setup).dtype == jnp.bfloat16
+
+
+def resumed(tmp_path, model=None, **changes):
+    """A run of 4 steps that goes on to step 10 with changes."""
+    model, first = model or tiny("llada"), dataclasses.replace(CONFIG, steps=4, decay=0)
+    given = {"optimizer": changes.pop("before", None)}
+    train(model, Counting(), first, directory=str(tmp_path), progress=False, **given)
+    after = changes.pop("model_now", model)
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    config = dataclasses.replace(CONFIG, **({"decay": 0} | {k: changes[k] for k in names & set(changes)}))
+    rest = given | {k: v for k, v in changes.items() if k not in names}
+    return train(after, Counting(), config, directory=tmp_path, progress=False, **rest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate=0.003 then, 0.001 now"),
+        ({"seed": 1}, "seed=0 then, 1 now"),
+        ({"muon": 0.1}, "muon=None then, 0.1 now"),
+        ({"warmup": None}, "warmup=2 then, 5 now"),
+        ({"seed": 1, "beta1": 0.5}, "beta1=0.9 then, 0.5 now; seed=0 then, 1 now"),
+        ({"seed": 1, "beta1": 0.5, "allow_changes": ["seed"]}, r": beta1=0.9 then, 0.5 now\. "),
+        ({"master_weights": False}, "master_weights=True then, False now"),
+        ({"allow_changes": ["lr"]}, r"allow_changes=\['lr'\] must be among steps, learning_rate"),
+        ({"model_now": tiny("llada").replace_spec(mask_id=58)}, "spec.mask_id=59 then, 58 now"),
+        ({"model_now": cast(tiny("llada"), jnp.bfloat16)}, "dtype='float32' then, 'bfloat16' now"),
+        (
+            {"trainable": {"embed": False, "layers": True, "norm": True, "head": True}},
+            r"trainable\['embed'\]=None then, False now; frozen=0 then, \d+ now",
+        ),
+    ],
+)  # fmt: skip
+def test_a_changed_configuration_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        resumed(tmp_path, **changes)
+
+
+def test_another_optimizer_is_refused_by_its_numbers(tmp_path):
+    before, now = optax.adamw(optax.cosine_decay_schedule(1e-3, 10)), optax.adamw(1e-3)
+    first = TrainConfig(steps=2, review_every=2, save_every=2)
+    run = functools.partial(train, tiny("llada"), Counting(), first, directory=tmp_path, progress=False)
+    run(optimizer=before)
+    again = run(optimizer=optax.adamw(optax.cosine_decay_schedule(1e-3, 10)))
+    assert len(again.log) == 1
+    for other, words in (
+        (
+            optax.adamw(optax.cosine_decay_schedule(1e-3, 20)),
+            r"steps=10.* then, .*steps=20.* now",
+        ),
+        (now, r"optimizer\['update'\]=.*cosine_decay_schedule.* then, .*scale\(step_size=-0.001\).* now"),
+        (None, r"optimizer\['update'\]='chain.* then, None now"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(optimizer=other)
+    with pytest.raises(ValueError, match=r"holds another model, optimizer or trainable: moments.* absent"):
+        run(optimizer=optax.sgd(1e-3, momentum=0.9), allow_changes=["optimizer"])
+    rates = optax.inject_hyperparams(optax.sgd)
+    assert described(rates(0.1)) != described(rates(0.2))  # their numbers are in the state
+    assert described(rates(0.1)) == described(rates(0.1))
+
+
+def test_what_changes_no_step_that_was_done_is_free(tmp_path):
+    changed = resumed(tmp_path / "a", learning_rate=1e-3, allow_changes=["learning_rate"], save_every=2)
+    same = resumed(tmp_path / "b", decay=3, remat=True, accumulate=2)
+    assert changed.log[1] != same.log[2]
+    with pytest.raises(ValueError, match="steps=10 then, 12 now; decay=3 then, 2 now"):
+        train(
+            tiny("llada"), Counting(), dataclasses.replace(CONFIG, steps=12, decay=2),
+            directory=tmp_path / "b", progress=False,
+        )  # fmt: skip
+
+
+def test_frozen_parameters_of_another_model_are_refused(tmp_path):
+    model, only = tiny("llada"), {"embed": False, "layers": True, "norm": False, "head": False}
+    other = Model(model.params | {"head": model.params["head"].at[3, 3].add(1e-3)}, model.spec)
+    with pytest.raises(ValueError, match=r"frozen=\d+ then, \d+ now"):
+        resumed_with_frozen(tmp_path, model, other, only)
+    assert resumed_with_frozen(tmp_path, model, model, only).log
+    assert abstract_state(model, prepare(model, CONFIG, trainable=only)).params["head"] is None
+
+
+def resumed_with_frozen(tmp_path, model, other, trainable):
+    config = TrainConfig(steps=2, review_every=2, save_every=2)
+    for each in (model, other):
+        run = train(each, Counting(), config, directory=tmp_path, trainable=trainable, progress=False)
+    return run
+
+
+def old_layout(directory):
+    """Takes from a run's checkpoints what they did not have before configurations were recorded."""
+    for item in directory.glob("checkpoints/*/configuration"):
+        shutil.rmtree(item)
+
+
+def test_checkpoints_without_a_configuration_resume_or_are_refused(tmp_path):
+    whole = train(tiny("llada"), Counting(), CONFIG, directory=tmp_path / "whole", progress=False)
+    shutil.copytree(tmp_path / "whole", tmp_path / "old")
+    shutil.rmtree(tmp_path / "old" / "checkpoints" / "10")
+    old_layout(tmp_path / "old")
+    with pytest.warns(UserWarning, match="does not say how its run was begun"):
+        run = train(tiny("llada"), Counting(), CONFIG, directory=tmp_path / "old", progress=False)
+    chex.assert_trees_all_equal(run.model, whole.model, strict=True)
+
+    # bfloat16 runs had no float32 master weights.
+    narrow, config = cast(tiny("llada"), jnp.bfloat16), TrainConfig(steps=2, review_every=2, save_every=2)
+    plain = dataclasses.replace(config, master_weights=False)
+    go = functools.partial(train, narrow, Counting(), directory=tmp_path / "narrow", progress=False)
+    go(plain)
+    old_layout(tmp_path / "narrow")
+    words = r"params/embed is bfloat16\[61, 32\] there, float32\[61, 32\] here; TrainConfig\(master_weights="
+    with pytest.warns(UserWarning, match="does not say"), pytest.raises(ValueError, match=words):
+        go(config)
+    with pytest.warns(UserWarning, match="does not say"):
+        assert go(plain).model.dtype == jnp.bfloat16
+
+
+def test_stacked_layers_do_not_resume_as_separate_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"holds another model, .* is absent there, float32"):
+        resumed(tmp_path, model_now=separate(tiny("llada")))
 
 
 def test_a_diverging_run_stops():
@@ -107,16 +245,29 @@ def test_a_diverging_run_stops():
     ("changes", "message"),
     [
         ({"steps": 0}, "steps=0"),
+        ({"steps": float("nan")}, "steps=nan must be a whole number of at least 1"),
+        ({"steps": 10**6, "warmup": 2.5}, "warmup=2.5 must be a whole number of at least 0, or None for 100"),
+        ({"learning_rate": None}, r"learning_rate=None must be a number in \(0, inf\)"),
+        ({"accumulate": 0}, "accumulate=0 must be a whole number of at least 1"),
+        ({"master_weights": "bfloat16"}, "master_weights='bfloat16' must be True or False"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"warmup": 8, "decay": 3}, "warmup=8 and decay=3 must fit into steps=10"),
         ({"clip": -1.0}, "clip=-1.0"),
         ({"beta2": 1.0}, "beta2=1.0"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"warmup": None, "decay": 11}, "warmup=0 and decay=11 must fit into steps=10"),
         ({"save_every": 3}, "save_every=3 must be a multiple of review_every=2"),
     ],
 )
-def test_a_bad_option_is_refused(changes, message):
+def test_a_bad_option_is_refused(changes, message, unannotated):
     options = {"steps": 10, "warmup": 0, "review_every": 2, "save_every": 4} | changes
     with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
+
+
+def test_the_warm_up_is_shorter_in_short_runs():
+    warmups = [TrainConfig(steps=steps).warmup_steps for steps in (1, 10, 199, 200, 400, 10**6)]
+    assert warmups == [0, 5, 99, 100, 100, 100]
+    assert TrainConfig(steps=100, decay=60).warmup_steps == 20
+    assert TrainConfig(steps=10, warmup=0).warmup_steps == 0

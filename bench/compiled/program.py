@@ -21,7 +21,8 @@ from dllm_jax.decoding.request import Request
 from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Batch
-from dllm_jax.training.state import begin, train_step
+from dllm_jax.training.setup import prepare
+from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
 
 COPY = 2**20  # bytes: smaller copies are of activations or indices
@@ -132,16 +133,14 @@ def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> ja
 
 def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
     """The step that `dllm_jax.training.train` runs, with its defaults."""
-    config = TrainConfig(steps=1000)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(lambda model: begin(model, config), model)
-    placed = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(model.params)}
-    place = lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=placed.get(leaf.shape, everywhere)
-    )
-    ids = lambda width: jax.ShapeDtypeStruct((case.batch, width), jnp.int32, sharding=everywhere)
+    setup = prepare(model, TrainConfig(steps=1000), mesh=mesh)
+    assert setup.placement is not None
+    split = setup.placement.sequences
+    ids = lambda width: jax.ShapeDtypeStruct((case.batch, width), jnp.int32, sharding=split)
     batch = Batch(ids(case.prompt), ids(case.length))  # pyright: ignore[reportArgumentType] (abstract)
-    return train_step.trace(jax.tree.map(place, state), batch, case.spec, config)
+    state = abstract_state(model, setup)
+    with setup.scope():
+        return step.trace(state._replace(frozen=None), state.frozen, batch, setup)
 
 
 def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A model as a value: parameters and their description, usable in jit, grad and vmap."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -127,15 +128,24 @@ def _stream(
     return walk(model.params, spec, rope, run, stream)
 
 
+# What one layer does in a full pass: `exact_layer`, or the same with constraints on where arrays lie.
+LayerPass = Callable[[Layer, Float[Array, "b l m"], Int[Array, "b l"], Mask | None], Float[Array, "b l m"]]
+
+
 def encode(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None, remat: bool = False
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None = None,
+    remat: bool = False,
+    layer_pass: LayerPass | None = None,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = _full_pass(model.spec, tokens, valid)
 
     def run(layer: Layer, x):
-        exact = lambda weights, x: exact_layer(dataclasses.replace(layer, weights=weights), x, position, mask)
+        one = layer_pass or exact_layer
+        exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
     return walk(model.params, model.spec, rope, run, embed(model.params, tokens))

@@ -1,6 +1,7 @@
 """Options of a training run, and the optimiser they describe."""
 
 import dataclasses
+import functools
 from typing import Annotated, Any
 
 import optax
@@ -18,6 +19,8 @@ from dllm_jax.options import (
 )
 
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
+WARMUP = 100
+OF_THE_OPTIMISER = ("learning_rate", "muon", "warmup", "decay", "weight_decay", "beta1", "beta2", "clip")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +33,20 @@ class TrainConfig(Options):
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
         AdamW with Nesterov momentum for the rest; None uses AdamW for everything. Tiny models trained from
         scratch learn look-ups in far fewer steps with it.
-      warmup: steps of linear growth from 0 to the peak.
+      warmup: steps of linear growth from 0 to the peak; None means 100, or half of the steps before the decay
+        where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         extended without changing its past.
       weight_decay: AdamW's, on matrices and tables only (norms and biases have none).
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.
       clip: largest norm of the gradient; larger ones are scaled down to it.
+      accumulate: micro-batches that a batch is computed in, one after the other; their gradients are summed
+        in float32, so that the step is that of the whole batch up to rounding.
       remat: see `masked_diffusion_loss`.
+      master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
+        state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
+        smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
       seed: of the masks drawn.
       review_every: steps between calls of the source's `review`.
       save_every: steps between checkpoints, a multiple of review_every; one is also written at the end.
@@ -46,41 +55,51 @@ class TrainConfig(Options):
     steps: PositiveInt
     learning_rate: PositiveFloat = 1e-3
     muon: Annotated[PositiveFloat | None, NoneMeans("AdamW for everything")] = None
-    warmup: NonNegativeInt = 100
+    warmup: Annotated[NonNegativeInt | None, NoneMeans("100, or half of the steps if fewer than 200")] = None
     decay: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.01
     beta1: DecayRate = 0.9
     beta2: DecayRate = 0.98
     clip: PositiveFloat = 1.0
+    accumulate: PositiveInt = 1
     remat: bool = False
+    master_weights: bool = True
     seed: NonNegativeInt = 0
     review_every: PositiveInt = 50
     save_every: PositiveInt = 200
 
     def __post_init__(self):
         super().__post_init__()
-        if self.warmup + self.decay > self.steps:
+        if self.warmup_steps + self.decay > self.steps:
             raise ValueError(
-                f"warmup={self.warmup} and decay={self.decay} must fit into steps={self.steps} together"
+                f"warmup={self.warmup_steps} and decay={self.decay} must fit into steps={self.steps} together"
             )
         if self.save_every % self.review_every:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of review_every={self.review_every}"
             )
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up, `warmup` or its default."""
+        if self.warmup is not None:
+            return self.warmup
+        return min(WARMUP, max(0, self.steps - self.decay) // 2)
+
 
 def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
     """Learning rate by step: warm-up, constant, decay; `peak` replaces the config's learning rate."""
     peak = config.learning_rate if peak is None else peak
-    up = optax.linear_schedule(0.0, peak, max(config.warmup, 1))
+    up = optax.linear_schedule(0.0, peak, max(config.warmup_steps, 1))
     down = optax.linear_schedule(peak, 0.0, max(config.decay, 1))
     return optax.join_schedules(
-        [up, optax.constant_schedule(peak), down], [config.warmup, config.steps - config.decay]
+        [up, optax.constant_schedule(peak), down], [config.warmup_steps, config.steps - config.decay]
     )
 
 
+@functools.cache
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW, or Muon with AdamW, with clipping and the schedule."""
+    """AdamW, or Muon with AdamW, with clipping and the schedule; the same object for equal options."""
     clip = optax.clip_by_global_norm(config.clip)
     if config.muon is None:
         adamw = optax.adamw(

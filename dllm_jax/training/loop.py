@@ -3,20 +3,27 @@
 import contextlib
 import dataclasses
 import math
+import os
 import time
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.nn.model import Model
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
+from dllm_jax.training.record import Record, check_unchanged, record_of
 from dllm_jax.training.run_directory import Checkpoints, LogEntry, append_to_log, rewind_log
+from dllm_jax.training.setup import Setup, prepare
 from dllm_jax.training.source import Memory, Source
-from dllm_jax.training.state import TrainState, begin, train_step
+from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
+from dllm_jax.training.trainable import Optimizer, Trainable, labels
 
 LOG = "log.jsonl"
 
@@ -37,40 +44,81 @@ class Run(NamedTuple):
 
 
 def train(
-    model: Model, source: Source, config: TrainConfig, *, directory: Path | None = None, progress: bool = True
+    model: Model,
+    source: Source,
+    config: TrainConfig,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    optimizer: Optimizer | None = None,
+    trainable: Trainable | None = None,
+    mesh: Mesh | None = None,
+    allow_changes: Collection[str] = (),
+    progress: bool = True,
 ) -> Run:
     """Trains a model, e.g. fine-tunes a loaded one:
 
         config = TrainConfig(steps=1000)
-        run = train(dj.load(path), Batches(lambda step: ...), config, directory=Path("runs/a"))
+        run = train(dj.load(path), Batches(lambda step: ...), config, directory="runs/a")
 
     Killed and called again with the same arguments it goes on from its last checkpoint, and ends with the
-    same parameters, bit for bit, as if it had not been interrupted (on the same device and software).
+    same parameters, bit for bit, as if it had not been interrupted (on the same devices and software; on
+    another mesh up to rounding).
 
     Args:
       model: where to start; not changed.
       source: the batches, see `Source`; `Batches` wraps a function of the step.
       config: options.
       directory: for checkpoints and the log; None keeps everything in memory.
+      optimizer: any transformation of optax, in place of the one that `config` describes; it sees what is
+        trained, in float32 for bfloat16 models. Or a mapping from names in `trainable` to transformations,
+        None for what is frozen.
+      trainable: what is trained: a tree of True and False (or of names) that the parameters extend, such as
+        `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that gives one from
+        the parameters; None is everything. What is frozen has no gradient, no state and is in no checkpoint.
+      mesh: devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
+        "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). None is the mesh that the model
+        lies on, or that of `jax.set_mesh`, or one device. With several processes all call `train` with the
+        same arguments, and the source gives all of them the whole batch.
+      allow_changes: options whose values may differ from those the directory's run was begun with, by
+        name: fields of `TrainConfig`, "optimizer", "trainable", ...
       progress: show a progress bar.
 
     Raises:
-      ValueError: the directory holds a run of another model or of more steps.
+      ValueError: the directory holds a run of another model, of more steps or with another configuration;
+        options that do not go together; a batch that the mesh does not divide.
+      TypeError: an optimizer that is none.
       FloatingPointError: the loss is not finite.
     """
-    state, memory = begin(model, config), source.begin()
-    entries: list[LogEntry] = []
+    root = None if directory is None else Path(os.fspath(directory))
+    setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
+    _, frozen = setup.split(model.params)
+    record = record_of(setup, optimizer, labels(model.params, trainable), frozen)
     with contextlib.ExitStack() as stack:
-        checkpoints = None
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            checkpoints = stack.enter_context(Checkpoints(directory / "checkpoints"))
-            state, memory = checkpoints.latest(state) or (state, memory)
-            entries = rewind_log(directory / LOG, int(state.step))
-        if int(state.step) > config.steps:
-            raise ValueError(f"steps={config.steps}: {directory} already holds step {int(state.step)}")
+        checkpoints, entries = None, []
+        if root is not None:
+            root.mkdir(parents=True, exist_ok=True)
+            checkpoints = stack.enter_context(Checkpoints(root / "checkpoints"))
+        if checkpoints is not None and checkpoints.step is not None:
+            _check(checkpoints, record, root, allow_changes)
+            state, memory = checkpoints.latest(abstract_state(model, setup))
+        else:
+            state, memory = begin(model, setup), source.begin()
+        if root is not None:
+            entries = rewind_log(root / LOG, int(state.step))
         bar = stack.enter_context(_bar(progress))
-        return _run(_Loop(model, source, config, directory, checkpoints, bar), state, memory, entries)
+        return _run(_Loop(model, source, setup, record, root, checkpoints, bar), state, memory, entries)
+
+
+def _check(checkpoints: Checkpoints, record: Record, directory: Path | None, allowed: Collection[str]):
+    """Refuses to go on from a checkpoint of more steps or with another configuration."""
+    done, before = checkpoints.step, checkpoints.record()
+    assert done is not None, "called where there is a checkpoint"
+    if done > record["steps"]:
+        raise ValueError(f"steps={record['steps']}: {directory} already holds step {done}")
+    if before is None:
+        warnings.warn(f"{directory} does not say how its run was begun: nothing to compare", stacklevel=3)
+    else:
+        check_unchanged(before, record, done, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,32 +127,33 @@ class _Loop:
 
     model: Model
     source: Source
-    config: TrainConfig
+    setup: Setup
+    record: Record
     directory: Path | None
     checkpoints: Checkpoints | None
     bar: Progress
 
 
 def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[LogEntry]) -> Run:
-    config, spec = loop.config, loop.model.spec
+    config, setup = loop.setup.config, loop.setup
     first = int(state.step)
     task = loop.bar.add_task("training", total=config.steps, completed=first, note="")
     window, tokens, start = [], 0, time.monotonic()
     for step in range(first, config.steps):
         batch = loop.source.batch(memory, step)
         tokens += batch.prompt.size + batch.answer.size
-        state, metrics = train_step(state, batch, spec, config)
+        state, metrics = train_step(state, batch, setup)
         window.append(metrics)
         done = step + 1
         if done % config.review_every == 0 or done == config.steps:
-            memory = loop.source.review(memory, Model(state.params, spec), done)
+            memory = loop.source.review(memory, model_of(loop.model, state, setup), done)
             entry = _entry(done, window, tokens, time.monotonic() - start, memory, entries)
             _record(loop, entry, entries)
             window, tokens, start = [], 0, time.monotonic()
         if done % config.save_every == 0 or done == config.steps:
             _save(loop, state, memory)
         loop.bar.update(task, completed=done, note=_note(entries))
-    return Run(Model(state.params, spec), memory, entries)
+    return Run(model_of(loop.model, state, setup), memory, entries)
 
 
 def _entry(
@@ -126,13 +175,13 @@ def _entry(
 
 def _record(loop: _Loop, entry: LogEntry, entries: list[LogEntry]):
     entries.append(entry)
-    if loop.directory is not None:
+    if loop.directory is not None and jax.process_index() == 0:
         append_to_log(loop.directory / LOG, entry)
 
 
 def _save(loop: _Loop, state: TrainState, memory: Memory):
     if loop.checkpoints is not None:
-        loop.checkpoints.save(state, memory)
+        loop.checkpoints.save(state, memory, loop.record)
 
 
 def _note(entries: list[LogEntry]) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.model import Model, encode
+from dllm_jax.nn.model import LayerPass, Model, encode
 
 T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
 
@@ -47,6 +47,45 @@ class Metrics(NamedTuple):
     accuracy: Float[Array, ""]
 
 
+class Masked(NamedTuple):
+    """A batch after its draw; every array has the batch as first axis, so that it can be cut into parts.
+
+    Attributes:
+      tokens: prompt and answer, mask_id where masked.
+      answer: the ids to predict.
+      t: noise level of each example.
+      masked: answer positions that were masked.
+      learnt: answer positions that count.
+      valid: tokens that are attended to; None means all.
+    """
+
+    tokens: Int[Array, "b l"]
+    answer: Int[Array, "b r"]
+    t: Float[Array, "b"]
+    masked: Bool[Array, "b r"]
+    learnt: Bool[Array, "b r"]
+    valid: Bool[Array, "b l"] | None
+
+
+class Counts(NamedTuple):
+    """What the metrics of one or several parts of a batch are made of.
+
+    Attributes:
+      loss: mean over the part's examples; of several parts, the sum of their means.
+      right: masked tokens whose most likely token is right.
+      masked: masked tokens.
+    """
+
+    loss: Float[Array, ""]
+    right: Int[Array, ""]
+    masked: Int[Array, ""]
+
+    def metrics(self, parts: int = 1) -> Metrics:
+        """The metrics of `parts` equal parts of a batch."""
+        loss = self.loss if parts == 1 else self.loss / parts
+        return Metrics(loss, self.right / jnp.maximum(self.masked, 1))
+
+
 def masked_diffusion_loss(
     model: Model, batch: Batch, key: Key[Array, ""], remat: bool = False
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -65,25 +104,37 @@ def masked_diffusion_loss(
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
     """
-    spec, (b, r) = model.spec, batch.answer.shape
+    loss, counts = masked_loss(model, draw(batch, key, model.spec.mask_id), remat)
+    return loss, counts.metrics()
 
-    # Algorithm 2: mask each answer with a noise level of its own; prompts are never masked.
+
+def draw(batch: Batch, key: Key[Array, ""], mask_id: int) -> Masked:
+    """Algorithm 2's draw: masks each answer with a noise level of its own; prompts are never masked."""
+    b, r = batch.answer.shape
     learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
     t, masked = draw_masks(key, learnt, batch.t_min)
-    tokens = jnp.concatenate([batch.prompt, jnp.where(masked, spec.mask_id, batch.answer)], axis=1)
+    tokens = jnp.concatenate([batch.prompt, jnp.where(masked, mask_id, batch.answer)], axis=1)
+    return Masked(tokens, batch.answer, t, masked, learnt, _valid(batch))
+
+
+def masked_loss(
+    model: Model, batch: Masked, remat: bool = False, layer_pass: LayerPass | None = None
+) -> tuple[Float[Array, ""], Counts]:
+    """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
+    spec = model.spec
 
     # Logits of the answer positions, from the positions that predict them.
-    hidden = encode(model, tokens, _valid(batch), remat)
-    position = jnp.arange(batch.prompt.shape[1], tokens.shape[1])
+    hidden = encode(model, batch.tokens, batch.valid, remat, layer_pass)
+    position = jnp.arange(batch.tokens.shape[1] - batch.answer.shape[1], batch.tokens.shape[1])
     source = jnp.maximum(position - int(spec.shifted), 0)
     logits = unembed(model.params, spec, hidden[:, source]).astype(jnp.float32)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
-    length = jnp.maximum(jnp.sum(learnt, axis=1), 1)
-    loss = jnp.mean(jnp.sum(jnp.where(masked, -log_p, 0.0), axis=1) / (t * length))
-    right = masked & (jnp.argmax(logits, axis=-1) == batch.answer)
-    return loss, Metrics(loss, jnp.sum(right) / jnp.maximum(jnp.sum(masked), 1))
+    length = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
+    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * length))
+    right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
+    return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
 
 
 def draw_masks(

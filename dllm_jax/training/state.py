@@ -1,62 +1,150 @@
 """The state of a training run as a pytree, and one step of it."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Int, Key, PyTree
+from optax import microbatching
 
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.training.config import TrainConfig, optimiser
-from dllm_jax.training.loss import Batch, Metrics, masked_diffusion_loss
+from dllm_jax.training.loss import Batch, Counts, Masked, Metrics, draw, masked_loss
+from dllm_jax.training.setup import Setup, on_mesh, shardings
 
 
 class TrainState(NamedTuple):
-    """Everything that changes during a run.
+    """Everything that changes during a run, and what is frozen.
 
     Attributes:
-      params: see `dllm_jax.nn.parameters`.
+      params: the trained parameters (`dllm_jax.nn.parameters`), None in place of the others; in float32 with
+        `TrainConfig.master_weights`.
       moments: the optimiser's state.
       step: optimiser steps done.
       key: the run's key; step i draws from `fold_in(key, i)`, so nothing depends on how often a run was
         interrupted.
+      frozen: the other parameters, in the model's dtype; neither copied nor in checkpoints.
     """
 
-    params: Params
+    params: PyTree[Array]
     moments: PyTree[Array]
     step: Int[Array, ""]
     key: Key[Array, ""]
+    frozen: PyTree[Array] = None
 
 
-def begin(model: Model, config: TrainConfig) -> TrainState:
-    """The state before the first step; copies the parameters, since `train_step` donates its input.
+def begin(model: Model, setup: Setup) -> TrainState:
+    """The state before the first step; copies what is trained, since `train_step` donates its input."""
+    first = functools.partial(_first, setup)
+    with setup.scope():
+        trained, frozen = setup.split(on_mesh(setup, model.params))
+        if setup.placement is not None:
+            first = jax.jit(first, out_shardings=_places(setup, trained))
+        return first(trained)._replace(frozen=frozen)
+
+
+def abstract_state(model: Model, setup: Setup) -> TrainState:
+    """Shapes, dtypes and places of `begin`'s state, without allocating any; the frozen ones are the model's.
+
+    The model may be abstract too (`dllm_jax.abstract`).
+    """
+    trained, _ = setup.split(model.params)
+    shapes = jax.eval_shape(functools.partial(_first, setup), trained)
+    if setup.placement is None:
+        where = jax.tree.leaves(model.params)[0].sharding
+        places = jax.tree.map(lambda _: where, shapes)
+    else:
+        places = _places(setup, trained)
+    described = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    _, frozen = setup.split(on_mesh(setup, model.params))
+    return jax.tree.map(described, shapes, places)._replace(frozen=frozen)
+
+
+def _first(setup: Setup, trained: PyTree[Array]) -> TrainState:
+    params = setup.masters(trained)
+    key = jax.random.key(setup.config.seed)
+    return _distinct(TrainState(params, setup.optimizer.init(params), jnp.int32(0), key))
+
+
+def _distinct(state: TrainState) -> TrainState:
+    """The state with a buffer per leaf, so that it can be donated; some optimisers begin with one twice."""
+    leaves, tree = jax.tree.flatten(state)
+    first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+    own = (leaf if first[id(leaf)] == i else jnp.copy(leaf) for i, leaf in enumerate(leaves))
+    return jax.tree.unflatten(tree, own)
+
+
+def _places(setup: Setup, trained: PyTree[Array]) -> Any:
+    """Shardings in the structure of a state, on a mesh."""
+    assert setup.placement is not None, "without a mesh nothing has to be said"
+    everywhere: Any = setup.placement.everywhere
+    return TrainState(*shardings(setup, trained), everywhere, everywhere)
+
+
+def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
+    """The model with the state's parameters, in the model's dtypes."""
+    with setup.scope():
+        params = setup.weights(state.params, state.frozen)
+    return Model(params, model.spec, model.implementation)
+
+
+def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
+    """One optimiser step; compiled once per batch shape.
+
+    Args:
+      state: donated, all but what is frozen: use the one returned.
+      batch: examples, as many as the mesh and `accumulate` divide; they are put on the mesh.
+      setup: see `prepare`.
 
     Raises:
-      ValueError: int8 matrices, which have no gradient.
+      ValueError: another number of examples.
     """
-    if model.weights is not None:
-        raise ValueError(
-            f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "
-            "smaller than their spacing; load the original without weights='int8'"
-        )
-    params = jax.tree.map(jnp.copy, model.params)
-    return TrainState(params, optimiser(config).init(params), jnp.int32(0), jax.random.key(config.seed))
+    batch = setup.batch(batch)
+    with setup.scope():
+        after, metrics = step(state._replace(frozen=None), state.frozen, batch, setup)
+    return after._replace(frozen=state.frozen), metrics
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "config"), donate_argnames=("state",))
-def train_step(
-    state: TrainState, batch: Batch, spec: ModelSpec, config: TrainConfig
-) -> tuple[TrainState, Metrics]:
-    """One optimiser step; compiled once per batch shape. `state` is donated: use the one returned."""
+@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
+def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
+    """The program of `train_step`."""
+    key = jax.random.fold_in(state.key, state.step)
+    drawn = draw(batch, key, setup.spec.mask_id)
 
-    def loss(params):
-        key = jax.random.fold_in(state.key, state.step)
-        return masked_diffusion_loss(Model(params, spec), batch, key, config.remat)
+    def loss(params: PyTree[Array], part: Masked) -> tuple[Array, Counts]:
+        model, layer_pass = setup.ready(setup.weights(params, frozen))
+        return masked_loss(model, part, setup.config.remat, layer_pass)
 
-    gradient, metrics = jax.grad(loss, has_aux=True)(state.params)
-    updates, moments = optimiser(config).update(gradient, state.moments, state.params)
-    params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
+    gradient, metrics = _gradient(loss, state.params, drawn, setup.config.accumulate)
+    updates, moments = optax.with_extra_args_support(setup.optimizer).update(
+        gradient,
+        state.moments,
+        state.params,
+        value=metrics.loss,
+        grad=gradient,
+        value_fn=lambda params: loss(params, drawn)[0],
+    )
+    params = optax.apply_updates(state.params, updates)
+    if setup.placement is not None:  # programs would choose other places
+        places = shardings(setup, state.params)
+        params, moments = jax.lax.with_sharding_constraint((params, moments), places)
     return TrainState(params, moments, state.step + 1, state.key), metrics
+
+
+def _gradient(loss: Any, params: PyTree[Array], drawn: Masked, parts: int) -> tuple[PyTree[Array], Metrics]:
+    """Gradient of the batch's mean loss, one part of the batch after the other; and its metrics."""
+    if parts == 1:
+        gradient, counts = jax.grad(loss, has_aux=True)(params, drawn)
+        return gradient, counts.metrics()
+
+    def of_part(part: Masked) -> tuple[PyTree[Array], Counts]:
+        gradient, counts = jax.grad(loss, has_aux=True)(params, part)
+        return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), counts
+
+    # Parts have equally many examples, so the mean of their means is the batch's. Examples are dealt out in
+    # turn: on a mesh each device keeps its own.
+    examples = len(drawn.tokens) // parts
+    total, counts = microbatching.microbatch(of_part, 0, examples)(drawn)
+    gradient = jax.tree.map(lambda g, p: (g / parts).astype(p.dtype), total, params)
+    return gradient, counts.metrics(parts)

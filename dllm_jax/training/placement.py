@@ -1,0 +1,228 @@
+"""Training on a mesh: which of its axes split the batch, the parameters and the optimiser's state.
+
+One table says what an axis is for, by its name; a second one, `dllm_jax.nn.sharding.AXES`, which axes a
+parameter has. Sequences are split over data and fsdp axes together. Parameters, and what the optimiser keeps
+of them, are split over tensor axes by heads, kv heads, MLP width or vocabulary, and over fsdp axes by the
+width of the model; a layer's are gathered over the latter when it runs, and again in its backward pass.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.model import Model, exact_layer
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.sharding import AXES, sizes
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.training.loss import Batch
+
+MESH_AXES = {
+    "data": ("dp", "data", "batch"),
+    "fsdp": ("fsdp",),
+    "tensor": ("tp", "model", "tensor"),
+}
+# The axes of parameters that are split: what splits them, and their length's name in the spec.
+SPLIT = {
+    "m": ("fsdp", "width"),
+    "h": ("tensor", "heads"),
+    "k": ("tensor", "kv_heads"),
+    "f": ("tensor", "hidden"),
+    "v": ("tensor", "vocab"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A mesh for training; hashable.
+
+    Attributes:
+      mesh: the devices, with Auto axes: the compiler partitions the model.
+
+    Raises:
+      ValueError: an axis of more than one device whose name is not in `MESH_AXES`.
+    """
+
+    mesh: Mesh
+
+    def __post_init__(self):
+        known = [name for names in MESH_AXES.values() for name in names]
+        for name, size in self.mesh.shape.items():
+            if name not in known and size > 1:
+                raise ValueError(
+                    f"the mesh axis {name!r} of {size} devices must be one of "
+                    f"{', '.join(map(repr, known))}: its name says what it splits"
+                )
+        automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
+        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic))
+
+    def axes(self, kind: str) -> tuple[str, ...]:
+        """The mesh's axes of a kind of `MESH_AXES`, in the order of the mesh."""
+        return tuple(name for name in self.mesh.axis_names if name in MESH_AXES[kind])
+
+    def ways(self, kind: str) -> int:
+        """Into how many parts the axes of a kind split something."""
+        return math.prod(self.mesh.shape[name] for name in self.axes(kind))
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """A copy on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def sequences(self) -> NamedSharding:
+        """Arrays whose first axis is the batch."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axes("data") + self.axes("fsdp")))
+
+    @property
+    def sequence_ways(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.ways("data") * self.ways("fsdp")
+
+    def parameter(self, spec: ModelSpec, axes: str, gathered: bool = False) -> NamedSharding:
+        """Sharding of an array with these axes, letters of `AXES`; not over fsdp if `gathered`."""
+        length = sizes(spec)
+
+        def over(letter: str) -> tuple[str, ...] | None:
+            kind = SPLIT[letter][0] if letter in SPLIT else None
+            if kind is None or (gathered and kind == "fsdp") or length[letter] % self.ways(kind):
+                return None
+            return self.axes(kind) or None
+
+        return NamedSharding(self.mesh, PartitionSpec(*map(over, axes)))
+
+    def unsplit(self, spec: ModelSpec) -> list[str]:
+        """What this mesh does not divide, in words; parameters with these axes have copies there."""
+        length = sizes(spec)
+        return [
+            f"{name}={length[letter]} does not divide by {self.ways(kind)}"
+            for letter, (kind, name) in SPLIT.items()
+            if length[letter] % self.ways(kind)
+        ]
+
+
+def parameters(placement: Placement, spec: ModelSpec, params: Params, gathered: bool = False) -> PyTree:
+    """The sharding of every parameter; None stays None."""
+    of = lambda path, _: placement.parameter(spec, _axes(path), gathered)
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _axes(path: tuple[Any, ...]) -> str:
+    """The letters of the parameter at a path of a model's tree."""
+    axes = AXES[path[-1].key]
+    return axes.removeprefix("n") if len(path) == 3 else axes  # a layer of a list
+
+
+def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTree) -> PyTree:
+    """The sharding of the optimiser's state: where it mirrors the parameters, theirs; else a copy everywhere.
+
+    Args:
+      placement: the mesh.
+      params: the trained parameters (or their shapes).
+      shardings: of them.
+      state: the optimiser's state (or its shapes). An array mirrors the parameter of its shape at the end of
+        its path, which is how the states of optax's transformations are built.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    where = zip(leaves, jax.tree.leaves(shardings), strict=True)
+    mirrored = {(_names(path), leaf.shape): sharding for (path, leaf), sharding in where}
+
+    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        names = _names(path)
+        ends = ((names[i:], leaf.shape) for i in range(len(names)))
+        return next((mirrored[end] for end in ends if end in mirrored), placement.everywhere)
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def batch_on(placement: Placement, batch: Batch) -> Batch:
+    """A batch on the mesh; of arrays of NumPy every process writes the part of its own devices."""
+    split = placement.sequences
+
+    def put(array: Any) -> Any:
+        where = split if np.ndim(array) else placement.everywhere
+        if isinstance(array, jax.Array):
+            return jax.device_put(array, where)
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    return jax.tree.map(put, batch)
+
+
+def gathered_ends(placement: Placement, spec: ModelSpec, params: Params) -> Params:
+    """The parameters with embedding, final norm and head gathered over fsdp; layers stay as they are."""
+    ends = {name: gathered(placement, spec, AXES[name], params[name]) for name in params if name != "layers"}
+    return params | ends
+
+
+def layer_pass(
+    placement: Placement,
+    spec: ModelSpec,
+    layer: Layer,
+    x: Float[Array, "b l m"],
+    position: Int[Array, "b l"],
+    mask: Mask | None,
+) -> Float[Array, "b l m"]:
+    """`exact_layer` with sequences split, and the layer's weights gathered over fsdp while it runs."""
+    keep = lambda x: jax.lax.with_sharding_constraint(x, placement.sequences)
+
+    def run(weights: dict[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
+        axes = {name: AXES[name].removeprefix("n") for name in weights}
+        whole = {name: gathered(placement, spec, axes[name], weight) for name, weight in weights.items()}
+        return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
+
+    if placement.ways("fsdp") > 1:
+        run = jax.checkpoint(run, policy=_all_but_gathered)
+    return run(layer.weights, x)
+
+
+def _all_but_gathered(primitive: Any, *_, **__) -> bool:
+    """What the backward pass keeps: if it kept gathered weights, every device would hold all layers."""
+    return primitive.name != "sharding_constraint"
+
+
+def gathered(placement: Placement, spec: ModelSpec, axes: str, weight: Array) -> Array:
+    """A parameter gathered over fsdp, its gradient reduced and scattered again."""
+    split, whole = placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True)
+    return _gather(split, whole, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(split: NamedSharding, whole: NamedSharding, weight: Array) -> Array:
+    return jax.lax.with_sharding_constraint(weight, whole)
+
+
+def _gather_forward(split: NamedSharding, whole: NamedSharding, weight: Array) -> tuple[Array, None]:
+    return jax.lax.with_sharding_constraint(weight, whole), None
+
+
+def _gather_backward(
+    split: NamedSharding, whole: NamedSharding, residual: None, gradient: Array
+) -> tuple[Array]:
+    return (jax.lax.with_sharding_constraint(gradient, split),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def mesh_of(model: Model, mesh: Mesh | None) -> Mesh | None:
+    """The mesh to train on: the one given, the one the model lies on, or that of `jax.set_mesh`."""
+    if mesh is not None:
+        return mesh
+    for leaf in jax.tree.leaves(model.params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh if isinstance(sharding.mesh, Mesh) else None
+    current = jax.sharding.get_mesh()
+    return None if current.empty else current

@@ -1,0 +1,147 @@
+"""What stays the same during a training run, as one static argument of its programs."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from dllm_jax.nn.model import LayerPass, Model
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.training import placement as place
+from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
+from dllm_jax.training.loss import Batch
+from dllm_jax.training.placement import Placement
+from dllm_jax.training.trainable import Optimizer, Trainable, assigned, joined, labels, split
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What `train_step` does; made by `prepare`. Hashable: equal setups share their programs.
+
+    Attributes:
+      spec: the model.
+      config: options.
+      optimizer: the transformation; it sees the trained parameters alone, None in place of the others.
+      trained: for each parameter, in the order of the tree's leaves, whether it is trained.
+      dtypes: of each parameter in the model.
+      placement: the mesh, or None for one device.
+    """
+
+    spec: ModelSpec
+    config: TrainConfig
+    optimizer: optax.GradientTransformation
+    trained: tuple[bool, ...]
+    dtypes: tuple[jnp.dtype, ...]
+    placement: Placement | None = None
+
+    def split(self, params: Params) -> tuple[PyTree, PyTree]:
+        """The trained and the frozen ones of a model's parameters, each with None in place of the others."""
+        return split(params, jax.tree.unflatten(jax.tree.structure(params), self.trained))
+
+    def masters(self, trained: PyTree) -> PyTree:
+        """Copies of trained parameters, in float32 if the setup says so."""
+        widen = lambda p: jnp.promote_types(p.dtype, jnp.float32) if self.config.master_weights else p.dtype
+        return jax.tree.map(lambda p: jnp.copy(p).astype(widen(p)), trained)
+
+    def weights(self, trained: PyTree, frozen: PyTree) -> Params:
+        """The model's parameters, in the model's dtypes; differentiable."""
+        leaves, tree = jax.tree.flatten(joined(trained, frozen))
+        narrow = lambda p, dtype: p if p.dtype == dtype else p.astype(dtype)
+        return jax.tree.unflatten(tree, map(narrow, leaves, self.dtypes))
+
+    def ready(self, params: Params) -> tuple[Model, LayerPass | None]:
+        """A model for a pass over a batch, and what its layers do on a mesh (else None)."""
+        if self.placement is None:
+            return Model(params, self.spec), None
+        params = place.gathered_ends(self.placement, self.spec, params)
+        return Model(params, self.spec), functools.partial(place.layer_pass, self.placement, self.spec)
+
+    def batch(self, batch: Batch) -> Batch:
+        """The batch where the programs expect it.
+
+        Raises:
+          ValueError: a number of examples that the mesh or `accumulate` does not divide.
+        """
+        ways = 1 if self.placement is None else self.placement.sequence_ways
+        examples, parts = len(batch.answer), ways * self.config.accumulate
+        if examples % parts:
+            raise ValueError(
+                f"a batch of {examples} examples must be a multiple of {parts}: accumulate="
+                f"{self.config.accumulate} micro-batches, each split over {ways} devices"
+            )
+        return batch if self.placement is None else place.batch_on(self.placement, batch)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The context that programs are called in: the mesh's, whatever mesh the caller has set."""
+        return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh)
+
+
+def prepare(
+    model: Model,
+    config: TrainConfig,
+    *,
+    optimizer: Optimizer | None = None,
+    trainable: Trainable | None = None,
+    mesh: Mesh | None = None,
+) -> Setup:
+    """The setup of a run; for arguments see `train`. Reads no value of the model, which may be abstract.
+
+    Raises:
+      ValueError: int8 matrices, which have no gradient; options that do not go together.
+      TypeError: an optimizer that is none.
+    """
+    if model.weights is not None:
+        raise ValueError(
+            f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "
+            "smaller than their spacing; load the original without weights='int8'"
+        )
+    if optimizer is not None:
+        _refuse_without_effect(config)
+    mask, chosen = assigned(
+        labels(model.params, trainable), optimiser(config) if optimizer is None else optimizer
+    )
+    chosen_mesh = place.mesh_of(model, mesh)
+    placement = None if chosen_mesh is None else Placement(chosen_mesh)
+    if placement is not None and (unsplit := placement.unsplit(model.spec)):
+        warnings.warn(f"not split over the mesh, but copied: {'; '.join(unsplit)}", stacklevel=2)
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(model.params))
+    return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
+
+
+def _refuse_without_effect(config: TrainConfig):
+    """Refuses options of the built-in optimiser beside one that replaces it."""
+    default = TrainConfig(steps=config.steps)
+    for name in OF_THE_OPTIMISER:
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
+
+
+def shardings(setup: Setup, trained: PyTree) -> tuple[PyTree, PyTree]:
+    """Where the trained parameters and the optimiser's state lie on the setup's mesh.
+
+    Args:
+      setup: with a mesh.
+      trained: the trained parameters, in any dtype, or their shapes.
+    """
+    assert setup.placement is not None, "without a mesh nothing has to be said"
+    where = place.parameters(setup.placement, setup.spec, trained)
+    params = jax.eval_shape(setup.masters, trained)
+    state = jax.eval_shape(setup.optimizer.init, params)
+    return where, place.moments(setup.placement, params, where, state)
+
+
+def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
+    """Parameters of the model where the setup has them; unchanged without a mesh, or if they are abstract."""
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    if setup.placement is None or abstract:
+        return params
+    return jax.device_put(params, place.parameters(setup.placement, setup.spec, params))

@@ -1,0 +1,98 @@
+"""Which parameters are trained, and by which transformation: masks and labels over the parameters' tree."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from dllm_jax.nn.parameters import Params
+
+Trainable = PyTree[bool | str] | Callable[[Params], PyTree[bool | str]]
+Optimizer = optax.GradientTransformation | Mapping[str, optax.GradientTransformation | None]
+
+
+def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
+    """A label per parameter: False where it is frozen, True or a name where it is trained.
+
+    Args:
+      params: the model's (or their shapes).
+      trainable: a tree of booleans or names that the parameters extend (`{"embed": False, "layers": True,
+        "norm": True, "head": False}`), a function that gives one from the parameters, or None for all.
+
+    Raises:
+      ValueError: a tree of another structure, or a leaf that is neither a boolean nor a name.
+    """
+    if trainable is None:
+        return jax.tree.map(lambda _: True, params)
+    tree = trainable(params) if callable(trainable) else trainable
+    for path, label in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(label, bool | str):
+            at = jax.tree_util.keystr(path)
+            raise ValueError(f"trainable{at}={label!r} must be True, False or a name in optimizer=")
+    try:
+        return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), tree, params)
+    except ValueError as error:
+        raise ValueError(
+            "trainable= must be a tree that the parameters extend, such as True for all layers or a list "
+            f"with a tree for each of them: {error}"
+        ) from None
+
+
+def assigned(
+    labels: PyTree[bool | str], optimizer: Optimizer
+) -> tuple[PyTree[bool], optax.GradientTransformation]:
+    """The mask of what is trained, and the one transformation that trains it.
+
+    Args:
+      labels: see `labels`.
+      optimizer: a transformation for all that is True; or, for names, a mapping from them to transformations,
+        None for what is frozen.
+
+    Raises:
+      ValueError: names without a mapping, a mapping with other names, or nothing to train.
+      TypeError: what is no transformation of optax.
+    """
+    found = sorted(set(jax.tree.leaves(labels)), key=str)
+    named = [label for label in found if isinstance(label, str)]
+    if not isinstance(optimizer, Mapping):
+        if named:
+            raise ValueError(f"trainable= has the names {named}: optimizer= must be a mapping with them")
+        mask, chosen = labels, _checked("optimizer", optimizer)
+    else:
+        if named != sorted(optimizer) or True in found:
+            raise ValueError(
+                f"optimizer= has the names {sorted(optimizer)}, trainable= has {found}: they must be the "
+                "same, beside False for what is frozen"
+            )
+        used: dict[Hashable, optax.GradientTransformation] = {
+            name: _checked(f"optimizer[{name!r}]", given)
+            for name, given in optimizer.items()
+            if given is not None
+        }
+        mask = jax.tree.map(lambda label: label in used, labels)
+        chosen = optax.partition(used, jax.tree.map(lambda label: label if label in used else None, labels))
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError("trainable= leaves nothing to train")
+    return mask, chosen
+
+
+def split(params: PyTree, mask: PyTree[bool]) -> tuple[PyTree, PyTree]:
+    """The trained and the frozen parameters, each with None in place of the others."""
+    trained = jax.tree.map(lambda leaf, on: leaf if on else None, params, mask)
+    return trained, jax.tree.map(lambda leaf, on: None if on else leaf, params, mask)
+
+
+def joined(trained: PyTree, frozen: PyTree) -> PyTree:
+    """The parameters that `split` took apart."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda x: x is None)
+
+
+def _checked(name: str, given: Any) -> optax.GradientTransformation:
+    if not isinstance(given, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}={given!r} must be a transformation of optax, such as optax.adamw(1e-4) "
+            "(of optax.MultiSteps, its gradient_transformation())"
+        )
+    return given

@@ -1,0 +1,172 @@
+"""What is trained, by which transformation, and in which precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dllm_jax.nn.model import Model
+from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
+from tests.models import FAMILIES, cast, separate, tiny
+
+pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
+
+CONFIG = TrainConfig(steps=3)
+SGD = optax.sgd(0.1)
+
+
+def batch_of(step: int = 0, examples: int = 4) -> Batch:
+    ids = np.random.default_rng(step).integers(0, 30, (examples, 8)).astype(np.int32)
+    return Batch(ids[:, :3], ids[:, 3:])
+
+
+def steps(model: Model, setup, number: int = 1):
+    state = begin(model, setup)
+    for step in range(number):
+        state, _ = train_step(state, batch_of(step), setup)
+    return state
+
+
+def changed(before: Model, after: Model) -> dict[str, bool]:
+    paths = jax.tree_util.tree_leaves_with_path(before.params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): bool((old != new).any())
+        for (path, old), new in zip(paths, jax.tree.leaves(after.params), strict=True)
+    }
+
+
+def named(*names: str):
+    """A function that gives a mask: True at parameters of these names."""
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
+
+
+def test_float32_masters_take_steps_that_bfloat16_would_lose():
+    model = cast(tiny("llada"), jnp.bfloat16)
+    moved = {}
+    for masters in (True, False):
+        config = TrainConfig(steps=30, learning_rate=1e-4, warmup=0, master_weights=masters)
+        setup = prepare(model, config)
+        first = begin(model, setup).params
+        state = steps(model, setup, 30)
+        fractions = jax.tree.map(lambda a, b: float(jnp.mean(a != b)), first, state.params)
+        moved[masters] = jax.tree.leaves(fractions)
+        if masters:
+            trained = model_of(model, state, setup)
+            assert trained.dtype == jnp.bfloat16
+            rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)
+            assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), trained.params, rounded))
+            assert all(np.mean(np.asarray(leaf != old)) > 0 for leaf, old in _pairs(trained, model))
+    assert min(moved[True]) > 0.99
+    assert min(moved[False]) < 0.25
+
+
+def _pairs(one: Model, other: Model):
+    pairs = zip(jax.tree.leaves(one.params["layers"]), jax.tree.leaves(other.params["layers"]), strict=True)
+    return [(a, b) for a, b in pairs if a.ndim > 2]  # matrices: norms are near 1, where bfloat16 is coarse
+
+
+@pytest.mark.parametrize("form", [lambda model: model, separate], ids=["stacked", "separate"])
+@pytest.mark.parametrize("muon", [None, 0.01])
+def test_what_is_frozen_stays_and_has_no_state(form, muon):
+    model = form(tiny("llada"))
+    config = TrainConfig(steps=3, warmup=0, muon=muon)
+    for trainable, names in (
+        (named("q", "v"), {"q", "v"}),
+        ({"embed": False, "layers": True, "norm": False, "head": False}, set(model_layer(model))),
+    ):
+        setup = prepare(model, config, trainable=trainable)
+        state = steps(model, setup)
+        for path, moved in changed(model, model_of(model, state, setup)).items():
+            assert moved == (path.rpartition("/")[2] in names), path
+        trained = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        kept = sum(leaf.size for leaf in jax.tree.leaves(state.moments))
+        assert kept <= 2 * trained + 8
+        assert jax.tree.leaves(state.frozen)[0] is jax.tree.leaves(setup.split(model.params)[1])[0]
+
+
+def model_layer(model: Model):
+    layers = model.params["layers"]
+    return layers[0] if isinstance(layers, list) else layers
+
+
+def test_what_is_trained_moves_as_if_everything_was():
+    model = tiny("dream")
+    alone = prepare(model, CONFIG, trainable=named("norm", "attn_norm", "mlp_norm"), optimizer=SGD)
+    together = prepare(model, CONFIG, optimizer=SGD)
+    part, whole = (steps(model, setup).params for setup in (alone, together))
+    np.testing.assert_allclose(part["norm"], whole["norm"], rtol=1e-6)
+    assert part["embed"] is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_choose_among_transformations(family):
+    model = tiny(family)
+    labels = {"embed": "table", "layers": "rest", "norm": "still", "head": False}
+    optimizer = {"table": optax.sgd(1.0), "rest": SGD, "still": None}
+    setup = prepare(model, CONFIG, optimizer=optimizer, trainable=labels)
+    after = model_of(model, steps(model, setup), setup)
+    moved = changed(model, after)
+    assert moved["embed"]
+    assert moved["layers/q"]
+    assert not moved["norm"]
+    assert not moved["head"]
+    slow = prepare(model, CONFIG, optimizer=optimizer | {"table": SGD}, trainable=labels)
+    step = lambda setup: model_of(model, steps(model, setup), setup).params["embed"] - model.params["embed"]
+    np.testing.assert_allclose(step(setup), 10 * step(slow), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [optax.adafactor, optax.lion, optax.lbfgs, optax.adam], ids=lambda f: f.__name__
+)
+def test_any_transformation_of_optax_trains(make):
+    run = train(
+        tiny("llada"), Batches(batch_of), TrainConfig(steps=2, review_every=1, save_every=1),
+        optimizer=make(1e-3), progress=False,
+    )  # fmt: skip
+    assert all(changed(tiny("llada"), run.model).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trainable": {"embed": True}}, "trainable= must be a tree that the parameters extend"),
+        ({"trainable": False}, "leaves nothing to train"),
+        ({"trainable": 1}, "trainable=1 must be True, False or a name"),
+        ({"trainable": "all"}, r"trainable= has the names \['all'\]: optimizer= must be a mapping"),
+        ({"trainable": "a", "optimizer": {"b": SGD}}, r"optimizer= has the names \['b'\], trainable= has"),
+        ({"optimizer": {"a": SGD}}, r"optimizer= has the names \['a'\], trainable= has \[True\]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(tiny("llada"), CONFIG, **({"optimizer": None} | options))
+
+
+def test_options_of_the_optimiser_that_is_replaced_are_refused():
+    with pytest.raises(ValueError, match=r"learning_rate=0\.1 has no effect with optimizer="):
+        prepare(tiny("llada"), TrainConfig(steps=1, learning_rate=0.1), optimizer=SGD)
+    for wrong in ("adam", optax.MultiSteps(SGD, 2), 1e-3):
+        with pytest.raises(TypeError, match="must be a transformation of optax"):
+            prepare(tiny("llada"), TrainConfig(steps=1), optimizer=wrong)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_make_the_step_of_the_whole_batch(family):
+    model = separate(tiny(family))
+    ids = np.random.default_rng(0).integers(0, 30, (6, 9)).astype(np.int32)
+    # Answers of different length: the loss is a mean over examples of means over their tokens.
+    lengths = np.array([5, 1, 4, 2, 3, 5])[:, None]
+    batch = Batch(ids[:, :4], ids[:, 4:], None, np.arange(5) < lengths, t_min=0.2)
+    results = {}
+    for parts in (1, 2, 3):
+        setup = prepare(model, TrainConfig(steps=9, warmup=0, accumulate=parts, clip=1e6))
+        state, metrics = train_step(begin(model, setup), batch, setup)
+        results[parts] = metrics, state.moments[1][0].mu
+    for parts in (2, 3):
+        np.testing.assert_allclose(results[parts][0].loss, results[1][0].loss, rtol=1e-6)
+        np.testing.assert_allclose(results[parts][0].accuracy, results[1][0].accuracy, rtol=1e-6)
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+        jax.tree.map(close, results[parts][1], results[1][1])
+    with pytest.raises(ValueError, match="a batch of 6 examples must be a multiple of 4: accumulate=4"):
+        train_step(begin(model, setup), batch, prepare(model, TrainConfig(steps=9, accumulate=4)))
