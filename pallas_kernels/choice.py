@@ -59,16 +59,23 @@ class Operation:
       name: of the operation.
       xla: defines the meaning and takes every shape.
       check: refuses arrays and options that do not go together, with a ValueError; called like `xla`.
+      operands: axes of each array, a letter each (b sequences, h query heads, k kv heads; others are not
+        split); an axis may have length 1 instead, and an optional array may be None.
+      results: axes of each array that it returns.
       kernels: one per platform, TPUs' among them; same signature and an option `interpret` besides. A kernel
         raises NotImplementedError, while it is traced, for a call that it does not support.
       preferred: platforms whose kernel was measured to be faster than XLA's form.
+      averages_heads: the result is a mean over query heads.
     """
 
     name: str
     xla: Callable[..., Any]
     check: Callable[..., None]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
     kernels: Mapping[Platform, Callable[..., Any]]
     preferred: tuple[Platform, ...] = ()
+    averages_heads: bool = False
 
     def run(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
@@ -101,6 +108,10 @@ class Operation:
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
+
+    def takes_kernels(self, implementation: Implementation | None) -> bool:
+        """Whether any platform takes a kernel where it supports the call."""
+        return bool(self._wanted(implementation))
 
     def unsupported(
         self, platform: Platform, arrays: tuple[Any, ...], options: Mapping[str, Any]

@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
 import dllm_jax as dj
 from dllm_jax.decoding.explain import Explanation
 from dllm_jax.nn import attention
+from dllm_jax.nn.kernels import Kernels
+from dllm_jax.nn.mesh import over_mesh
+from pallas_kernels import OPERATIONS
 from pallas_kernels import attention as operations
 from tests.kernel_cases import some
 from tests.models import tiny
@@ -111,10 +115,47 @@ def test_another_implementation_is_refused():
     assert dj.load(HERE / "models" / "llada-tiny", implementation="xla").implementation == "xla"
 
 
-def test_kernels_over_a_mesh_are_refused():
-    mesh = jax.make_mesh((1,), ("tp",))
-    with pytest.raises(ValueError, match="'pallas' does not go with a mesh: XLA cannot split a kernel"):
-        dj.load(HERE / "models" / "llada-tiny", mesh=mesh, implementation="pallas")
+MESHES = {"tp=2": ((2,), ("tp",)), "dp=2 x tp=4": ((2, 4), ("dp", "tp")), "dp=8": ((8,), ("dp",))}
+
+
+def operands(name, kv_heads):
+    """Arrays and options of an operation: eight sequences, four query heads."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v, lse = draw(8, 3, 4, 16), draw(8, 9, kv_heads, 16), draw(8, 9, kv_heads, 16), draw(8, 4, 3)
+    mask = jnp.asarray(rng.random((8, 1, 1, 9)) < 0.8)
+    count = jnp.asarray(rng.integers(0, 6, (8, kv_heads)), jnp.int32)
+    index = jnp.asarray(rng.integers(0, 10, (8, kv_heads, 5)), jnp.int32)
+    return {
+        "attention": ((q, k, v, mask, None), {}),
+        "received": ((q, k, lse, draw(8, 3), mask, None), {}),
+        "head_mean": ((q, k, lse, mask, None), {}),
+        "topk_evict": ((draw(8, kv_heads, 9), count), dict(width=5)),
+        "sparse_gather": ((k, v, index), {}),
+    }[name]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("mesh", some(["dp=2 x tp=4", "tp=2", "dp=8"], 1))
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh, kv_heads):
+    """By kernels over a mesh as by XLA on one device; kv heads that do not divide are on every device."""
+    mesh, (arrays, options) = jax.make_mesh(*MESHES[mesh]), operands(operation.name, kv_heads)
+    run = lambda *arrays: Kernels("pallas").run(operation, *arrays, **options)
+    spread = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+    traced = jax.jit(lambda *arrays: over_mesh(run, *arrays, out=PartitionSpec())).trace(*spread)
+    assert "shard_map" in str(traced.jaxpr)
+    found, wanted = traced.lower().compile()(*spread), operation.run(arrays, options, "xla")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+def test_a_generation_over_a_mesh_by_kernels_is_that_of_one_device():
+    path, prompt = HERE / "models" / "llada-tiny", np.arange(12).reshape(2, 6)
+    options = dict(length=4, block=2, policy=dj.policies.SparseDLLM())
+    wanted = dj.generate(dj.load(path), prompt, **options)
+    model = dj.load(path, mesh=jax.make_mesh((2, 2), ("dp", "tp")), implementation="pallas")
+    found = dj.generate(model, prompt, **options)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
 
 
 def explained(model: dj.Model, implementation=None, policy=None, padded=False) -> Explanation:

@@ -48,7 +48,7 @@ def load(
         mesh of `jax.set_mesh`, and without one puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention and eviction, see `Model`; "pallas" not with a mesh.
+      implementation: of attention and eviction, see `Model`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs, separate
         elsewhere. Tokens do not depend on it.
@@ -68,13 +68,11 @@ def load(
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, an unknown implementation or kernels over a mesh, a mesh without any
-        axis that the rules know, other weights than an int8 directory holds, or (check_finite, int8) tensors
-        with NaN or infinity; each by name.
+        a factor that is not positive, an unknown implementation, a mesh without any axis that the rules know,
+        other weights than an int8 directory holds, or (check_finite, int8) tensors with NaN or infinity; each
+        by name.
     """
     mesh = usable_mesh(mesh, rules)
-    if mesh is not None and implementation == "pallas":
-        raise ValueError("implementation='pallas' does not go with a mesh: XLA cannot split a kernel over it")
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))

@@ -11,6 +11,7 @@ from typing_extensions import override
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
@@ -72,8 +73,8 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recording(Layer):
-    """A layer that records which operations are called with what.
+class Recording(Kernels):
+    """Kernels that record which operations are called with what.
 
     Attributes:
       calls: those made so far.
@@ -82,10 +83,10 @@ class Recording(Layer):
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     @override
-    def _run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
+    def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         self.calls.append(Call(operation, shapes, options))
-        return super()._run(operation, *arrays, **options)
+        return super().run(operation, *arrays, **options)
 
 
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
@@ -128,10 +129,8 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
         cache = policy.before_layers(policy.before_first_step(cache, canvas, model, tokens), canvas, rows)
 
         def layer(layer: Layer, *rest):
-            recording = Recording(
-                layer.weights, layer.spec, layer.rope, layer.index, layer.implementation, calls
-            )
-            return policy.layer(recording, *rest)
+            kernels = Recording(layer.kernels.implementation, layer.kernels.rules, calls)
+            return policy.layer(dataclasses.replace(layer, kernels=kernels), *rest)
 
         rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
         return network(model, rope, layer, tokens, canvas, rows, cache)

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
 from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.memory import heads_first_on_tpu
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
-from pallas_kernels import Implementation, Operation, sparse_gather, topk_evict
+from pallas_kernels import sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
 
 LayerIndex = Int[Array, ""] | int  # traced where one loop runs all layers, a number where they are unrolled
@@ -31,15 +32,15 @@ class Layer:
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: which layer this is.
-      implementation: of attention (`attention`, `received`, `head_mean`) and eviction (`topk_evict`,
-        `sparse_gather`), see `Model`.
+      kernels: implementations of attention (`attention`, `received`, `head_mean`) and eviction
+        (`topk_evict`, `sparse_gather`), see `Model`.
     """
 
     weights: dict[str, Any]
     spec: ModelSpec
     rope: Rope
     index: LayerIndex
-    implementation: Implementation | None = None
+    kernels: Kernels = BY_DEFAULT
 
     def qk(
         self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
@@ -68,7 +69,7 @@ class Layer:
         `head_mean` recompute from it what a policy reads. Kernels support masks that are the same for all
         queries of a sequence, which all policies have except in padded batches of Dream.
         """
-        return self._run(ATTENTION, q, k, v, mask, None)
+        return self.kernels.run(ATTENTION, q, k, v, mask, None)
 
     def received(
         self,
@@ -82,7 +83,7 @@ class Layer:
 
         These are the votes of MaskKV (equation 7) and of Elastic-Cache (equation 5).
         """
-        return self._run(RECEIVED, q, k, lse, weight, mask, None)
+        return self.kernels.run(RECEIVED, q, k, lse, weight, mask, None)
 
     def head_mean(
         self,
@@ -92,7 +93,7 @@ class Layer:
         mask: Mask | None = None,
     ) -> Float[Array, "b q s"]:
         """Attention weights averaged over query heads: the map that d2Cache rolls out (section 4.2)."""
-        return self._run(HEAD_MEAN, q, k, lse, mask, None)
+        return self.kernels.run(HEAD_MEAN, q, k, lse, mask, None)
 
     def topk_evict(
         self, score: Float[Array, "b k s"], count: Int[Array, "b k"], width: int
@@ -102,13 +103,13 @@ class Layer:
         This is the choice of Sparse-dLLM (Algorithm 1, one set for all heads) and of MaskKV (equation 16).
         Ties go to the lower slot, and -inf is never kept, see `pallas_kernels.topk_evict.reference`.
         """
-        return self._run(topk_evict.OPERATION, score, count, width=width)
+        return self.kernels.run(topk_evict.OPERATION, score, count, width=width)
 
     def sparse_gather(
         self, k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]
     ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
         """The pairs at the slots of each kv head's list (or of one for all heads); 0 where a list has s."""
-        return self._run(sparse_gather.OPERATION, k, v, index)
+        return self.kernels.run(sparse_gather.OPERATION, k, v, index)
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The attention branch: output projection of the heads."""
@@ -125,10 +126,6 @@ class Layer:
         """The layer's output, from its input and its attention's: both branches added to the stream."""
         x = x + self.out(o)
         return x + self.mlp(x)
-
-    def _run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
-        """The operation by the implementation that the model chose."""
-        return operation.run(arrays, options, self.implementation)
 
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
@@ -155,7 +152,7 @@ def walk(
     rope: Rope,
     run: Callable[[Layer, Any], Any],
     carry: Any,
-    implementation: Implementation | None = None,
+    kernels: Kernels = BY_DEFAULT,
 ) -> Any:
     """Runs `run(layer, carry) -> carry` over all layers: stacked ones in a `lax.scan`, separate ones in turn.
 
@@ -165,7 +162,7 @@ def walk(
       rope: rotary tables of all canvas positions.
       run: one layer; traced once if the layers are stacked, else once per layer.
       carry: the state before the first layer, a pytree of any structure.
-      implementation: of the attention, see `Model`.
+      kernels: implementations of attention and eviction, see `Model`.
 
     Returns:
       the carry after the last layer.
@@ -174,12 +171,12 @@ def walk(
     layers = params["layers"]
     if isinstance(layers, list):
         for index, weights in enumerate(layers):
-            carry = run(Layer(weights, spec, rope, index, implementation), carry)
+            carry = run(Layer(weights, spec, rope, index, kernels), carry)
         return carry
 
     def body(carry, weights_and_index):
         weights, index = weights_and_index
-        return run(Layer(weights, spec, rope, index, implementation), carry), None
+        return run(Layer(weights, spec, rope, index, kernels), carry), None
 
     # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
     return jax.lax.scan(body, carry, (layers, jnp.arange(spec.layers)))[0]

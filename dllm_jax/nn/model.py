@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.int8 import Weights, held_as
+from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, describe
@@ -55,6 +56,11 @@ class Model:
     def weights(self) -> Weights | None:
         """How matrices are held: "int8" (`dllm_jax.nn.int8`), or None for `dtype`."""
         return held_as(self.params)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The implementations of attention and eviction that a generation's steps take."""
+        return Kernels(self.implementation, self.rules)
 
     @property
     def mesh(self) -> AnyMesh | None:

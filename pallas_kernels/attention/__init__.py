@@ -1,5 +1,8 @@
 """Attention, and what its weights show afterwards: what each key received, and their mean over heads."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import xla
@@ -13,18 +16,24 @@ def _check(q, k, *others) -> None:
     check_shapes(q, k, *others[-2:])
 
 
-ATTENTION, RECEIVED, HEAD_MEAN = (
-    Operation(
+def _operation(plain: Callable[..., Any], operands: str, *results: str, **more: Any) -> Operation:
+    return Operation(
         name=plain.__name__,
         xla=plain,
         check=_check,
+        operands=tuple(operands.split()),
+        results=results,
         kernels={
             "tpu": imported("pallas_kernels.attention.tpu", plain.__name__),
             "cuda": imported("pallas_kernels.attention.gpu", plain.__name__),
         },
+        **more,
     )
-    for plain in (xla.attention, xla.received, xla.head_mean)
-)
+
+
+ATTENTION = _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq")
+RECEIVED = _operation(xla.received, "bqhd bskd bhq bq bkqs bk", "bks")
+HEAD_MEAN = _operation(xla.head_mean, "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)
 
 
 def attention(

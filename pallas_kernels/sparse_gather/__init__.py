@@ -12,6 +12,8 @@ OPERATION = Operation(
     name="sparse_gather",
     xla=xla.sparse_gather,
     check=check_shapes,
+    operands=("bskd", "bskd", "bkw"),
+    results=("bwkd", "bwkd"),
     kernels={
         "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
         "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),

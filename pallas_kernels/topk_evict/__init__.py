@@ -12,6 +12,8 @@ OPERATION = Operation(
     name="topk_evict",
     xla=xla.topk_evict,
     check=lambda score, count, width: check_options(score, width),
+    operands=("bkl", "bk"),
+    results=("bkw",),
     kernels={
         "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
         "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),

@@ -1,0 +1,79 @@
+"""Which implementation the operations of a generation's steps take, and how a mesh divides them.
+
+XLA's partitioner cannot split a kernel. Sequences and heads are independent in every operation, so over a
+mesh each device computes those it holds (`jax.shard_map`), and only an average over heads is exchanged.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from dllm_jax.nn.mesh import MeshRules
+from pallas_kernels import Implementation, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The choice of implementations, see `pallas_kernels.choice`.
+
+    Attributes:
+      implementation: "xla", "pallas" or None.
+      rules: what the axes of a mesh split.
+    """
+
+    implementation: Implementation | None = None
+    rules: MeshRules = MeshRules()
+
+    def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
+        """The operation on whole arrays; over a mesh each device computes its sequences and heads.
+
+        Query heads are split as the kv heads that they read, so only as far as these divide.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        on_one_device = functools.partial(operation.run, options=options, implementation=self.implementation)
+        if mesh.empty or not mesh.auto_axes or not operation.takes_kernels(self.implementation):
+            return on_one_device(arrays)
+        operation.check(*arrays, **options)
+        split = self._split(operation, arrays, mesh)
+
+        def part(*arrays: Any) -> Any:
+            result = on_one_device(arrays)
+            averaged = operation.averages_heads and split["h"]
+            return jax.lax.pmean(result, split["h"]) if averaged else result
+
+        specs = [
+            PartitionSpec() if array is None else _spec(axes, split, array.shape)
+            for axes, array in zip(operation.operands, arrays, strict=True)
+        ]
+        first, *others = (_spec(axes, split) for axes in operation.results)
+        return jax.shard_map(
+            part,
+            in_specs=tuple(specs),
+            out_specs=(first, *others) if others else first,
+            check_vma=False,  # kernels do not say over which axes their results differ
+        )(*arrays)
+
+    def _split(
+        self, operation: Operation, arrays: tuple[Any, ...], mesh: AbstractMesh
+    ) -> dict[str, tuple[str, ...]]:
+        """Axes of the mesh that split sequences, kv heads and their query heads, by letter."""
+        length = {"b": 1, "k": 1}
+        for axes, array in zip(operation.operands, arrays, strict=True):
+            for letter, size in () if array is None else zip(axes, array.shape, strict=True):
+                if letter in length:
+                    length[letter] = max(length[letter], size)
+        heads = self.rules.axes(mesh, "k", length["k"])
+        return {"b": self.rules.axes(mesh, "b", length["b"]), "k": heads, "h": heads}
+
+
+def _spec(axes: str, split: dict[str, tuple[str, ...]], shape: tuple[int, ...] = ()) -> PartitionSpec:
+    """How an array is split; an axis of length 1 serves all parts."""
+    shape = shape or (-1,) * len(axes)
+    parts = zip(axes, shape, strict=True)
+    return PartitionSpec(*(None if size == 1 else split.get(letter) or None for letter, size in parts))
+
+
+BY_DEFAULT = Kernels()
