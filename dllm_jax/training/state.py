@@ -83,9 +83,11 @@ def _places(setup: Setup, trained: PyTree[Array]) -> Any:
 
 
 def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
-    """The model with the state's parameters, in the model's dtypes."""
+    """The model with the state's parameters, in the model's dtypes and on the mesh that the user gave."""
     with setup.scope():
         params = setup.weights(state.params, state.frozen)
+    if setup.placement is not None:
+        params = setup.placement.returned(params)
     return Model(params, model.spec, model.implementation)
 
 
