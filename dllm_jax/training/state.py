@@ -1,5 +1,6 @@
 """The state of a training run as a pytree, and one step of it."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
         params = setup.weights(state.params, state.frozen)
     if setup.placement is not None:
         params = setup.placement.returned(params)
-    return Model(params, model.spec, model.implementation)
+    return dataclasses.replace(model, params=params)
 
 
 def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
