@@ -73,14 +73,15 @@ for lengths, names, family, form, options in CASES:
     same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim) and a.dtype == b.dtype
     assert jax.tree.all(jax.tree.map(same, described, state))
     trained = model_of(model, state, setup)
-    assert trained.dtype == jnp.float32
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(trained.params)} == {mesh}
     print("same curve", *names)
 
-# bfloat16 with masters, and parts of it frozen, on a mesh that the model lies on already.
+# bfloat16 with masters, and parts of it frozen, on a mesh that the model lies on already, with Explicit axes.
 fsdp = jax.make_mesh((8,), ("fsdp",), axis_types=auto)
 only = {"embed": False, "layers": True, "norm": False, "head": False}
 narrow = cast(tiny("llada", vocab=64), jnp.bfloat16)
-everywhere = jax.sharding.NamedSharding(fsdp, jax.P())
+explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+everywhere = jax.sharding.NamedSharding(explicit, jax.P())
 placed = jax.device_put(narrow, everywhere)
 one, other = curve(narrow, trainable=only), curve(placed, trainable=only)
 np.testing.assert_allclose(one[0], other[0], rtol=2e-2)

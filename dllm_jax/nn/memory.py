@@ -22,7 +22,12 @@ def same_in_all_loops(x: Float[Array, "*n b s k d"]) -> Float[Array, "*n b s k d
 
 
 def heads_first_on_tpu(x: Float[Array, "b q h d"]) -> Float[Array, "b q h d"]:
-    """Projected heads, heads first on TPUs, where XLA would else turn their weights around."""
+    """Projected heads, heads first on TPUs, where XLA would else turn their weights around.
+
+    Not in programs of a mesh context: the partitioner gathers whatever has a constraint on its layout.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return x
     return jax.lax.platform_dependent(x, tpu=_heads_first, default=lambda x: x)
 
 

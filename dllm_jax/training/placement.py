@@ -44,7 +44,7 @@ class Placement:
     """A mesh for training; hashable.
 
     Attributes:
-      mesh: the devices, with Auto axes: the compiler partitions the model.
+      mesh: the user's, with Auto or Explicit axes.
 
     Raises:
       ValueError: an axis of more than one device whose name is not in `MESH_AXES`.
@@ -60,8 +60,17 @@ class Placement:
                     f"the mesh axis {name!r} of {size} devices must be one of "
                     f"{', '.join(map(repr, known))}: its name says what it splits"
                 )
-        automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
-        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic))
+
+    @property
+    def automatic(self) -> Mesh:
+        """The mesh that programs run on, with Auto axes: the compiler partitions the model."""
+        axes = self.mesh.axis_names
+        return Mesh(self.mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+    def returned(self, params: Params) -> Params:
+        """Parameters on the user's mesh, where programs left them."""
+        where = lambda leaf: NamedSharding(self.mesh, leaf.sharding.spec)
+        return jax.device_put(params, jax.tree.map(where, params))
 
     def axes(self, kind: str) -> tuple[str, ...]:
         """The mesh's axes of a kind of `MESH_AXES`, in the order of the mesh."""
@@ -74,12 +83,12 @@ class Placement:
     @property
     def everywhere(self) -> NamedSharding:
         """A copy on every device."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.automatic, PartitionSpec())
 
     @property
     def sequences(self) -> NamedSharding:
         """Arrays whose first axis is the batch."""
-        return NamedSharding(self.mesh, PartitionSpec(self.axes("data") + self.axes("fsdp")))
+        return NamedSharding(self.automatic, PartitionSpec(self.axes("data") + self.axes("fsdp")))
 
     @property
     def sequence_ways(self) -> int:
@@ -96,7 +105,7 @@ class Placement:
                 return None
             return self.axes(kind) or None
 
-        return NamedSharding(self.mesh, PartitionSpec(*map(over, axes)))
+        return NamedSharding(self.automatic, PartitionSpec(*map(over, axes)))
 
     def unsplit(self, spec: ModelSpec) -> list[str]:
         """What this mesh does not divide, in words; parameters with these axes have copies there."""

@@ -81,7 +81,7 @@ class Setup:
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context that programs are called in: the mesh's, whatever mesh the caller has set."""
-        return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh)
+        return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.automatic)
 
 
 def prepare(

@@ -1,5 +1,6 @@
 """The state of a training run as a pytree, and one step of it."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -83,10 +84,12 @@ def _places(setup: Setup, trained: PyTree[Array]) -> Any:
 
 
 def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
-    """The model with the state's parameters, in the model's dtypes."""
+    """The model with the state's parameters, in the model's dtypes and on the mesh that the user gave."""
     with setup.scope():
         params = setup.weights(state.params, state.frozen)
-    return Model(params, model.spec, model.implementation)
+    if setup.placement is not None:
+        params = setup.placement.returned(params)
+    return dataclasses.replace(model, params=params)
 
 
 def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
