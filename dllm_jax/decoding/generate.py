@@ -156,7 +156,8 @@ def infill(
 
 def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
     spread, batch = over_devices(request.inputs, model, mesh)
-    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=request.plan)
+    plan = host.numbers(request.plan, mesh)
+    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
 
     # What was added is taken off again: sequences that the mesh needed, positions of a bucket.
     own = slice(batch)
