@@ -45,14 +45,16 @@ for path in paths:
         assert name == "three" or out.tokens.sharding.spec[0] == "dp", out.tokens.sharding
         assert name == "three" or out.tokens.addressable_shards[0].data.shape[0] == 2
         np.testing.assert_array_equal(host.everywhere(out.tokens), np.asarray(want.tokens)[:b], err_msg=name)
-        np.testing.assert_array_equal(host.everywhere(out.stats.computed), np.asarray(want.stats.computed)[:b])
+        counts, expected = host.everywhere(out.stats.computed), np.asarray(want.stats.computed)
+        np.testing.assert_array_equal(counts, expected[:b])
     ours = dj.log_likelihood(model, sharded, sharded, **score)
     np.testing.assert_allclose(
         host.everywhere(ours), dj.log_likelihood(alone, prompt, prompt, **score), rtol=1e-4
     )
     try:
         bad = np.where(np.arange(5) == 4, 60, prompt)
-        dj.generate(model, jax.make_array_from_callback(bad.shape, where, lambda index: bad[index]), **options)
+        bad = jax.make_array_from_callback(bad.shape, where, lambda index, bad=bad: bad[index])
+        dj.generate(model, bad, **options)
         raise AssertionError("a mask id was not noticed")
     except ValueError as error:
         assert "is the mask id" in str(error)
