@@ -18,7 +18,7 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh")
+ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh", "mode")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 # Arrays lie on the first of these unless a test makes a mesh.
@@ -50,7 +50,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of families, samplers, batches, meshes and rows of a test marked `rotate` one runs, then another.
+    """Of families, samplers, batches, meshes and rows of tests marked `rotate` one runs, another in the next.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
     `exhaustive` do not run.

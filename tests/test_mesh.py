@@ -125,13 +125,9 @@ def test_full_passes_and_likelihoods_over_a_mesh(types):
         ours, want = function(model, sharded, mask), function(alone, prompt, mask)
         np.testing.assert_allclose(ours, want, rtol=1e-4, atol=2e-5)
         assert "dp" in ours.sharding.spec
+    answer, _ = prompts(alone, (4,) * 4)
     score = lambda model, prompt: dj.log_likelihood(
-        model,
-        prompt,
-        prompts(alone, (4,) * len(prompt))[0],
-        prompt_mask=mask[: len(prompt)],
-        draws=16,
-        key=KEY,
+        model, prompt, answer[: len(prompt)], prompt_mask=mask[: len(prompt)], draws=16, key=KEY
     )
     np.testing.assert_allclose(score(model, sharded), score(alone, prompt), rtol=1e-4)
     assert score(model, sharded).sharding.spec == PartitionSpec("dp")

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
@@ -32,6 +33,11 @@ class Output(NamedTuple):
     tokens: Int[Array, "b l"]
     stats: Stats
     trace: Trace | None
+
+
+# Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
+for _result in (Output, Stats, Trace):
+    export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
 
 
 def generate(
@@ -156,7 +162,8 @@ def infill(
 
 def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
     spread, batch = over_devices(request.inputs, model, mesh)
-    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=request.plan)
+    plan = host.numbers(request.plan, mesh)
+    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
 
     # What was added is taken off again: sequences that the mesh needed, positions of a bucket.
     own = slice(batch)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, over_mesh
+from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument
 from dllm_jax.state import host, inputs
@@ -68,7 +68,8 @@ def log_likelihood(
     cfg_scale = check_argument("cfg_scale", cfg_scale, TracedUnlessZero)
     padding = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
     if masks is None:
-        masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
+        with number_modes():
+            masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
     masks = jnp.asarray(masks, bool)
     if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != answer.shape:
         raise ValueError(
@@ -76,7 +77,7 @@ def log_likelihood(
         )
     if not host.stays_on_devices(masks) and not host.values(masks).any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
-    guidance = None if fixed_at(cfg_scale, 0) else argument(cfg_scale, float)
+    guidance = None if fixed_at(cfg_scale, 0) else host.numbers(argument(cfg_scale, float), mesh)
     arrays, batch = _over_devices(model, mesh, prompt, answer, padding, masks)
     return host.part(_estimate(model, *arrays, guidance, chunk), slice(batch), batch=0)
 
@@ -126,6 +127,13 @@ def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, 
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
 
     # Draws are grouped in strata, and each sequence has masks of its own.
+    return _all_masks(key, shape, draws, strata)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "draws", "strata"))
+def _all_masks(
+    key: Key[Array, ""], shape: tuple[int, int], draws: int, strata: int
+) -> Bool[Array, "draws b r"]:
     batch, length = shape
     keys = jax.random.split(key, (draws // strata, batch))
     masks = jax.vmap(jax.vmap(lambda k: stratified_masks(k, length, strata)))(keys)

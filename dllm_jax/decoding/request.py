@@ -1,5 +1,6 @@
 """Requests: input is checked and padded to its bucket, and the canvas and the plan are made."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -132,10 +133,16 @@ def over_devices(inputs: Inputs, model: Model, mesh: AnyMesh | None) -> Spread:
 def _more_noise(noise: Noise | None, extra: int) -> Noise | None:
     """Draws for sequences that draw nothing."""
     if isinstance(noise, KeyNoise) and extra:
-        return KeyNoise(jnp.concatenate([noise.keys, jnp.repeat(noise.keys[:1], extra, axis=0)]))
+        return KeyNoise(_more_keys(noise.keys, extra))
     if isinstance(noise, RecordedNoise):
         return RecordedNoise(*(host.more_sequences(a, extra, 0, axis=1) if a.ndim else a for a in noise))
     return noise
+
+
+@functools.partial(jax.jit, static_argnames="extra")
+def _more_keys(keys: Key[Array, "b"], extra: int) -> Key[Array, "b_plus_extra"]:
+    """The keys and as many times the first one as there are sequences that draw nothing."""
+    return jnp.concatenate([keys, jnp.repeat(keys[:1], extra, axis=0)])
 
 
 def plan_for(

@@ -124,7 +124,7 @@ class Record(NamedTuple):
 def cut(trace: Trace, batch: int, left: int) -> Trace:
     """The first `batch` sequences, without `left` positions and, outside of jit, steps that did not run."""
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
-    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(trace.steps))
+    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
     own, right = slice(batch), slice(left, None)
     part = functools.partial(host.part, batch=1)
     return Trace(

@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Inputs, over_devices, prepare
+from dllm_jax.decoding.step import Plan
 from dllm_jax.nn.mesh import current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.state import host
 
 OPTIONS = inspect.signature(prepare).parameters.keys() - {"model", "prompt", "prompt_mask", "buckets"}
 
@@ -63,18 +65,18 @@ def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
     request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
-    inputs = _placed(model, request.inputs)
-    program = denoise.lower(model, *inputs, layout=request.layout, plan=request.plan).compile()
+    inputs, plan = _placed(model, request.inputs, request.plan)
+    program = denoise.lower(model, *inputs, layout=request.layout, plan=plan).compile()
     memory = program.memory_analysis()
     temporary = memory.temp_size_in_bytes if memory is not None else -1
     return Compiled(rung, batch, time.perf_counter() - start, temporary)
 
 
-def _placed(model: Model, inputs: Inputs) -> Inputs:
+def _placed(model: Model, inputs: Inputs, plan: Plan) -> tuple[Inputs, Plan]:
     """The arrays where `generate` puts them; described like the model if that is only described."""
     mesh = current_mesh(model.params)
     if mesh is None or isinstance(model.params["embed"], jax.Array):
-        return over_devices(inputs, model, mesh).inputs
+        return over_devices(inputs, model, mesh).inputs, host.numbers(plan, mesh)
     inputs = over_devices(inputs, model, mesh.abstract_mesh).inputs
     where = NamedSharding(mesh, PartitionSpec(model.rules.axes(mesh, "b") or None))
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), inputs)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), inputs), plan

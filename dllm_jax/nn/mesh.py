@@ -6,11 +6,12 @@ them lie (`constrain`), and leave the rest to XLA's partitioner. Where axes are 
 inside (`over_mesh`), so that the same code runs on both, and results come back as Explicit arrays.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -157,6 +158,8 @@ def current_mesh(tree: PyTree) -> AnyMesh | None:
 def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[PartitionSpec]) -> Any:
     """`function(*args)` inside of a traced program, with all axes of the mesh Auto while it runs.
 
+    The body has the number types of `number_modes` too: all programs of the library are written for these.
+
     Args:
       function: computes on whole arrays, and may call `constrain`.
       *args: pytrees of arrays, of a mesh or of none.
@@ -164,7 +167,14 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
     """
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh_of(args) if context.empty else context
-    if mesh is None or mesh.size == 1:
+    with number_modes():
+        return _over_mesh(function, args, None if mesh is None or mesh.size == 1 else mesh, out)
+
+
+def _over_mesh(
+    function: Callable[..., Any], args: tuple[PyTree, ...], mesh: AnyMesh | None, out: PyTree[PartitionSpec]
+) -> Any:
+    if mesh is None:
         return function(*args)
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
@@ -176,6 +186,21 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
             return jax.sharding.auto_axes(function, out_sharding=out)(*args)
         place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)
         return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+@contextlib.contextmanager
+def number_modes() -> Iterator[None]:
+    """The modes in which the library computes, whatever the user's program has chosen for its own arrays.
+
+    Numbers of 32 bits and JAX's usual promotion of dtypes and ranks: results are bit for bit the same under
+    `jax_enable_x64`, and with strict promotion.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
 
 
 def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:

@@ -107,6 +107,7 @@ def forward(
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
     """
     logits = lambda model, *inputs: unembed(model.params, model.spec, encode(model, *inputs))
+    tokens = tokens.astype(jnp.int32)
     return over_mesh(logits, model, tokens, valid, out=_by_sequence(model, tokens, "blv"))
 
 
@@ -115,6 +116,7 @@ def hidden_states(
     model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm)."""
+    tokens = tokens.astype(jnp.int32)
     return over_mesh(_stream, model, tokens, valid, out=_by_sequence(model, tokens, "nbl"))
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Key, Shaped
+from jaxtyping import Array, Bool, Key, PyTree, Shaped
 
-from dllm_jax.nn.mesh import AnyMesh, gather_everywhere, over_mesh
+from dllm_jax.nn.mesh import AnyMesh, gather_everywhere, over_mesh, replicated
 
 
 def is_global(array: Any) -> TypeGuard[jax.Array]:
@@ -148,6 +148,13 @@ def by_sequence(array: Array, mesh: AnyMesh | None, names: tuple[str, ...], axis
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return _place_keys(array, where)
     return place(array, array.dtype, where)
+
+
+def numbers(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Scalars of a request on the devices, the same on all of a mesh; traced ones stay what they are."""
+    where = replicated(mesh) if isinstance(mesh, Mesh) else None
+    put = lambda number: number if isinstance(number, jax.Array) else place(number, number.dtype, where)
+    return jax.tree.map(put, tree)
 
 
 def _place_keys(keys: Key[Array, "b"], where: NamedSharding) -> Key[Array, "b"]:
