@@ -186,7 +186,7 @@ def network(
 
     def run(weights: Layer, carry):
         x, cache = carry
-        x, view = layer(weights, x, LayerCache.of(cache, weights.index), rows, canvas)
+        x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.rules), rows, canvas)
         return x, view.into(cache, weights.index)
 
     carry = embed(model.params, rows.take(tokens)), cache

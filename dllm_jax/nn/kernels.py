@@ -21,11 +21,11 @@ class Kernels:
 
     Attributes:
       implementation: "xla", "pallas" or None.
-      rules: what the axes of a mesh split.
+      rules: what the axes of a mesh split; None leaves that to XLA's partitioner, and kernels alone.
     """
 
     implementation: Implementation | None = None
-    rules: MeshRules = MeshRules()
+    rules: MeshRules | None = None
 
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         """The operation on whole arrays; over a mesh each device computes its sequences and heads.
@@ -34,10 +34,11 @@ class Kernels:
         """
         mesh = jax.sharding.get_abstract_mesh()
         on_one_device = functools.partial(operation.run, options=options, implementation=self.implementation)
-        if mesh.empty or not mesh.auto_axes or not operation.takes_kernels(self.implementation):
+        whole = mesh.empty or not mesh.auto_axes or not operation.takes_kernels(self.implementation)
+        if whole or self.rules is None:
             return on_one_device(arrays)
         operation.check(*arrays, **options)
-        split = self._split(operation, arrays, mesh)
+        split = _split(operation, arrays, mesh, self.rules)
 
         def part(*arrays: Any) -> Any:
             result = on_one_device(arrays)
@@ -56,17 +57,18 @@ class Kernels:
             check_vma=False,  # kernels do not say over which axes their results differ
         )(*arrays)
 
-    def _split(
-        self, operation: Operation, arrays: tuple[Any, ...], mesh: AbstractMesh
-    ) -> dict[str, tuple[str, ...]]:
-        """Axes of the mesh that split sequences, kv heads and their query heads, by letter."""
-        length = {"b": 1, "k": 1}
-        for axes, array in zip(operation.operands, arrays, strict=True):
-            for letter, size in () if array is None else zip(axes, array.shape, strict=True):
-                if letter in length:
-                    length[letter] = max(length[letter], size)
-        heads = self.rules.axes(mesh, "k", length["k"])
-        return {"b": self.rules.axes(mesh, "b", length["b"]), "k": heads, "h": heads}
+
+def _split(
+    operation: Operation, arrays: tuple[Any, ...], mesh: AbstractMesh, rules: MeshRules
+) -> dict[str, tuple[str, ...]]:
+    """Axes of the mesh that split sequences, kv heads and their query heads, by letter."""
+    length = {"b": 1, "k": 1}
+    for axes, array in zip(operation.operands, arrays, strict=True):
+        for letter, size in () if array is None else zip(axes, array.shape, strict=True):
+            if letter in length:
+                length[letter] = max(length[letter], size)
+    heads = rules.axes(mesh, "k", length["k"])
+    return {"b": rules.axes(mesh, "b", length["b"]), "k": heads, "h": heads}
 
 
 def _spec(axes: str, split: dict[str, tuple[str, ...]], shape: tuple[int, ...] = ()) -> PartitionSpec:

@@ -2,33 +2,52 @@
 
 The axes that programs name stay [b s k d]. Left to itself, XLA picks one order for the loop of full steps and
 another one for partial steps, and copies the whole cache from one to the other whenever a block begins.
+
+Over a mesh, each device states the order of its own part (`jax.shard_map`): XLA's partitioner would gather
+the whole array on every device to meet a constraint of this kind. It takes the rules by which the array is
+split; without them, nothing is stated over a mesh.
 """
+
+from collections.abc import Callable
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from dllm_jax.nn.mesh import MeshRules
+
 # Stacked parameters that TPU programs read heads first: [n h m d] in memory for the axes n m h d.
 STACKED_HEADS_FIRST = {leaf: Layout((0, 2, 1, 3)) for leaf in ("q", "k", "v")}
 
 
-def same_in_all_loops(x: Float[Array, "*n b s k d"]) -> Float[Array, "*n b s k d"]:
+def same_in_all_loops(
+    x: Float[Array, "*n b s k d"], rules: MeshRules | None = None
+) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
     Heads first on GPUs, where attention multiplies one head at a time; as named on TPUs, whose scatter of
     positions would copy the stack into that order and back. CPUs keep no order but their own through a loop.
     """
-    return jax.lax.platform_dependent(x, tpu=_as_named, cuda=_heads_first, default=lambda x: x)
+    order = lambda x: jax.lax.platform_dependent(x, tpu=_as_named, cuda=_heads_first, default=lambda x: x)
+    return _on_each_device(order, x, rules, "nbskd"[-x.ndim :])
 
 
-def heads_first_on_tpu(x: Float[Array, "b q h d"]) -> Float[Array, "b q h d"]:
-    """Projected heads, heads first on TPUs, where XLA would else turn their weights around.
+def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = None) -> Float[Array, "b q h d"]:
+    """Projected heads, heads first on TPUs, where XLA would else turn their weights around."""
+    order = lambda x: jax.lax.platform_dependent(x, tpu=_heads_first, default=lambda x: x)
+    return _on_each_device(order, x, rules, "bqhd")
 
-    Not in programs of a mesh context: the partitioner gathers whatever has a constraint on its layout.
-    """
-    if not jax.sharding.get_abstract_mesh().empty:
+
+def _on_each_device(
+    order: Callable[[Array], Array], x: Float[Array, "..."], rules: MeshRules | None, axes: str
+) -> Float[Array, "..."]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.auto_axes:
+        return order(x)
+    if rules is None:
         return x
-    return jax.lax.platform_dependent(x, tpu=_heads_first, default=lambda x: x)
+    split = rules.spec(mesh, axes, dict(zip(axes, x.shape, strict=True)))
+    return jax.shard_map(order, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
 def _as_named(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.memory import same_in_all_loops
+from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.rows import Rows
 
@@ -61,19 +62,21 @@ class LayerCache(NamedTuple):
         are separate, a list of this layer's storage and, except in the last one, the following layer's.
       index: which layer this is, where they are stacked; else None.
       shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
+      rules: what the axes of a mesh split; None without one.
     """
 
     layers: PyTree
     index: Int[Array, ""] | None
     shared: PyTree
+    rules: MeshRules | None = None
 
     @staticmethod
-    def of(cache: Cache, layer: LayerIndex) -> "LayerCache":
+    def of(cache: Cache, layer: LayerIndex, rules: MeshRules | None = None) -> "LayerCache":
         """One layer's view of the cache."""
         if isinstance(cache.layers, list):
             assert isinstance(layer, int), "separate layers are unrolled"
-            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared)
-        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared)
+            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared, rules)
+        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared, rules)
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """The cache with what a layer has changed in its view of it."""
@@ -137,9 +140,9 @@ class LayerCache(NamedTuple):
           ahead: 0 or 1.
         """
         if not isinstance(self.layers, list):
-            write = lambda array, new: _write_stacked(array, self._index + ahead, rows, new)
+            write = lambda array, new: _write_stacked(array, self._index + ahead, rows, new, self.rules)
             return self._replace(layers=change(self.layers, write))
-        write = lambda array, new: _write(array, rows, new)
+        write = lambda array, new: _write(array, rows, new, self.rules)
         changed = [change(one, write) if i == ahead else one for i, one in enumerate(self.layers)]
         return self._replace(layers=changed)
 
@@ -149,18 +152,24 @@ class LayerCache(NamedTuple):
         return self.index
 
 
-def _write(array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"]) -> Float[Array, "b s *d"]:
+def _write(
+    array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"], rules: MeshRules | None
+) -> Float[Array, "b s *d"]:
     """One layer's array with new values at the rows."""
     new = new.astype(array.dtype)
     if rows.full:
         written = jnp.where(_broadcast(rows.real, new), new, array)
     else:
         written = array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
-    return same_in_all_loops(written) if new.ndim == 4 else written
+    return same_in_all_loops(written, rules) if new.ndim == 4 else written
 
 
 def _write_stacked(
-    array: Float[Array, "n b s *d"], index: Int[Array, ""], rows: Rows, new: Float[Array, "b q *d"]
+    array: Float[Array, "n b s *d"],
+    index: Int[Array, ""],
+    rows: Rows,
+    new: Float[Array, "b q *d"],
+    rules: MeshRules | None,
 ) -> Float[Array, "n b s *d"]:
     """The stacked array with new values of one layer at the rows; at a layer beyond the last, unchanged."""
     new = new.astype(array.dtype)
@@ -173,7 +182,7 @@ def _write_stacked(
     else:
         batch = jnp.arange(array.shape[1])[:, None]
         written = array.at[index, batch, rows.index].set(new, mode="drop")
-    return same_in_all_loops(written) if new.ndim == 4 else written
+    return same_in_all_loops(written, rules) if new.ndim == 4 else written
 
 
 def _broadcast(real: Bool[Array, "b q"], new: Array) -> Array:
