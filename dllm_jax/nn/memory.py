@@ -51,23 +51,9 @@ def _on_each_device(
 
 
 def _as_named(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return _ordered(x, tuple(range(x.ndim)))
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _heads_first(x: Float[Array, "*n b s k d"]) -> Float[Array, "*n b s k d"]:
     order = tuple(range(x.ndim))
-    return _ordered(x, (*order[:-3], order[-2], order[-3], order[-1]))
-
-
-def _ordered(x: Float[Array, "..."], order: tuple[int, ...]) -> Float[Array, "..."]:
-    """The array with its axes in this order in memory; over a mesh, of each device's part of it."""
-    in_order = lambda x: with_layout_constraint(x, Layout(order))
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.auto_axes:
-        return in_order(x)
-
-    # Left to itself, XLA's partitioner gathers what a custom call takes: keys and values of every layer. It
-    # is told how they lie by the names of the default rules; a mesh of other names gathers as before.
-    axes = "nbskd"[-x.ndim :]
-    spec = MeshRules().spec(mesh, axes, dict(zip(axes, x.shape, strict=True)))
-    return jax.shard_map(in_order, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    return with_layout_constraint(x, Layout((*order[:-3], order[-2], order[-3], order[-1])))
