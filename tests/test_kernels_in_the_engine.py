@@ -141,7 +141,7 @@ def operands(name, kv_heads):
 def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh, kv_heads):
     """By kernels over a mesh as by XLA on one device; kv heads that do not divide are on every device."""
     mesh, (arrays, options) = jax.make_mesh(*MESHES[mesh]), operands(operation.name, kv_heads)
-    run = lambda *arrays: Kernels("pallas").run(operation, *arrays, **options)
+    run = lambda *arrays: Kernels("pallas", dj.MeshRules()).run(operation, *arrays, **options)
     spread = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
     traced = jax.jit(lambda *arrays: over_mesh(run, *arrays, out=PartitionSpec())).trace(*spread)
     assert "shard_map" in str(traced.jaxpr)
