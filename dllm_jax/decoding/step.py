@@ -190,7 +190,7 @@ def network(
         return x, view.into(cache, weights.index)
 
     carry = embed(model.params, rows.take(tokens)), cache
-    return walk(model.params, model.spec, rope, run, carry, model.kernels)
+    return walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
 
 
 def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

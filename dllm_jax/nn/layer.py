@@ -1,12 +1,13 @@
 """A decoder layer as separate operations, and the loop over all layers."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
 from dllm_jax.nn.attention import Mask
@@ -36,7 +37,7 @@ class Layer:
         (`topk_evict`, `sparse_gather`), see `Model`.
     """
 
-    weights: dict[str, Any]
+    weights: Mapping[str, Any]
     spec: ModelSpec
     rope: Rope
     index: LayerIndex
@@ -154,6 +155,7 @@ def walk(
     run: Callable[[Layer, Any], Any],
     carry: Any,
     kernels: Kernels = BY_DEFAULT,
+    where_used: bool = False,
 ) -> Any:
     """Runs `run(layer, carry) -> carry` over all layers: stacked ones in a `lax.scan`, separate ones in turn.
 
@@ -164,6 +166,8 @@ def walk(
       run: one layer; traced once if the layers are stacked, else once per layer.
       carry: the state before the first layer, a pytree of any structure.
       kernels: implementations of attention and eviction, see `Model`.
+      where_used: read each of the stacked weights where the layer uses it (`OneOfStacked`), for layers with
+        loops or branches of their own. Not for gradients: each layer's would be added to a whole stack.
 
     Returns:
       the carry after the last layer.
@@ -177,7 +181,33 @@ def walk(
 
     def body(carry, weights_and_index):
         weights, index = weights_and_index
+        weights = OneOfStacked(layers, index) if where_used else weights
         return run(Layer(weights, spec, rope, index, kernels), carry), None
 
     # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
-    return jax.lax.scan(body, carry, (layers, jnp.arange(spec.layers)))[0]
+    scanned = None if where_used else layers
+    return jax.lax.scan(body, carry, (scanned, jnp.arange(spec.layers)))[0]
+
+
+class OneOfStacked(Mapping[str, Any]):
+    """The weights of one of the stacked layers, each read out of its stack where it is used.
+
+    A loop or a branch inside of a layer would otherwise be given the layer's weights, which XLA copies out of
+    the stacks for it, whether or not it runs.
+    """
+
+    def __init__(self, stacks: dict[str, Any], index: Int[Array, ""]):
+        self._stacks, self._index = stacks, index
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        of_layer = lambda stack: jax.lax.dynamic_index_in_dim(stack, self._index, keepdims=False)
+        return jax.tree.map(of_layer, self._stacks[name])
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stacks)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._stacks)

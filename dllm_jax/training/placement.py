@@ -9,6 +9,7 @@ width of the model; a layer's are gathered over the latter when it runs, and aga
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -186,7 +187,7 @@ def layer_pass(
     """`exact_layer` with sequences split, and the layer's weights gathered over fsdp while it runs."""
     keep = lambda x: jax.lax.with_sharding_constraint(x, placement.sequences)
 
-    def run(weights: dict[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
+    def run(weights: Mapping[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
         axes = {name: AXES[name].removeprefix("n") for name in weights}
         whole = {name: gathered(placement, spec, axes[name], weight) for name, weight in weights.items()}
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
