@@ -67,7 +67,7 @@ def test_least_similar_is_the_head_of_a_stable_sort(score, among, ratio):
 def visited(marked, index, widths: tuple[int, ...]):
     """How often each position and each place in `index` was run, and in which width."""
 
-    def body(place, some, carry):
+    def body(trip, place, some, carry):
         positions, places, width = carry
         sequence = jnp.arange(len(marked))[:, None]
         add = lambda count, at: count.at[sequence, at].add(1, mode="drop")

@@ -128,6 +128,18 @@ class Layer:
         x = x + self.out(o)
         return x + self.mlp(x)
 
+    def in_trip(self, trip: Int[Array, ""]) -> "Layer":
+        """The same layer in the body of a loop of at most one trip, which then reads the weights itself.
+
+        Without it XLA reads them before the loop, which of stacked layers is a copy, whether or not it runs.
+
+        Args:
+          trip: the loop's counter, 0 whenever its body runs, as XLA does not know.
+        """
+        if not isinstance(self.weights, OneOfStacked):
+            return self
+        return dataclasses.replace(self, weights=self.weights.behind(trip))
+
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
@@ -198,6 +210,10 @@ class OneOfStacked(Mapping[str, Any]):
 
     def __init__(self, stacks: dict[str, Any], index: Int[Array, ""]):
         self._stacks, self._index = stacks, index
+
+    def behind(self, layers: Int[Array, ""]) -> "OneOfStacked":
+        """The weights of the layer that lies so many behind this one."""
+        return OneOfStacked(self._stacks, self._index + layers)
 
     @override
     def __getitem__(self, name: str) -> Any:

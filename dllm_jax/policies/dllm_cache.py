@@ -96,11 +96,11 @@ class DLLMCache(Policy):
         cache = cache.write(rows.last(slots).where(renewed), v=value)
 
         # Stale positions go through attention and MLP, in the narrowest width that holds them.
-        def refresh(index, some, carry):
-            cache, attended, mlp = carry
-            o, cache = self.attend(layer, gather(x, index), value, cache, rows, some, canvas)
-            attention_branch = layer.out(o)
-            mlp_branch = layer.mlp(gather(x, index) + attention_branch)
+        def refresh(trip, index, some, carry):
+            here, (cache, attended, mlp) = layer.in_trip(trip), carry
+            o, cache = self.attend(here, gather(x, index), value, cache, rows, some, canvas)
+            attention_branch = here.out(o)
+            mlp_branch = here.mlp(gather(x, index) + attention_branch)
             return cache, scatter(attended, index, attention_branch), scatter(mlp, index, mlp_branch)
 
         # Two widths: what a partial update holds, the position before the response included, and all of them.

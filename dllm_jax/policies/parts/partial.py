@@ -32,7 +32,7 @@ def least_similar(
 def run_narrowest(
     marked: Bool[Array, "b q"], widths: tuple[int, ...], rows: Rows, body: Callable, carry: Carry
 ) -> Carry:
-    """Runs `body(index, some, carry)` once over the marked positions, in the narrowest width that holds them.
+    """Runs `body(trip, index, some, carry)` once over the marked positions, in the narrowest fitting width.
 
     Nothing runs if no position is marked.
 
@@ -40,7 +40,8 @@ def run_narrowest(
       marked: entries of `rows` to run.
       widths: static widths, ascending; the last must hold all entries.
       rows: the computed positions.
-      body: takes places in `rows` (its width where padding), the positions there, and the carry.
+      body: takes the loop's counter (see `Layer.in_trip`), places in `rows` (its width where padding), the
+        positions there, and the carry.
       carry: the state that `body` returns changed.
     """
     # One entry more than there are rows: what padding, whose place is the width, reads is padding again.
@@ -54,9 +55,9 @@ def run_narrowest(
         trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
         name = REFRESH if len(widths) > 1 and width == widths[-1] else "update"
 
-        def run(_, carry, index=index, some=some, name=name):
+        def run(trip, carry, index=index, some=some, name=name):
             with jax.named_scope(name):
-                return body(index, some, carry)
+                return body(trip, index, some, carry)
 
         carry = jax.lax.fori_loop(0, trips, run, carry)
         narrower = jnp.int32(width)
