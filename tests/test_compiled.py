@@ -134,7 +134,19 @@ def _sizes(case: Case) -> set[int]:
 
 @pytest.mark.parametrize(
     ("name", "reuse", "full"),
-    [("compiled_v6e", 1.05, 1.2), ("compiled_h100", 1.85, None)],
+    [
+        ("compiled_v6e", 1.05, 1.2),
+        ("compiled_v6e_more", 1.05, 1.25),
+        ("compiled_v6e_dream", 1.05, 1.2),
+        ("compiled_v6e_batch8", 1.6, None),
+        ("compiled_v5e_tp4", 1.05, 1.1),
+        ("compiled_v5p_tp4", 1.1, None),
+        ("compiled_h100", 1.65, None),
+        ("compiled_h100_batch8", 1.4, None),
+        ("compiled_h100_pallas", 1.4, 3.7),
+        ("compiled_h100_dream", 1.5, None),
+        ("compiled_h100_tp4", 1.65, None),
+    ],
 )
 def test_recorded_programs_are_within_their_bars(name, reuse, full):
     """What was compiled, of which commit, and that no row failed; the file is made by bench.compiled."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
 import dllm_jax as dj
@@ -182,6 +182,14 @@ def test_explain():
     lines = str(asked).splitlines()
     assert lines[0].split() == ["operation", "positions", "platform", "implementation"]
     assert lines[-1] == "topk_evict: not called by this policy"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_explain_over_a_mesh_is_that_of_one_device(kind):
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    model = dj.load(HERE / "models" / "llada-tiny", mesh=mesh)
+    wanted = explained(dj.load(HERE / "models" / "llada-tiny"), "pallas", dj.policies.SparseDLLM())
+    assert explained(model, "pallas", dj.policies.SparseDLLM()) == wanted
 
 
 def test_explain_tells_what_each_policy_calls():

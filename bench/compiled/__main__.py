@@ -47,13 +47,17 @@ class Options(Setting):
     json: runner.JsonFile = None
 
     def __post_init__(self):
-        if not self.targets:
-            raise ValueError(f"no target: name some of {', '.join(TARGETS)}")
         if unknown := sorted(set(self.targets) - set(TARGETS)):
             raise ValueError(f"targets {', '.join(unknown)} are not among {', '.join(TARGETS)}")
 
     def cases(self) -> Iterator[Case]:
-        """Every policy for every target."""
+        """Every policy for every target.
+
+        Raises:
+          ValueError: no target.
+        """
+        if not self.targets:
+            raise ValueError(f"no target: name some of {', '.join(TARGETS)}")
         named = [name for name in self.policy if name != TRAINING]
         chosen = [type(p).__name__ for p in policies_named(named)] if named or not self.policy else []
         chosen += [TRAINING] * (TRAINING in self.policy)

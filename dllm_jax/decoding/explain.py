@@ -1,10 +1,12 @@
 """Which implementation attention and eviction take in a generation; `pallas_kernels.choice` decides."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
@@ -13,6 +15,7 @@ from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin
@@ -133,10 +136,10 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
             return policy.layer(dataclasses.replace(layer, kernels=kernels), *rest)
 
         rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
-        return network(model, rope, layer, tokens, canvas, rows, cache)
+        return network(model, rope, layer, tokens, canvas, rows, cache)[0]
 
+    # Traced as a generation is: over the model's mesh, if it has one.
     shape = batch, layout.length
-    jax.eval_shape(
-        layers, model, jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
-    )
+    whole = functools.partial(over_mesh, layers, out=PartitionSpec())
+    jax.eval_shape(whole, model, *(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_)))
     return calls
