@@ -138,6 +138,7 @@ def _sizes(case: Case) -> set[int]:
         ("compiled_v6e", 1.05, 1.2),
         ("compiled_v6e_more", 1.05, 1.25),
         ("compiled_v6e_loops", 1.1, 3.6),
+        ("compiled_v6e_jax012", 1.05, 1.35),
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.6, None),
         ("compiled_v5e_tp4", 1.05, 1.1),
