@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.nn.mesh import MeshRules, partitioned_over
 from pallas_kernels import Implementation, Operation
 
 
@@ -32,10 +32,9 @@ class Kernels:
 
         Query heads are split as the kv heads that they read, so only as far as these divide.
         """
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = partitioned_over()
         on_one_device = functools.partial(operation.run, options=options, implementation=self.implementation)
-        whole = mesh.empty or not mesh.auto_axes or not operation.takes_kernels(self.implementation)
-        if whole or self.rules is None:
+        if mesh is None or self.rules is None or not operation.takes_kernels(self.implementation):
             return on_one_device(arrays)
         operation.check(*arrays, **options)
         split = _split(operation, arrays, mesh, self.rules)

@@ -14,7 +14,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.nn.mesh import MeshRules, partitioned_over
 
 # Stacked parameters that TPU programs read heads first: [n h m d] in memory for the axes n m h d.
 STACKED_HEADS_FIRST = {leaf: Layout((0, 2, 1, 3)) for leaf in ("q", "k", "v")}
@@ -41,8 +41,8 @@ def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = Non
 def _on_each_device(
     order: Callable[[Array], Array], x: Float[Array, "..."], rules: MeshRules | None, axes: str
 ) -> Float[Array, "..."]:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.auto_axes:
+    mesh = partitioned_over()
+    if mesh is None:
         return order(x)
     if rules is None:
         return x

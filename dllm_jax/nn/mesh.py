@@ -203,6 +203,12 @@ def number_modes() -> Iterator[None]:
         yield
 
 
+def partitioned_over() -> AbstractMesh | None:
+    """The mesh that XLA's partitioner splits the program being traced over; None if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or not mesh.auto_axes else mesh
+
+
 def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:
     """The array, split as the rules say; as it is where a program does not run `over_mesh`.
 
@@ -211,8 +217,8 @@ def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Ar
       rules: of the model.
       axes: a letter per axis, see `MeshRules.spec`; of fewer letters, the axes behind them are not split.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.auto_axes:
+    mesh = partitioned_over()
+    if mesh is None:
         return x
     lengths = dict(zip(axes, x.shape, strict=False))
     return _constrained(x, rules.spec(mesh, axes[: x.ndim], lengths))
