@@ -1,14 +1,13 @@
 """Training on a mesh: which of its axes split the batch, the parameters and the optimiser's state.
 
-One table says what an axis is for, by its name; a second one, `dllm_jax.nn.sharding.AXES`, which axes a
-parameter has. Sequences are split over data and fsdp axes together. Parameters, and what the optimiser keeps
-of them, are split over tensor axes by heads, kv heads, MLP width or vocabulary, and over fsdp axes by the
-width of the model; a layer's are gathered over the latter when it runs, and again in its backward pass.
+`MeshRules` says what an axis is for, by its name; `dllm_jax.nn.sharding.AXES`, which axes a parameter has.
+Sequences are split over data and fsdp axes together. Parameters, and what the optimiser keeps of them, are
+split over tensor axes by heads, kv heads, MLP width or vocabulary, and over fsdp axes by the width of the
+model; a layer's are gathered over the latter when it runs, and again in its backward pass.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,25 +18,15 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import Model, exact_layer
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import AXES, sizes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.loss import Batch
 
-MESH_AXES = {
-    "data": ("dp", "data", "batch"),
-    "fsdp": ("fsdp",),
-    "tensor": ("tp", "model", "tensor"),
-}
-# The axes of parameters that are split: what splits them, and their length's name in the spec.
-SPLIT = {
-    "m": ("fsdp", "width"),
-    "h": ("tensor", "heads"),
-    "k": ("tensor", "kv_heads"),
-    "f": ("tensor", "hidden"),
-    "v": ("tensor", "vocab"),
-}
+# The axes of parameters that are split, by their length's name in the spec.
+SPLIT = {"m": "width", "h": "heads", "k": "kv_heads", "f": "hidden", "v": "vocab"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +35,17 @@ class Placement:
 
     Attributes:
       mesh: the user's, with Auto or Explicit axes.
+      rules: what its axes split.
 
     Raises:
-      ValueError: an axis of more than one device whose name is not in `MESH_AXES`.
+      ValueError: an axis of more than one device whose name the rules do not know.
     """
 
     mesh: Mesh
+    rules: MeshRules = MeshRules()
 
     def __post_init__(self):
-        known = [name for names in MESH_AXES.values() for name in names]
+        known = self.rules.known
         for name, size in self.mesh.shape.items():
             if name not in known and size > 1:
                 raise ValueError(
@@ -73,14 +64,6 @@ class Placement:
         where = lambda leaf: NamedSharding(self.mesh, leaf.sharding.spec)
         return jax.device_put(params, jax.tree.map(where, params))
 
-    def axes(self, kind: str) -> tuple[str, ...]:
-        """The mesh's axes of a kind of `MESH_AXES`, in the order of the mesh."""
-        return tuple(name for name in self.mesh.axis_names if name in MESH_AXES[kind])
-
-    def ways(self, kind: str) -> int:
-        """Into how many parts the axes of a kind split something."""
-        return math.prod(self.mesh.shape[name] for name in self.axes(kind))
-
     @property
     def everywhere(self) -> NamedSharding:
         """A copy on every device."""
@@ -89,32 +72,35 @@ class Placement:
     @property
     def sequences(self) -> NamedSharding:
         """Arrays whose first axis is the batch."""
-        return NamedSharding(self.automatic, PartitionSpec(self.axes("data") + self.axes("fsdp")))
+        return NamedSharding(self.automatic, self.rules.spec(self.mesh, "b", {}))
 
     @property
     def sequence_ways(self) -> int:
         """Into how many parts a batch is split."""
-        return self.ways("data") * self.ways("fsdp")
+        return self.rules.batch_ways(self.mesh)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are split along the width of the model, and gathered layer by layer."""
+        return self.ways("m") > 1
+
+    def ways(self, letter: str) -> int:
+        """Into how many parts an axis of parameters is to be split."""
+        return ways(self.mesh, self.rules.axes(self.mesh, letter))
 
     def parameter(self, spec: ModelSpec, axes: str, gathered: bool = False) -> NamedSharding:
-        """Sharding of an array with these axes, letters of `AXES`; not over fsdp if `gathered`."""
-        length = sizes(spec)
-
-        def over(letter: str) -> tuple[str, ...] | None:
-            kind = SPLIT[letter][0] if letter in SPLIT else None
-            if kind is None or (gathered and kind == "fsdp") or length[letter] % self.ways(kind):
-                return None
-            return self.axes(kind) or None
-
-        return NamedSharding(self.automatic, PartitionSpec(*map(over, axes)))
+        """Sharding of an array with these axes, letters of `AXES`; whole along the width if `gathered`."""
+        # A letter without a rule is not split.
+        axes = axes.replace("m", "-") if gathered else axes
+        return NamedSharding(self.automatic, self.rules.spec(self.mesh, axes, sizes(spec)))
 
     def unsplit(self, spec: ModelSpec) -> list[str]:
         """What this mesh does not divide, in words; parameters with these axes have copies there."""
         length = sizes(spec)
         return [
-            f"{name}={length[letter]} does not divide by {self.ways(kind)}"
-            for letter, (kind, name) in SPLIT.items()
-            if length[letter] % self.ways(kind)
+            f"{name}={length[letter]} does not divide by {self.ways(letter)}"
+            for letter, name in SPLIT.items()
+            if length[letter] % self.ways(letter)
         ]
 
 
@@ -192,7 +178,7 @@ def layer_pass(
         whole = {name: gathered(placement, spec, axes[name], weight) for name, weight in weights.items()}
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
-    if placement.ways("fsdp") > 1:
+    if placement.gathers:
         run = jax.checkpoint(run, policy=_all_but_gathered)
     return run(layer.weights, x)
 

@@ -109,7 +109,7 @@ def prepare(
         labels(model.params, trainable), optimiser(config) if optimizer is None else optimizer
     )
     chosen_mesh = place.mesh_of(model, mesh)
-    placement = None if chosen_mesh is None else Placement(chosen_mesh)
+    placement = None if chosen_mesh is None else Placement(chosen_mesh, model.rules)
     if placement is not None and (unsplit := placement.unsplit(model.spec)):
         warnings.warn(f"not split over the mesh, but copied: {'; '.join(unsplit)}", stacklevel=2)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(model.params))
