@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.checkpoint.directory import read_object
+
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
@@ -112,17 +114,9 @@ def read_config(path: Path) -> Config:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is not a JSON object.
+      ValueError: it is not a JSON object, see `dllm_jax.checkpoint.directory.read_object`.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
-    return Config(str(path), values)
+    return Config(str(path), read_object(path))
 
 
 def _same(value, allowed) -> bool:

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from dllm_jax.checkpoint.config import read_config
+from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.dtypes import supported
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit
@@ -111,6 +112,7 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
     missing = [u.name for u in units_of(spec) if not (path / PARAMS / u.name).is_dir()]
     if missing:
         raise ValueError(f"{path / PARAMS} lacks {', '.join(missing)}")
+    check_tree(path, PARAMS)
     return ConvertedCheckpoint(path, spec, supported(written.get("dtype")), weights)
 
 
