@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.checkpoint.directory import read_object
+from dllm_jax.options import check_argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +48,25 @@ class Config:
             raise ValueError(f"{self.where}: {key}={value!r} must be an integer")
         return value
 
-    def number(self, key: str) -> float:
-        """The finite positive number at a key.
+    def number(self, key: str, kind: Any) -> float:
+        """The finite positive number at a key, within the range of a field of ModelSpec.
+
+        Args:
+          key: name in config.json.
+          kind: the field's annotation, see `dllm_jax.options`.
 
         Raises:
-          ValueError: the key is absent, or its value is not a positive finite number.
+          ValueError: the key is absent, or its value is not a positive finite number in the range.
         """
         value = self._value(key, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.where}: {key}={value!r} must be a number")
-        if not (math.isfinite(value) and value > 0):
+        if not (0 < value < math.inf):
             raise ValueError(f"{self.where}: {key}={value!r} must be positive and finite")
-        return float(value)
+        try:
+            return float(check_argument(key, value, kind))
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """The truth value at a key; `default` replaces an absent key or null.

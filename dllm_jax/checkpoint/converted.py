@@ -12,7 +12,6 @@ memory at once.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.directory import check_tree
-from dllm_jax.checkpoint.dtypes import supported
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.spec_file import SPEC, read_spec
+from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries, named
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights
 from dllm_jax.nn.spec import ModelSpec
 
-SPEC = "spec.json"
 PARAMS = "params"
-FORMATS: dict[int, Weights | None] = {1: None, 2: "int8"}  # and how they hold matrices
 PIECE = 64 * 2**20
 
 
@@ -85,44 +82,24 @@ def is_converted(path: Path) -> bool:
 
 
 def open_converted(path: Path) -> ConvertedCheckpoint:
-    """Opens a converted directory and checks that it is complete; reads no weights.
+    """Opens a converted directory and checks that it is complete and fits its spec.json; reads no weights.
 
     Raises:
-      ValueError: spec.json is of another format or damaged, or units are missing.
+      ValueError: spec.json is of another format or damaged, or the units are not exactly those that it
+        describes, by name.
     """
-    written = read_config(path / SPEC).values
-    version, weights = written.get("format"), written.get("weights")
-    if version not in FORMATS:
-        supported_ones = " and ".join(map(str, FORMATS))
-        raise ValueError(f"{path / SPEC}: format={version!r} is not supported; supported: {supported_ones}")
-    if weights != FORMATS[version]:
+    spec, dtype, weights = read_spec(path)
+    params = path / PARAMS
+    if spec.layers > len(entries(params)):  # before a list of that many layers is made
         raise ValueError(
-            f"{path / SPEC}: weights={weights!r} does not belong to format {version}, "
-            f"whose weights are {FORMATS[version]!r}"
+            f"{path / SPEC}: layers={spec.layers}, but {params} lacks units for that many layers"
         )
-    fields = written.get("spec")
-    names = {field.name for field in dataclasses.fields(ModelSpec)}
-    if not isinstance(fields, dict) or set(fields) != names:
-        wrong = sorted(set(fields or ()) ^ names)
-        raise ValueError(f"{path / SPEC}: spec has wrong or missing fields {wrong}")
-    try:
-        spec = ModelSpec(**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path / SPEC}: {error}") from error
-    missing = [u.name for u in units_of(spec) if not (path / PARAMS / u.name).is_dir()]
-    if missing:
-        raise ValueError(f"{path / PARAMS} lacks {', '.join(missing)}")
+    units = units_of(spec)
+    check_names(params, [unit.name for unit in units], SPEC)
     check_tree(path, PARAMS)
-    return ConvertedCheckpoint(path, spec, supported(written.get("dtype")), weights)
-
-
-def write_spec(path: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):
-    """Writes spec.json."""
-    (version,) = (number for number, held in FORMATS.items() if held == weights)
-    content: dict[str, Any] = {"format": version, "dtype": str(dtype)}
-    content |= {} if weights is None else {"weights": weights}
-    content |= {"spec": dataclasses.asdict(spec)}
-    (path / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for unit in units:
+        check_unit(params / unit.name, _as_stored(unit.arrays(spec, dtype, weights)), SPEC)
+    return ConvertedCheckpoint(path, spec, dtype, weights)
 
 
 def write_unit(path: Path, unit: Unit, arrays: dict[str, HostArray]):
@@ -131,7 +108,9 @@ def write_unit(path: Path, unit: Unit, arrays: dict[str, HostArray]):
     # Compressed and buffered in pieces: whole arrays and files of Orbax's default size would need about
     # the unit's size in memory once more, both on writing and on reading.
     pieces = jax.tree.map(lambda array: ocp.SaveArgs(chunk_byte_size=PIECE), contiguous)
-    args = ocp.args.PyTreeSave(contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE)
+    args = ocp.args.PyTreeSave(
+        contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE, custom_metadata=named(unit.name)
+    )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((path / PARAMS / unit.name).absolute(), args=args)
 

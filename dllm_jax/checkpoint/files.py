@@ -4,9 +4,9 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from dllm_jax.checkpoint.converted import SPEC
 from dllm_jax.checkpoint.directory import LARGEST, file_inside
 from dllm_jax.checkpoint.hf import INDEX
+from dllm_jax.checkpoint.spec_file import SPEC
 
 PROVENANCE = "provenance.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")

@@ -107,7 +107,10 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"rope_factor={factor} must be positive and finite")
-    return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    try:
+        return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    except ValueError as error:
+        raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
 
 
 def fill(
