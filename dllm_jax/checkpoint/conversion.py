@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dllm_jax.checkpoint import integrity
 from dllm_jax.checkpoint.converted import is_converted, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
@@ -69,9 +70,10 @@ def convert(
             write_unit(partial, unit, arrays)
             advance(unit)
         copy_auxiliary_files(found, partial)
-        history = _provenance(checkpoint, str(source), written, held, rope_factor)
-        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
         write_spec(partial, spec, written, held)
+        history = _provenance(checkpoint, str(source), written, held, rope_factor)
+        history |= {integrity.WRITTEN: integrity.written(partial)}
+        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
     return target
 
 

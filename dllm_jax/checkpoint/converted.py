@@ -1,7 +1,7 @@
 """The converted directory: one small Orbax checkpoint per unit, and spec.json.
 
     spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in format 2
-    provenance.json   what it was made from
+    provenance.json   what it was made from, and hashes of what was written
     params/UNIT/      Orbax: parameters of the embedding, a layer, the norm or the head, in our layout
     config.json, tokenizer files, ...  kept as they came
 
