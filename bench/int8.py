@@ -16,7 +16,7 @@ import dllm_jax as dj
 from bench.shared import runner
 from bench.shared.models import size
 from dllm_jax import embedded, policies
-from dllm_jax.checkpoint.files import read_tokenizer
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.checkpoint.verification import compare_logits
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.demo.measure import Questions

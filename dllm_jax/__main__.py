@@ -15,7 +15,7 @@ import tyro
 
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
-from dllm_jax.checkpoint.files import read_tokenizer
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.generate import generate
 from dllm_jax.demo import show
 from dllm_jax.demo.measure import Questions, Row, measure

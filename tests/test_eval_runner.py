@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_jax import embedded, policies, samplers, tasks
-from dllm_jax.checkpoint.files import read_tokenizer
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import provenance, totals

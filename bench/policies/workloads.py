@@ -8,7 +8,7 @@ import numpy as np
 
 import dllm_jax as dj
 from bench.policies.grid import LONG, SHORT, Setting, calibrated
-from dllm_jax.checkpoint.files import read_tokenizer
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate

@@ -15,17 +15,19 @@ import tensorstore as ts
 
 from dllm_jax.checkpoint.stored import Ranges, Stored
 
+UNIT = "unit"  # the key of a unit's name
 FILE = 64 * 2**20  # bytes; larger ones are buffered whole in memory
 LEAST = 64 * 2**10  # bytes of a piece: smaller ones cost more to find than to read
 # Into how many pieces axes are cut at most, those of tensor parallelism first.
 PIECES = {"h": 32, "k": 32, "f": 32, "v": 32, "m": 8}
 
 
-def write(path: Path, arrays: Mapping[str, tuple[str, np.ndarray]]):
-    """Writes arrays into a directory of their own.
+def write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
+    """Writes the arrays of a unit into a directory of their own.
 
     Args:
       path: the directory, which does not exist.
+      unit: its name, which is kept beside them.
       arrays: by name, the letters of their axes and the values.
     """
     for name, (axes, values) in arrays.items():
@@ -38,6 +40,7 @@ def write(path: Path, arrays: Mapping[str, tuple[str, np.ndarray]]):
             chunk_layout=cut,
         ).result()
         array.write(values, can_reference_source_data_indefinitely=True).result()
+    ts.KvStore.open(_store(path)).result()[UNIT] = unit.encode()
 
 
 def piece(axes: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -67,7 +70,18 @@ def names(path: Path) -> set[str]:
     """
     with _named(path):
         keys = ts.KvStore.open(_store(path)).result().list().result()
-    return {key.decode(errors="replace").partition("/")[0] for key in keys}
+    return {key.decode(errors="replace").partition("/")[0] for key in keys} - {UNIT}
+
+
+def unit_of(path: Path) -> str | None:
+    """The name of the unit that a directory was written as; None if none is kept.
+
+    Raises:
+      ValueError: the directory is damaged.
+    """
+    with _named(path):
+        found = ts.KvStore.open(_store(path)).result().read(UNIT).result()
+    return found.value.decode(errors="replace") if found.state == "value" else None
 
 
 def open_array(path: Path, name: str) -> Stored:

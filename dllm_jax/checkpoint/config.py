@@ -6,6 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.checkpoint.directory import read_object
+from dllm_jax.options import check_argument
+
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
@@ -45,18 +48,25 @@ class Config:
             raise ValueError(f"{self.where}: {key}={value!r} must be an integer")
         return value
 
-    def number(self, key: str) -> float:
-        """The finite positive number at a key.
+    def number(self, key: str, kind: Any) -> float:
+        """The finite positive number at a key, within the range of a field of ModelSpec.
+
+        Args:
+          key: name in config.json.
+          kind: the field's annotation, see `dllm_jax.options`.
 
         Raises:
-          ValueError: the key is absent, or its value is not a positive finite number.
+          ValueError: the key is absent, or its value is not a positive finite number in the range.
         """
         value = self._value(key, None)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.where}: {key}={value!r} must be a number")
-        if not (math.isfinite(value) and value > 0):
+        if not (0 < value < math.inf):
             raise ValueError(f"{self.where}: {key}={value!r} must be positive and finite")
-        return float(value)
+        try:
+            return float(check_argument(key, value, kind))
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """The truth value at a key; `default` replaces an absent key or null.
@@ -112,17 +122,9 @@ def read_config(path: Path) -> Config:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is not a JSON object.
+      ValueError: it is not a JSON object, see `dllm_jax.checkpoint.directory.read_object`.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
-    return Config(str(path), values)
+    return Config(str(path), read_object(path))
 
 
 def _same(value, allowed) -> bool:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
+from dllm_jax.checkpoint import integrity
+from dllm_jax.checkpoint.converted import is_converted, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
 from dllm_jax.checkpoint.hf import INDEX, HFCheckpoint, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.source import locate, progress, stream
+from dllm_jax.checkpoint.spec_file import write_spec
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
@@ -68,9 +70,10 @@ def convert(
             write_unit(partial, unit, arrays)
             advance(unit)
         copy_auxiliary_files(found, partial)
-        history = _provenance(checkpoint, str(source), written, held, rope_factor)
-        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
         write_spec(partial, spec, written, held)
+        history = _provenance(checkpoint, str(source), written, held, rope_factor)
+        history |= {integrity.WRITTEN: integrity.written(partial)}
+        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
     return target
 
 

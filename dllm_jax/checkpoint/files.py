@@ -1,17 +1,15 @@
-"""The files of a checkpoint other than weights: the tokenizer, which files are copied along, and hashes."""
+"""The files of a checkpoint other than weights: which are copied along, and hashes."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
-from dllm_jax.checkpoint.converted import SPEC
+from dllm_jax.checkpoint.directory import LARGEST, file_inside
 from dllm_jax.checkpoint.hf import INDEX
+from dllm_jax.checkpoint.spec_file import SPEC
 
 PROVENANCE = "provenance.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-LARGEST = 64 * 2**20  # a tokenizer.json has about 10 MB
 
 
 def auxiliary_files(path: Path) -> tuple[Path, ...]:
@@ -29,27 +27,16 @@ def auxiliary_files(path: Path) -> tuple[Path, ...]:
 
 
 def copy_auxiliary_files(source: Path, destination: Path):
-    """Copies `auxiliary_files` from one directory to another, following links."""
+    """Copies `auxiliary_files` from one directory to another.
+
+    Raises:
+      ValueError: one of them is a link that leads out of the source.
+    """
     for file in auxiliary_files(source):
-        shutil.copyfile(file, destination / file.name)
+        shutil.copyfile(file_inside(source, file.name), destination / file.name)
 
 
 def sha256(file: Path) -> str:
     """SHA-256 of a file's content in hexadecimal digits; the file is read in pieces."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a checkpoint's directory.
-
-    For a model type that transformers does not know, `AutoTokenizer` reads config.json as a plain
-    configuration, and warns that the model may not work. Given that configuration, it does not.
-    """
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig  # slow, and used by this alone
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if config.get("model_type", "llama") in CONFIG_MAPPING:
-        return AutoTokenizer.from_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder, config=PretrainedConfig.from_dict(config))

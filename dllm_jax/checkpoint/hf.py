@@ -8,6 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
@@ -128,19 +129,19 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     """The safetensors files of a directory: those its index names, or all where there is no index.
 
     Raises:
-      FileNotFoundError: none, or one the index names is missing.
-      ValueError: the index is not valid.
+      FileNotFoundError: there is none, or one the index names is missing.
+      ValueError: the index is not valid, or a file lies outside of the directory.
     """
-    if (path / INDEX).is_file():
+    if has_entry(path, INDEX):
         index = read_config(path / INDEX).values.get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(f"{path / INDEX} has no weight_map from tensor to file")
-        files = tuple(path / name for name in sorted(set(index.values())))
-        missing = [file.name for file in files if not file.is_file()]
+        names = sorted(set(index.values()))
+        missing = [name for name in names if _is_missing(path, name)]
         if missing:
             raise FileNotFoundError(f"{path} lacks shards its index names: {', '.join(missing)}")
-        return files
-    files = tuple(sorted(path.glob("*.safetensors")))
+        return tuple(file_inside(path, name) for name in names)
+    files = tuple(file_inside(path, file.name) for file in sorted(path.glob("*.safetensors")))
     if not files:
         others = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
         hint = f"; {', '.join(others)} would need torch and is not read" if others else ""
@@ -148,7 +149,16 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
+def _is_missing(path: Path, name: str) -> bool:
+    try:
+        file_inside(path, name)
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def _header(file: Path) -> dict[str, TensorLocation]:
+    file.open("rb").close()  # names a file that may not be read, which safetensors calls missing
     try:
         with safe_open(file, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
+from dllm_jax.checkpoint.integrity import check_integrity
 from dllm_jax.checkpoint.source import Source, not_finite, open_checkpoint, opened, refuse
 from dllm_jax.checkpoint.stored import StoredParameter
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
@@ -22,6 +23,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
 from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument
 from pallas_kernels import Implementation
 
 
@@ -35,6 +37,7 @@ def load(
     separate_layers: bool | None = None,
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
+    verify: bool = False,
 ) -> Model:
     """Loads a LLaDA or Dream checkpoint.
 
@@ -60,6 +63,8 @@ def load(
       rules: what each axis of the mesh splits, by its name; the default knows "dp", "data" and "batch"
         (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary) and "fsdp" (parameters and
         sequences).
+      verify: first compare every file with the hash that was kept of it, see `check_integrity`. Takes as long
+        as reading all files once more (every process does, where several share a mesh).
 
     Warns:
       dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
@@ -71,14 +76,17 @@ def load(
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
         a factor that is not positive, an unknown implementation, a mesh without any axis that the rules know,
-        other weights than an int8 directory holds, or (check_finite, int8) tensors with NaN or infinity; each
-        by name.
+        other weights than an int8 directory holds, files that are not as written or of which no hash is known
+        (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
     """
+    verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
+    if verify and not (found := check_integrity(source.path)).ok:
+        raise ValueError(str(found))
     warn_of_replicas(source.spec, mesh, rules)
     params = fill(source, target, mesh, check_finite, separate_layers, held, rules)
     return dataclasses.replace(empty, params=params)
@@ -109,7 +117,10 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"rope_factor={factor} must be positive and finite")
-    return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    try:
+        return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    except ValueError as error:
+        raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
 
 
 def fill(

@@ -3,14 +3,18 @@
 import dataclasses
 from typing import Annotated
 
+from annotated_types import Interval
+
 from dllm_jax.options import (
     NoneMeans,
-    NonNegativeFloat,
     NonNegativeInt,
     Options,
-    PositiveFloat,
     PositiveInt,
 )
+
+RopeBase = Annotated[float, Interval(ge=1, le=1e30)]  # whose powers are finite and not zero in float32
+NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
+LARGEST_ID = 2**31 - 1  # token ids are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +51,8 @@ class ModelSpec(Options):
     head: PositiveInt
     hidden: PositiveInt
     vocab: PositiveInt
-    rope_base: PositiveFloat
-    norm_eps: NonNegativeFloat
+    rope_base: RopeBase
+    norm_eps: NormEps
     mask_id: NonNegativeInt
     eos_id: NonNegativeInt
     eot_id: Annotated[NonNegativeInt | None, NoneMeans("unknown")]
@@ -60,14 +64,21 @@ class ModelSpec(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("rope_base", "norm_eps"):  # JSON may hold whole numbers, beyond int64 too
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head % 2:
             raise ValueError(f"head={self.head} must be even: rotary embedding turns pairs")
+        if self.vocab > LARGEST_ID:
+            raise ValueError(f"vocab={self.vocab} must be at most {LARGEST_ID}: token ids are int32")
         for name in ("mask_id", "eos_id", "eot_id"):
             value = getattr(self, name)
             if value is not None and value >= self.vocab:
                 raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
+        for name in ("eos_id", "eot_id"):
+            if getattr(self, name) == self.mask_id:
+                raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")
 
     @property
     def group(self) -> int:

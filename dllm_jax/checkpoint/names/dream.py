@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ModelSpec, NormEps, RopeBase
 
 LAYER = "model.layers.{n}."
 NAMES = (
@@ -51,8 +51,8 @@ def read(config: Config) -> ModelSpec:
         head=head,
         hidden=config.integer("intermediate_size"),
         vocab=vocab,
-        rope_base=config.number("rope_theta"),
-        norm_eps=config.number("rms_norm_eps"),
+        rope_base=config.number("rope_theta", RopeBase),
+        norm_eps=config.number("rms_norm_eps", NormEps),
         mask_id=config.integer("mask_token_id"),
         eos_id=config.integer("eos_token_id"),
         eot_id=config.end_of_turn(vocab, END_OF_TURN),

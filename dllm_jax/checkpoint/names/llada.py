@@ -4,7 +4,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ModelSpec, NormEps, RopeBase
 
 LAYER = "model.transformer.blocks.{n}."
 NAMES = (
@@ -62,8 +62,8 @@ def read(config: Config) -> ModelSpec:
         head=config.head_width("d_model", "n_heads"),
         hidden=config.integer("mlp_hidden_size"),  # mlp_ratio * d_model is not what the published models use
         vocab=vocab,
-        rope_base=config.number("rope_theta"),
-        norm_eps=config.number("rms_norm_eps"),
+        rope_base=config.number("rope_theta", RopeBase),
+        norm_eps=config.number("rms_norm_eps", NormEps),
         mask_id=config.integer("mask_token_id"),
         eos_id=config.integer("eos_token_id"),
         eot_id=config.end_of_turn(vocab, END_OF_TURN),

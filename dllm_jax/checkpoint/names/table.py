@@ -1,6 +1,7 @@
 """Tensor names of Hugging Face checkpoints and what each tensor is here: one table, read both ways."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -68,7 +69,7 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
     """Shape of the tensor in the Hugging Face checkpoint, where some axes are merged."""
     length = sizes(spec)
-    return tuple(int(np.prod([length[letter] for letter in group])) for group in entry.axes.split())
+    return tuple(math.prod(length[letter] for letter in group) for group in entry.axes.split())
 
 
 def hf_ranges(
@@ -133,6 +134,10 @@ def check(
     Raises:
       ValueError: listing every missing, misshaped and unmapped tensor with its shapes.
     """
+    if spec.layers > len(found):  # before a list of that many layers is made
+        raise ValueError(
+            f"{where}: its config describes {spec.layers} layers, its files hold {len(found)} tensors in all"
+        )
     expected = {e.name: hf_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
     extra = set(found) - set(expected)
     if spec.tied:  # a file may spell the tied head out; that it equals the embedding is checked when read

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.files import read_tokenizer, sha256
+from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 

@@ -1,0 +1,99 @@
+"""What is read of a checkpoint's directory: regular files inside of it, and JSON that is an object.
+
+A checkpoint may come from anywhere. Its index names files, its entries may be links: nothing outside of the
+directory is opened or copied because of them. The one exception is the cache of the Hugging Face hub, whose
+snapshots are nothing but links into the folder `blobs` beside them:
+
+    models--org--name/snapshots/REVISION/model.safetensors -> ../../blobs/HASH
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+LARGEST = 64 * 2**20  # bytes of JSON and of what is copied along; a tokenizer.json has about 10 MB
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The path of a regular file of a checkpoint's directory, whether or not it can be read.
+
+    Args:
+      folder: the directory.
+      name: of the file, relative to it.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the name leads out of the directory, or the file lies outside of it or is none (a directory,
+        a pipe, a device).
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{folder}: {name!r} is no name of a file") from error
+    if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
+    path = folder / name
+    try:
+        kind = path.stat().st_mode
+        place = path.resolve(strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{path} does not exist") from None
+    except RuntimeError as error:  # how Python 3.11 reports links in a circle
+        raise ValueError(f"{path} is a link in a circle") from error
+    if not stat.S_ISREG(kind):
+        raise ValueError(f"{path} is no regular file")
+    check_place(folder, path, place)
+    return path
+
+
+def has_entry(folder: Path, name: str) -> bool:
+    """Whether a directory has an entry of this name, of whatever kind, even a link to nowhere."""
+    return os.path.lexists(folder / name)
+
+
+def check_place(folder: Path, path: Path, place: Path):
+    """Raises ValueError if a file of a directory really lies elsewhere.
+
+    Args:
+      folder: the checkpoint's directory.
+      path: the file or directory in it, for the message.
+      place: where it lies, links resolved.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    if not place.is_relative_to(home) and (blobs is None or place.parent != blobs):
+        raise ValueError(
+            f"{path} is a link to {place}, outside of the checkpoint's directory {home}; only its own files "
+            "are read (or those of the hub's cache): put the file there"
+        )
+
+
+def check_tree(folder: Path, part: str):
+    """Raises ValueError for the first link in a part of a directory, at any depth, that leads out of it."""
+    for path in (folder / part, *(folder / part).rglob("*")):
+        if path.is_symlink():
+            check_place(folder, path, path.resolve())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parses a JSON file of a checkpoint's directory that holds an object.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no JSON object, nested too deeply for Python, too large, or no file of the directory.
+    """
+    file = file_inside(path.parent, path.name)
+    size = file.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
+    try:
+        values = json.loads(file.read_bytes().decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
+    return values

@@ -1,0 +1,86 @@
+"""spec.json of a converted directory: format, dtype, how matrices are held, and the fields of ModelSpec.
+
+The ranges of the fields are those of `ModelSpec`, which config.json is read into as well: one schema for
+both.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dllm_jax.checkpoint.directory import read_object
+from dllm_jax.checkpoint.dtypes import SUPPORTED
+from dllm_jax.checkpoint.families import family_of
+from dllm_jax.nn.int8 import Weights
+from dllm_jax.nn.spec import ModelSpec
+
+SPEC = "spec.json"
+FORMATS: dict[int, Weights | None] = {1: None, 2: "int8", 3: None, 4: "int8"}  # and how they hold matrices
+WRITTEN: dict[Weights | None, int] = {None: 3, "int8": 4}
+KEYS = {"format", "dtype", "weights", "spec"}
+
+
+class Written(NamedTuple):
+    """What spec.json says.
+
+    Attributes:
+      spec: the model.
+      dtype: of all parameters but int8 matrices.
+      weights: how matrices are held, "int8" or None for `dtype`.
+    """
+
+    spec: ModelSpec
+    dtype: np.dtype
+    weights: Weights | None
+
+
+def read_spec(folder: Path) -> Written:
+    """Reads and checks the spec.json of a converted directory.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: another format, other keys than that format has, or a value outside of its range, by name.
+    """
+    where, written = folder / SPEC, read_object(folder / SPEC)
+    version, weights = written.get("format"), written.get("weights")
+    if type(version) is not int or version not in FORMATS:
+        supported = ", ".join(map(str, FORMATS))
+        raise ValueError(f"{where}: format={version!r} is not supported; supported: {supported}")
+    if weights != FORMATS[version]:
+        raise ValueError(
+            f"{where}: weights={weights!r} does not belong to format {version}, "
+            f"whose weights are {FORMATS[version]!r}"
+        )
+    if not written.keys() <= KEYS:
+        unknown = ", ".join(sorted(written.keys() - KEYS))
+        raise ValueError(f"{where}: unknown keys {unknown}; known: {', '.join(sorted(KEYS))}")
+    dtypes = {str(dtype): dtype for dtype in SUPPORTED}
+    name = written.get("dtype")
+    if not isinstance(name, str) or name not in dtypes:
+        raise ValueError(f"{where}: dtype={name!r} is not supported; supported: {', '.join(dtypes)}")
+    return Written(_spec(where, written.get("spec")), dtypes[name], weights)
+
+
+def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):
+    """Writes spec.json."""
+    content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
+    content |= {} if weights is None else {"weights": weights}
+    content |= {"spec": dataclasses.asdict(spec)}
+    (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _spec(where: Path, fields: Any) -> ModelSpec:
+    names = {field.name for field in dataclasses.fields(ModelSpec)}
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: spec={fields!r} must be an object with the fields of ModelSpec")
+    if fields.keys() != names:
+        raise ValueError(f"{where}: spec has wrong or missing fields {sorted(fields.keys() ^ names)}")
+    try:
+        spec = ModelSpec(**fields)
+        family_of(spec)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return spec

@@ -1,0 +1,67 @@
+"""The tokenizer of a checkpoint's directory, by classes of transformers only: none of its code runs."""
+
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.checkpoint.directory import file_inside, has_entry, read_object
+
+CONFIG = "tokenizer_config.json"
+JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+OTHERS = ("merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja")
+# Published checkpoints name a class in a file of theirs that is a copy of one in transformers.
+COPIES = {"DreamTokenizer": "Qwen2Tokenizer"}
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Loads the tokenizer of a checkpoint's directory with transformers.
+
+    For a model type that transformers does not know, `AutoTokenizer` reads config.json as a plain
+    configuration, and warns that the model may not work. Given that configuration, it does not.
+
+    Raises:
+      FileNotFoundError: the directory holds no tokenizer.
+      ValueError: it needs code of the checkpoint, reads files outside of the directory, or is damaged; names
+        the directory, and the file where it is known.
+    """
+    import transformers  # slow, and used by this alone
+
+    config, settings = _checked(folder)
+    named = settings.get("tokenizer_class")
+    offline: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        if original := COPIES.get(str(named).removesuffix("Fast")):
+            return getattr(transformers, original).from_pretrained(folder, **offline)
+        if config.get("model_type", "llama") not in transformers.CONFIG_MAPPING:
+            offline["config"] = transformers.PretrainedConfig.from_dict(config)
+        return transformers.AutoTokenizer.from_pretrained(folder, **offline)
+    except Exception as error:  # of many kinds, from Rust too
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder / CONFIG}: tokenizer_class={named!r} is code of the checkpoint (auto_map), "
+                "which is never executed; save it as a tokenizer.json (save_pretrained of a fast one)"
+            ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder}: its tokenizer cannot be read by transformers: {reason}") from error
+
+
+def _checked(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and tokenizer_config.json ({} if absent), once all files have been looked at.
+
+    Raises:
+      FileNotFoundError: no file of a tokenizer is there.
+      ValueError: a file that lies outside of the directory, is no JSON object, or names a file elsewhere.
+    """
+    parsed = {name: read_object(folder / name) for name in JSON if has_entry(folder, name)}
+    others = [file_inside(folder, name) for name in OTHERS if has_entry(folder, name)]
+    others += [file_inside(folder, f"{file.parent.name}/{file.name}") for file in folder.glob("*/*.jinja")]
+    if not others and not parsed.keys() - {"config.json"}:
+        raise FileNotFoundError(f"{folder} holds no tokenizer (no {CONFIG}, tokenizer.json, ...)")
+    settings = parsed.get(CONFIG, {})
+    # transformers would hand these to the class as they are; save_pretrained writes none of them.
+    foreign = [key for key, value in settings.items() if key.endswith("_file") and value is not None]
+    foreign += ["init_inputs"] if settings.get("init_inputs") else []
+    foreign = [key for key in foreign if key != "special_tokens_map_file"]  # written by old ones, never read
+    if foreign:
+        named = ", ".join(f"{key}={settings[key]!r}" for key in foreign)
+        raise ValueError(f"{folder / CONFIG}: {named}: files are found by their names in the directory only")
+    return parsed.get("config.json", {}), settings

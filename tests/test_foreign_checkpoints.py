@@ -1,0 +1,164 @@
+"""Checkpoints that came from somewhere: nothing of them is executed, nothing outside of them is read."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import embedded
+from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding.chat import chat_ids
+from tests.checkpoints import tiny, write_hf
+
+EVIL = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class EvilTok(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_hf(tmp_path / "hf", tiny(), shards=2, tokenizer=True)
+
+
+def change(file: Path, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def moved_out(file: Path) -> Path:
+    """Moves a file out of its directory and leaves a link to it."""
+    place = file.parent.parent / f"outside-{file.name}"
+    file.rename(place)
+    file.symlink_to(place)
+    return place
+
+
+@pytest.mark.parametrize("model_type", ["llada", "llama"])
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["tok_evil.EvilTok"] * 2}, ["tok_evil.EvilTok"] * 2])
+def test_no_code_of_a_tokenizer_runs(source, tmp_path, monkeypatch, model_type, auto_map):
+    """transformers would ask on standard input whether to run it."""
+    (source / "tok_evil.py").write_text(EVIL.format(mark=str(tmp_path / "ran")))
+    change(source / "tokenizer_config.json", tokenizer_class="EvilTok", auto_map=auto_map)
+    change(source / "config.json", model_type=model_type)
+    monkeypatch.setattr("builtins.input", lambda *arguments: "y")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: tokenizer_class='EvilTok' is code of"):
+        read_tokenizer(source)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_copy_of_a_known_class_is_read_by_that_class(tmp_path):
+    """Dream names a class of its own, a copy of Qwen2's, and has no tokenizer.json."""
+    words = {word: i for i, word in enumerate(["h", "i", "Ġ", "hi"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
+    settings = {"tokenizer_class": "DreamTokenizer", "unk_token": None, "eos_token": "<eos>"}
+    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer("hi hi")["input_ids"] == [3, 2, 3]
+    assert tokenizer.eos_token == "<eos>"
+
+
+def test_a_chat_template_runs_in_a_sandbox(source):
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    change(source / "tokenizer_config.json", chat_template=escape)
+    with pytest.raises(Exception, match="unsafe"):
+        chat_ids(read_tokenizer(source), [{"role": "user", "content": "t1"}])
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file"])
+def test_settings_of_a_tokenizer_name_no_files(source, key):
+    change(source / "tokenizer_config.json", **{key: "/etc/passwd"})
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {key}='/etc/passwd'.*by their names"):
+        read_tokenizer(source)
+
+
+NAMES = {"up": "../x.safetensors", "root": "/x.safetensors", "inner": "a/../../x.safetensors"}
+NAMES |= {"null": "x\0y", "surrogate": "\udcff"}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_index_names_files_of_the_directory_only(source, tmp_path, kind):
+    name = NAMES[kind]
+    shutil.copyfile(source / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    files = {"model-00001-of-00002.safetensors": str(tmp_path / "x.safetensors") if name[0] == "/" else name}
+    index["weight_map"] = {k: files.get(v, v) for k, v in index["weight_map"].items()}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"leads out of the directory|is no name of a file"):
+        dj.load(source)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
+)
+def test_links_out_of_the_directory_are_not_followed(source, name):
+    place = moved_out(source / name)
+    with pytest.raises(ValueError, match=f"{name} is a link to {place}, outside of the"):
+        dj.load(source)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "secret.txt"])
+def test_links_out_of_the_directory_are_not_copied(source, tmp_path, name):
+    (source / "secret.txt").write_text("secret")
+    moved_out(source / name)
+    with pytest.raises(ValueError, match=f"{name} is a link to"):
+        convert(source, tmp_path / "jax")
+    assert not (tmp_path / "jax").exists()
+    if name == "tokenizer.json":
+        with pytest.raises(ValueError, match=f"{name} is a link to"):
+            read_tokenizer(source)
+
+
+def test_units_of_a_converted_directory_are_its_own(source, tmp_path):
+    converted = convert(source, tmp_path / "jax")
+    (converted / "params" / "layer_001").rename(tmp_path / "layer")
+    (converted / "params" / "layer_001").symlink_to(tmp_path / "layer")
+    with pytest.raises(ValueError, match="layer_001 is a link to"):
+        dj.load(converted)
+
+
+def test_the_cache_of_the_hub_is_links(source, tmp_path):
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(repository / "blobs" / f"{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert dj.load(snapshot).spec == tiny()
+    read_tokenizer(snapshot)
+    assert (convert(snapshot, tmp_path / "jax") / "tokenizer.json").is_file()
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer.json").symlink_to("../../refs")
+    (repository / "refs").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a link to"):
+        read_tokenizer(snapshot)
+
+
+def test_a_directory_may_be_a_link_itself(source, tmp_path):
+    (tmp_path / "link").symlink_to(source)
+    (source / "copy.txt").symlink_to("config.json")  # a link that stays inside
+    assert dj.load(tmp_path / "link").spec == tiny()
+    assert (convert(tmp_path / "link", tmp_path / "jax") / "copy.txt").is_file()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_pipes_are_not_waited_for(tmp_path, name):
+    source = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        read_tokenizer(source) if name == "tokenizer.json" else dj.load(source)
+
+
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_embedded_tokenizers(name):
+    assert read_tokenizer(embedded.path(name)).chat_template
