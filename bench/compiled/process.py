@@ -28,7 +28,7 @@ def row(case: Case, hlo: Path | None) -> runner.Row:
 
 
 def provenance(dtype: str) -> runner.Row:
-    """With what results were made: versions, date, and the commit that is compiled; None is outside a clone."""
+    """With what results were made: versions, date, and the commit that is compiled (None outside a clone)."""
     here = Path(__file__).parent
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
