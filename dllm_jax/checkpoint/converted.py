@@ -23,6 +23,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.orbax_errors import reading, writing
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
 from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries, named
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights
@@ -61,11 +62,8 @@ class ConvertedCheckpoint:
             conversion writes.
         """
         where = self.path / PARAMS / unit.name
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            try:
-                arrays = checkpointer.restore(where.absolute(), args=ocp.args.PyTreeRestore())
-            except (ValueError, OSError, KeyError) as error:
-                raise ValueError(f"{where} cannot be read: {error}") from error
+        with reading(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arrays = checkpointer.restore(where.absolute(), args=ocp.args.PyTreeRestore())
         described = _as_stored(unit.arrays(self.spec, self.dtype, self.weights))
         expected, found = (
             {keystr(at, simple=True, separator="/"): (array.shape, str(array.dtype)) for at, array in leaves}
@@ -111,8 +109,9 @@ def write_unit(path: Path, unit: Unit, arrays: dict[str, HostArray]):
     args = ocp.args.PyTreeSave(
         contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE, custom_metadata=named(unit.name)
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save((path / PARAMS / unit.name).absolute(), args=args)
+    where = (path / PARAMS / unit.name).absolute()
+    with writing(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(where, args=args)
 
 
 def _as_stored(arrays: dict[str, Any]) -> dict[str, Any]:

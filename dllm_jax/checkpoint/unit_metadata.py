@@ -11,6 +11,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from dllm_jax.checkpoint.orbax_errors import reading
+
 UNIT = "unit"  # the key of the name
 
 
@@ -53,13 +55,10 @@ def check_unit(where: Path, expected: dict[str, Any], described: str):
     Raises:
       ValueError: it is damaged, another unit, or its arrays have other names, shapes or dtypes.
     """
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            item = checkpointer.metadata(where.absolute()).item_metadata
+    with reading(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        item = checkpointer.metadata(where.absolute()).item_metadata
         unit = (item.custom_metadata or {}).get(UNIT, where.name)
         found = _flat(item.tree)
-    except Exception as error:  # of many kinds: what is in these files goes through several parsers
-        raise ValueError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
     if unit != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
     wanted = _flat(expected)
