@@ -61,8 +61,8 @@ def config_to_spec(config: Config) -> ModelSpec:
     """The spec a config.json describes.
 
     Raises:
-      ValueError: another model type, a variant (`hints.check_variant`), an unsupported value or a missing key,
-        by name.
+      ValueError: another model type, a variant (`hints.check_variant`), an unsupported value or a missing
+        key, by name.
     """
     check_variant(config)
     by_type = {family.model_type: family for family in FAMILIES.values()}

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from dllm_jax.checkpoint.directory import resolved
+
 MARKERS = ("config.json", "spec.json")
 # Directories of this module end in a random UUID (version 4); whatever else has such a name is the user's.
 UUID = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
@@ -19,8 +21,8 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
     """Yields an empty directory beside `destination` and renames it when the block ends.
 
     All of it is on the disk before it is renamed (fsync), so that a power cut leaves no empty files. With
-    `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are removed by
-    the next run; a live run holds a lock on its directory, which is then left alone.
+    `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are removed
+    by the next run; a live run holds a lock on its directory, which is then left alone.
 
     Args:
       destination: final path of the directory.
@@ -57,14 +59,6 @@ def check_apart(source: Path, destination: Path):
     a, b = resolved(source), resolved(destination)
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"source {a} and destination {b} must not be the same or contain one another")
-
-
-def resolved(path: Path) -> Path:
-    """The path without links; raises ValueError if they lead in a circle."""
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # the former up to Python 3.12
-        raise ValueError(f"{path} is a link in a circle") from error
 
 
 def left_behind(destination: Path) -> Path | None:

@@ -55,8 +55,8 @@ def check_unit(where: Path, expected: dict[str, Any], described: str):
     Raises:
       ValueError: it is damaged, another unit, or its arrays have other names, shapes or dtypes.
     """
-    with reading(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        item = checkpointer.metadata(where.absolute()).item_metadata
+    with reading(where):
+        item = ocp.PyTreeCheckpointHandler().metadata(where.absolute())
         unit = (item.custom_metadata or {}).get(UNIT, where.name)
         found = _flat(item.tree)
     if unit != where.name:
