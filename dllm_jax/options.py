@@ -13,8 +13,8 @@ Python itself checks no annotation, and a wrong value may do something else than
 steps, counted in whole ones, is one every 5. The annotation decides the kind of value, marks inside
 `Annotated` narrow it (bounds are those of the package annotated-types), and `| None` allows None:
 
-- `int`: a whole number of Python or NumPy. Reads Ge, Gt, Le, Lt, Interval, `Odd`.
-- `float`: a finite number. Reads Ge, Gt, Le, Lt, Interval.
+- `int`: a whole number of Python or NumPy. Reads Ge, Gt, Le, Lt, Interval, `Odd`, `Int32`.
+- `float`: a finite number, which a float32 holds. Reads Ge, Gt, Le, Lt, Interval.
 - `bool`: True or False, not 0 or 1; and no bool is a number.
 - `Literal["a", "b"]`: one of the words.
 - `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
@@ -72,6 +72,7 @@ class Options:
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
 
 
+SHOWN = 500  # characters of a value in an error message
 Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
@@ -110,6 +111,11 @@ class Odd:
 
 
 @dataclasses.dataclass(frozen=True)
+class Int32:
+    """Marks a whole number that programs hold in 32 bits, with a sign: it is below 2**31."""
+
+
+@dataclasses.dataclass(frozen=True)
 class PerLayer:
     """Marks a tuple that holds one value per layer of the model, first layer first."""
 
@@ -121,21 +127,32 @@ class NoneMeans:
     meaning: str
 
 
-PositiveInt = Annotated[int, Ge(1)]
-NonNegativeInt = Annotated[int, Ge(0)]
+INT32, FLOAT32 = 2**31, np.finfo(np.float32)
+SMALLEST, LARGEST = float(FLOAT32.smallest_normal), float(FLOAT32.max)  # positive numbers that float32 holds
+
+PositiveInt = Annotated[int, Ge(1), Int32()]
+NonNegativeInt = Annotated[int, Ge(0), Int32()]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
-TracedPositiveInt = Annotated[Count, Ge(1), Traced()]
-TracedNonNegativeInt = Annotated[Count, Ge(0), Traced()]
+TracedPositiveInt = Annotated[Count, Ge(1), Int32(), Traced()]
+TracedNonNegativeInt = Annotated[Count, Ge(0), Int32(), Traced()]
 TracedPositiveFloat = Annotated[Number, Gt(0), Traced()]
+TracedWidth = Annotated[Number, Ge(1e-18), Traced()]  # of a Gaussian: its square is not 0 in float32
 TracedFraction = Annotated[Number, Interval(ge=0, le=1), Traced()]
 TracedUnlessZero = Annotated[Number, Ge(0), Traced(unless=0)]
+Seed = Annotated[int, Interval(ge=0, lt=2**32)]  # of a random key, which has no more bits
 Profile = Annotated[tuple[float, ...], MinLen(1), PerLayer()]
 
 
-def check_argument(name: str, value: Any, annotation: Any) -> Any:
+def check_argument(name: str, value: Any, annotation: Any, example: str = "") -> Any:
     """Checks an argument of a function as if it were a field: `check_argument("batch", batch, PositiveInt)`.
+
+    Args:
+      name: of the argument.
+      value: what was given.
+      annotation: of a kind that this module knows.
+      example: for a class, how to get an instance of it, as the message ends: ", such as Confidence()".
 
     Returns:
       the value, as Python's number or tuple.
@@ -144,7 +161,7 @@ def check_argument(name: str, value: Any, annotation: Any) -> Any:
       ValueError: a value outside of the annotation.
       TypeError: an annotation that is none of the kinds.
     """
-    rule = _rule(annotation, "")
+    rule = _rule(annotation, example)
     if rule is None:
         raise TypeError(f"{annotation} is no kind of option")
     return rule.check(name, value)
@@ -169,8 +186,23 @@ class Rule(NamedTuple):
         """The value as it is stored; raises ValueError with the name, the value and what is valid."""
         try:
             return self.read(value)
+        except NotRepresentable as error:
+            raise ValueError(f"{name}={shown(value)} must be {self.one}, {error}") from None
         except ValueError:
-            raise ValueError(f"{name}={value!r} must be {self.one}") from None
+            raise ValueError(f"{name}={shown(value)} must be {self.one}") from None
+
+
+class NotRepresentable(ValueError):
+    """A number in a field's range that programs cannot hold; the message says which ones they can."""
+
+
+def shown(value: Any) -> str:
+    """A value as error messages show it: its `repr`, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        text = f"<{value.bit_length()} bits>" if isinstance(value, int) else object.__repr__(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 @functools.cache
@@ -243,7 +275,7 @@ def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
     for mark in marks:
         if isinstance(mark, annotated_types.GroupedMetadata):
             yield from _single(tuple(mark))
-        elif isinstance(mark, annotated_types.BaseMetadata | Odd | PerLayer | NoneMeans | Traced):
+        elif isinstance(mark, annotated_types.BaseMetadata | Odd | Int32 | PerLayer | NoneMeans | Traced):
             yield mark
 
 
@@ -252,7 +284,7 @@ def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
     if kind is bool:
         rule, reads = Rule(_flag, "True or False", "True or False each"), ()
     elif kind is int:
-        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd, Traced)
+        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd, Int32, Traced)
     elif kind is float:
         rule, reads = _finite_numbers(marks), (Ge, Gt, Le, Lt, Traced)
     elif typing.get_origin(kind) is Literal:
@@ -294,13 +326,15 @@ def _integers(marks: list[Any]) -> Rule:
     lows, highs = _bounds(marks)
     low = max((bound + excluded for bound, excluded in lows), default=None)
     high = min((bound - (not included) for bound, included in highs), default=None)
-    odd = any(isinstance(mark, Odd) for mark in marks)
+    odd, int32 = (any(isinstance(mark, kind) for mark in marks) for kind in (Odd, Int32 | Traced))
 
     def read(value: Any) -> int:
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (odd and value % 2 == 0):
             raise ValueError
         if (low is not None and value < low) or (high is not None and value > high):
             raise ValueError
+        if int32 and not -INT32 <= int(value) < INT32:
+            raise NotRepresentable("and one that int32 holds, below 2**31")
         return int(value)
 
     noun = "odd number" if odd else "whole number"
@@ -319,9 +353,11 @@ def _finite_numbers(marks: list[Any]) -> Rule:
     def read(value: Any) -> float:
         if not isinstance(value, numbers.Real) or isinstance(value, bool) or not _is_finite(value):
             raise ValueError
-        number = value if isinstance(value, int) else float(value)
+        number = int(value) if isinstance(value, int) else float(value)
         if not low <= number <= high or (excluded and number == low) or (not included and number == high):
             raise ValueError
+        if number and not SMALLEST <= abs(number) <= LARGEST:
+            raise NotRepresentable("and one that float32 holds, 0 or from 1.2e-38 to 3.4e38")
         return number
 
     if not lows and not highs:
@@ -369,6 +405,7 @@ def _sequence(item: Any, marks: list[Any]) -> Rule | None:
 
     def read(value: Any) -> tuple[Any, ...]:
         items = value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+        items = tuple(items) if isinstance(items, range) else items
         if not isinstance(items, list | tuple) or len(items) < least:
             raise ValueError
         return tuple(map(rule.read, items))

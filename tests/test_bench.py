@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said(tiny):
 def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: float) -> Generation:
     """A generation of 64 tokens whose steps take `whole_s` each, and which takes none itself."""
     layout, counts = dj.Layout(16, 64, 32, 64), np.asarray([64])
-    stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts)
+    stats = Stats(counts, 80 * counts, 0.0 * counts, 0.0 * counts, counts, counts, counts, counts > 0)
     time = device.Time.of([whole_s])
     run = measure.Run(16, 1, 64, 32, 64, policy, sampler)
     out = (None, stats, None)

@@ -26,12 +26,12 @@ OUTSIDE = [
     ("mask_id", "mask_token_id", None, "null|must be a whole number"),
     ("mask_id", "mask_token_id", 2.5, "must be"),
     ("mask_id", "mask_token_id", 61, "differ from mask_id"),
-    ("vocab", "embedding_size", 2**40, "must be at most 2147483647"),
+    ("vocab", "embedding_size", 2**40, "int32 holds"),
     ("layers", "n_layers", 10**9, "1000000000"),
     ("layers", "n_layers", 10**400, "1000000000"),
     ("layers", "n_layers", 1, "layer_001, layer_002|unmapped"),
     ("layers", "n_layers", 4, "lacks layer_003|missing"),
-    ("hidden", "mlp_hidden_size", 10**18, "describes|misshaped"),
+    ("hidden", "mlp_hidden_size", 10**9, "describes|misshaped"),
     ("tied", "weight_tying", True, "holds head|differs from the embedding"),
     ("tied", "weight_tying", "false", "must be"),
     ("qkv_bias", "include_qkv_bias", True, "describes|missing"),
@@ -122,7 +122,7 @@ def test_hidden_files_beside_units_do_not_matter(originals, tmp_path):
 @pytest.mark.parametrize("content", ["null", "3", "[]", "{}", '{"tree_metadata": null}', "{", "[" * 100_000])
 def test_metadata_of_a_unit_that_is_broken(originals, tmp_path, content):
     unit = shutil.copytree(originals / "jax", tmp_path / "jax") / "params" / "norm"
-    (unit / "_METADATA").write_text(content)
+    (unit / "manifest.ocdbt").write_text(content)
     with pytest.raises(ValueError, match=f"{unit} (cannot be read|holds)"):
         dj.load(tmp_path / "jax")
 

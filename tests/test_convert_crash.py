@@ -21,7 +21,7 @@ import numpy as np
 from dllm_jax.checkpoint import convert, export
 from dllm_jax.checkpoint import converted
 from dllm_jax.checkpoint.families import units_of
-from dllm_jax.checkpoint.source import open_checkpoint
+from dllm_jax.checkpoint.source import open_checkpoint, read
 
 job, source, destination, overwrite = json.loads(sys.argv[1])
 run = {"convert": convert, "export": export}[job]
@@ -62,7 +62,7 @@ def die_at(moment):
 def whole():
     checkpoint = open_checkpoint(destination)
     for unit in units_of(checkpoint.spec):
-        checkpoint.read(unit)
+        read(checkpoint, unit)
 
 
 def ended(pid):

@@ -1,10 +1,15 @@
 """The journal of answers: append only, and what a kill leaves is repaired."""
 
+import errno
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+from dllm_jax.eval.run.answering import answers
 from dllm_jax.eval.run.journal import Journal, origin
 
 
@@ -33,7 +38,21 @@ def test_a_line_that_was_being_written_is_dropped_and_the_next_begins_a_new_one(
     assert set(Journal(path).entries) == {"a", "c", "d"}
 
 
-@pytest.mark.parametrize("line", ["{broken", '"text"', '{"answer": "no key"}', "\udcff"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{broken",
+        '"text"',
+        '{"answer": "no key", "error": null}',
+        '{"key": ["a"], "answer": "", "error": null}',
+        '{"key": "a", "error": null}',
+        '{"key": "a", "answer": ""}',
+        '{"key": "a", "answer": "", "error": 1}',
+        "\udcff",
+        "[" * 100_000,
+    ],
+    ids=range(9),
+)
 def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     path = tmp_path / "journal.jsonl"
     Journal(path).add([entry("a", "1")])
@@ -56,3 +75,76 @@ def test_answers_of_another_device_or_version_are_not_resumed(tmp_path):
     path.write_text(json.dumps(entry("a", "1")) + "\n")
     with pytest.raises(ValueError, match=r"journal\.jsonl: does not begin with the device"):
         Journal(path)
+
+
+def test_of_two_writers_the_second_is_refused_and_nothing_is_lost(tmp_path):
+    """Both were opened before either wrote; what the first one does not claim any more is free again."""
+    path = tmp_path / "journal.jsonl"
+    first, second = Journal(path), Journal(path)
+    for i in range(3):
+        first.add([entry(f"first {i}", "1")])
+        with pytest.raises(ValueError, match=r"journal\.jsonl: another evaluation is adding its answers"):
+            second.add([entry(f"second {i}", "2")])
+        with pytest.raises(ValueError, match="another evaluation"):
+            second.claim()
+    assert second.entries == {}
+    assert len(Journal(path).entries) == 3  # reading needs no lock
+    first.close()
+    second.add([entry("second", "2")])
+    assert set(Journal(path).entries) == {"first 0", "first 1", "first 2", "second"} == set(second.entries)
+    with pytest.raises(ValueError, match="another evaluation"):
+        first.add([entry("first", "1")])
+
+
+def test_the_lock_ends_with_the_process_that_holds_it(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    hold = (
+        "import sys, time; from pathlib import Path; from dllm_jax.eval.run.journal import Journal\n"
+        "journal = Journal(Path(sys.argv[1])); journal.claim(); print('holds', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"holds\n"
+        with pytest.raises(ValueError, match="another evaluation"):
+            Journal(path).claim()
+        holder.kill()
+    Journal(path).add([entry("a", "1")])
+    assert set(Journal(path).entries) == {"a"}
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    """Half of a line reaches the disk, which is then full; later there is room again."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.add([entry("a", "1")])
+
+    def full(descriptor):
+        os.truncate(path, path.stat().st_size - 20)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.add([entry("b", "2")])
+    assert set(journal.entries) == set(Journal(path).entries) == {"a"}
+    journal.add([entry("c", "3")])
+    assert set(Journal(path).entries) == {"a", "c"}
+
+
+def test_a_run_is_refused_before_it_computes_anything(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    other = Journal(path)
+    other.claim()
+    with pytest.raises(ValueError, match="another evaluation"):
+        answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, Journal(path))
+    other.add([entry("a", "1")])
+    late = Journal(path)
+    assert answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, late)
+
+
+def test_what_another_run_answered_meanwhile_is_not_computed_again(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    early = Journal(path)
+    Journal(path).add([entry("a", "1")])
+    found = answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, early)
+    assert [each["answer"] for each in found] == ["1"]

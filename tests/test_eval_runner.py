@@ -56,7 +56,7 @@ def test_positions_that_single_layers_computed_count():
     counts = lambda *values: np.asarray(values)
     stats = Stats(
         nfe=counts(4, 3), computed=counts(20, 12), widened=counts(0.5, 2.5), cache_ratio=counts(0.0, 0.0),
-        refreshes=counts(1, 1), decoded=counts(4, 4), answer=counts(3, 2),
+        refreshes=counts(1, 1), decoded=counts(4, 4), answer=counts(3, 2), finite=counts(True, True),
     )  # fmt: skip
     found = costs(stats, 1, 0.25, cold=False)
     assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)

@@ -245,9 +245,9 @@ def test_damaged_and_mixed_directories(tmp_path):
     plain, ours = convert(source, tmp_path / "plain"), convert(source, tmp_path / "jax", weights="int8")
     file = ours / "spec.json"
     written = json.loads(file.read_text())
-    assert (written["format"], written["weights"]) == (2, "int8")
+    assert (written["format"], written["weights"]) == (4, "int8")
     assert json.loads((plain / "spec.json").read_text()).keys() == {"format", "dtype", "spec"}
-    assert json.loads((plain / "spec.json").read_text())["format"] == 1  # earlier releases read it
+    assert json.loads((plain / "spec.json").read_text())["format"] == 3
     assert json.loads((ours / "provenance.json").read_text())["weights"] == "int8"
 
     def refused(match: str, **changes):
@@ -256,19 +256,19 @@ def test_damaged_and_mixed_directories(tmp_path):
             dj.load(ours)
         file.write_text(json.dumps(written))
 
-    refused("format=3 is not supported; supported: 1 and 2", format=3)
-    refused(r"weights='int8' does not belong to format 1, whose weights are None", format=1)
-    refused(r"weights=None does not belong to format 2, whose weights are 'int8'", weights="absent")
+    refused("format=5 is not supported; supported: 1, 2, 3, 4", format=5)
+    refused(r"weights='int8' does not belong to format 3, whose weights are None", format=3)
+    refused(r"weights=None does not belong to format 4, whose weights are 'int8'", weights="absent")
     refused("weights='int4' does not belong", weights="int4")
-    refused(r"layer_000 holds .*'q/values'.* but spec\.json describes .*'q'", format=1, weights="absent")
+    refused(r"layer_000 holds .*'q.values'.* but spec\.json describes .*'q'", format=3, weights="absent")
 
     # A layer of floats among int8 ones, and the other way around.
     (ours / "params" / "layer_001").rename(tmp_path / "kept")
     (plain / "params" / "layer_001").rename(ours / "params" / "layer_001")
-    with pytest.raises(ValueError, match=r"layer_001 holds .*'q': .* but spec\.json describes .*'q/values'"):
+    with pytest.raises(ValueError, match=r"layer_001 holds .*'q': .* but spec\.json describes .*'q.values'"):
         dj.load(ours)
     (tmp_path / "kept").rename(plain / "params" / "layer_001")
-    with pytest.raises(ValueError, match=r"layer_001 holds .*'q/values'"):
+    with pytest.raises(ValueError, match=r"layer_001 holds .*'q.values'"):
         dj.load(plain)
 
 
@@ -281,9 +281,9 @@ def test_scales_that_no_conversion_writes(tmp_path, monkeypatch, scale):
         found.scale.flat[-1] = scale if outputs == "v" else 1
         return found
 
-    monkeypatch.setattr("dllm_jax.checkpoint.source.quantise", damaged)
+    monkeypatch.setattr("dllm_jax.checkpoint.stored.quantise", damaged)
     ours = convert(source, tmp_path / "jax", weights="int8")
-    with pytest.raises(ValueError, match="head: head/scale holds numbers that are not positive and finite"):
+    with pytest.raises(ValueError, match=r"head: head\.scale holds numbers that are not positive and finite"):
         dj.load(ours)
 
 

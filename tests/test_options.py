@@ -9,6 +9,7 @@ import typing
 from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,6 +123,50 @@ def test_sequences_and_numbers_of_numpy_become_those_of_python():
     numpy = policies.DLLMCache(prompt_every=np.int64(4), ratio=np.float64(0.5))
     assert numpy == policies.DLLMCache(prompt_every=4, ratio=0.5)
     assert policy(call(numpy)) == numpy
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: samplers.CertaintyPrior(tokens_per_step=n), "tokens_per_step=2147483648 must be a whole"),
+        (lambda n: policies.DKVDecode(refresh_every=n), "refresh_every=2147483648 .* int32 holds"),
+        (lambda n: policies.DKVDecode(delay=n), "delay=2147483648 .* int32 holds"),
+        (lambda n: policies.DLLMCache(prompt_every=n), "prompt_every=2147483648 .* int32 holds"),
+        (lambda n: policies.ElasticCache(window=n), "window=2147483648 .* int32 holds"),
+        (lambda n: policies.D2Cache(k=n), "k=2147483648 .* int32 holds, below 2"),
+        (lambda n: policies.D2Cache(inflate=n), "inflate=2147483648 .* int32 holds"),
+        (lambda n: policies.SparseDLLM(kernel=n + 1), "kernel=2147483649 .* int32 holds"),
+        (lambda n: dj.Layout(4, n, n, n), "response=2147483648 .* int32 holds"),
+        (lambda n: Ladder((n,)), r"rungs=\(2147483648,\) must be one or more whole .* int32 holds"),
+        (lambda n: TrainConfig(steps=n), "steps=2147483648 .* int32 holds"),
+        (lambda n: TrainConfig(steps=10, seed=2 * n), "seed=4294967296 must be a whole number in 0..4294967"),
+        (lambda n: samplers.Factor(10**400), "factor=1000.*0 must be a number"),
+        (lambda n: samplers.Factor(10**1000), "factor=1000.*0[.][.][.] must be a number"),
+        (lambda n: samplers.Factor(10**5000), "factor=<16610 bits> must be a number"),
+        (lambda n: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or from 1.2e-38 to 3.4e38"),
+        (lambda n: samplers.Confidence(temperature=1e-50), "temperature=1e-50 .* float32 holds"),
+        (lambda n: samplers.CertaintyPrior(sigma=1e-30), r"sigma=1e-30 must be a number in \[1e-18, inf\)"),
+        (lambda n: TrainConfig(steps=10, learning_rate=1e300), r"learning_rate=1e\+300 .* float32 holds"),
+    ],
+)  # fmt: skip
+def test_numbers_that_programs_cannot_hold_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(2**31)
+
+
+@pytest.mark.parametrize("policy", [
+    policies.D2Cache(k=2**31 - 1, inflate=2**31 - 1), policies.SparseDLLM(kernel=2**31 - 1, delay=2**31 - 1),
+    policies.ElasticCache(window=2**31 - 1, track=2**31 - 1), policies.DKVDecode(delay=2**31 - 1),
+    policies.MaskKV(budget=2**31 - 1, votes=eviction.SnapKV(window=2**31 - 1, kernel=2**31 - 1)),
+], ids=lambda policy: type(policy).__name__)  # fmt: skip
+def test_the_largest_numbers_that_they_hold_work(policy):
+    sampler = samplers.CertaintyPrior(
+        tokens_per_step=2**31 - 1, sigma=1e-18, top_k=2**31 - 1, temperature=2e-38
+    )
+    model, key = tiny("llada"), jax.random.key(0)
+    out = dj.generate(model, [[1, 2, 3]], length=4, block=2, policy=policy, sampler=sampler, key=key)
+    assert out.stats.decoded[0] == 4
+    assert out.stats.nfe[0] == 2
 
 
 def test_none_is_refused_where_it_means_nothing():

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint import convert, verify
 from tests.checkpoints import tiny, write_hf
 
-PROGRAM = """
+START = """
 import sys
 import jax
 process, port, *paths = sys.argv[1:]
@@ -17,12 +17,14 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+assert jax.device_count() == 8 and jax.local_device_count() == 4
+"""
+DECODE = """
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import dllm_jax as dj
 from dllm_jax.state import host
 
-assert jax.device_count() == 8 and jax.local_device_count() == 4
 mesh = jax.make_mesh((2, 4), ("dp", "tp"))
 prompt = np.arange(20, dtype=np.int32).reshape(4, 5)
 where = NamedSharding(mesh, PartitionSpec("dp"))
@@ -62,16 +64,111 @@ print("done")
 """
 
 
+# A process must read what its devices hold, and not much more: file headers, and the pieces' tables.
+READ = """
+from pathlib import Path
+import numpy as np
+import dllm_jax as dj
+from dllm_jax.checkpoint import hf, save_hf
+
+hugging_face, converted, out = paths
+read = 0
+
+
+class Counted:
+    def __init__(self, part):
+        self.part = part
+
+    def __getitem__(self, index):
+        global read
+        found = self.part[index]
+        read += found.nbytes
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+
+class Opened:
+    def __init__(self, *args, **kwargs):
+        self.file = safe_open(*args, **kwargs)
+
+    def __enter__(self):
+        self.opened = self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def keys(self):
+        return self.opened.keys()
+
+    def get_slice(self, name):
+        return Counted(self.opened.get_slice(name))
+
+
+safe_open, hf.safe_open = hf.safe_open, Opened
+of_files = lambda: int(Path("/proc/self/io").read_text().split()[1])
+
+
+def held(params):
+    parts = {}
+    for path, array in jax.tree.leaves_with_path(params):
+        for shard in array.addressable_shards:
+            parts[path, str(shard.index)] = shard.data.nbytes
+    return sum(parts.values())
+
+
+size = lambda params: sum(array.nbytes for array in jax.tree.leaves(params))
+dj.load(converted, mesh=jax.make_mesh((8,), ("tp",)))  # imports and compilation read files too
+for shape, names in (((8,), ("tp",)), ((2, 4), ("fsdp", "tp"))):
+    for separate in (True, False):
+        mesh, read = jax.make_mesh(shape, names), 0
+        load = lambda path: dj.load(path, mesh=mesh, separate_layers=separate)
+        theirs = load(hugging_face)
+        share = held(theirs.params)
+        assert share < 0.6 * size(theirs.params), (shape, share)
+        assert share <= read <= 1.001 * share, (shape, share, read)
+        before = of_files()
+        ours = load(converted)
+        read = of_files() - before
+        assert 0.8 * share < read < share + 200_000, (shape, share, read)
+        equal = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
+        assert all(jax.tree.leaves(equal(theirs.params, ours.params)))
+save_hf(ours, out, keep_from=hugging_face)
+with_files = Path(out).iterdir()
+assert {"model.safetensors", "config.json"} <= {file.name for file in with_files}
+try:
+    save_hf(ours, out)
+    raise AssertionError("an existing directory was overwritten")
+except FileExistsError:
+    assert process == "0"
+except OSError as error:
+    assert process == "1" and "the first process failed" in str(error)
+print("done")
+"""
+
+
 def test_a_global_batch_is_decoded_by_two_processes(tmp_path):
     llada = write_hf(tmp_path / "llada", tiny())
-    paths = [str(convert(llada, tmp_path / "jax"))]
+    run_in_two(START + DECODE, convert(llada, tmp_path / "jax"))
+
+
+def test_each_process_reads_what_its_devices_hold_and_one_writes(tmp_path):
+    large = {"width": 512, "heads": 8, "kv_heads": 8, "head": 64, "hidden": 2048, "vocab": 4096, "layers": 1}
+    hf, out = write_hf(tmp_path / "hf", tiny(**large)), tmp_path / "out"
+    run_in_two(START + READ, hf, convert(hf, tmp_path / "jax"), out)
+    assert verify(hf, out, tokens=0).identical
+
+
+def run_in_two(program: str, *arguments: Path):
+    """Runs a program in two processes, which must print "done" in the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    root = Path(__file__).parents[1]
     run = lambda process: subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(process), port, *paths],
-        cwd=root,
+        [sys.executable, "-c", program, str(process), port, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
         env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

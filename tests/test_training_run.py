@@ -28,7 +28,7 @@ from dllm_jax.training import (
     train_step,
 )
 from dllm_jax.training.record import described
-from dllm_jax.training.run_directory import read_log
+from dllm_jax.training.run_directory import append_to_log, read_log, rewind_log
 from tests.models import cast, separate, tiny
 
 CONFIG = TrainConfig(steps=10, learning_rate=3e-3, warmup=2, decay=3, review_every=2, save_every=4)
@@ -89,6 +89,44 @@ def test_the_log_survives_a_torn_line(tmp_path):
     run = train(tiny("llada"), Counting(), CONFIG, directory=tmp_path, progress=False)
     assert run.log == entries
     assert read_log(file) == entries
+
+
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
+def test_a_kill_while_the_log_is_rewound_loses_no_entry(tmp_path, moment, monkeypatch):
+    """Whenever it comes, the old log is whole; and the new one is on the disk before it takes its place."""
+    file, entries = tmp_path / "log.jsonl", [{"step": step, "note": "é"} for step in range(10)]
+    for entry in entries:
+        append_to_log(file, entry)
+    done = []
+
+    def killed(name, call):
+        def instead(*args, **options):
+            if name == moment:
+                raise KeyboardInterrupt
+            done.append(name)
+            return call(*args, **options)
+
+        return instead
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", killed("write", json.dumps))
+        patch.setattr(os, "fsync", killed("fsync", os.fsync))
+        patch.setattr(Path, "replace", killed("replace", Path.replace))
+        with pytest.raises(KeyboardInterrupt):
+            rewind_log(file, 6)
+    moments = ["write", "fsync", "replace"]
+    assert list(dict.fromkeys(done)) == moments[: moments.index(moment)]
+    assert read_log(file) == entries
+    assert rewind_log(file, 6) == entries[:7] == read_log(file)
+
+
+@pytest.mark.parametrize("line", ["{broken", "[]", '{"loss": 1}', '{"step": "1"}', "[" * 100_000, "\udcff"])
+def test_a_log_that_is_none_is_named(tmp_path, line):
+    file = tmp_path / "log.jsonl"
+    append_to_log(file, {"step": 1})
+    file.write_bytes(file.read_bytes() + f"{line}\n".encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"log\.jsonl:2: not an entry of a log"):
+        read_log(file)
 
 
 def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():

@@ -12,6 +12,7 @@ import dllm_jax as dj
 from dllm_jax.checkpoint.exporting import InMemory
 from dllm_jax.checkpoint.names import dream
 from dllm_jax.checkpoint.names.table import to_hf, units
+from dllm_jax.checkpoint.source import read
 
 CLASSES = {"llada": ("LlamaConfig", "LlamaForCausalLM"), "dream": ("Qwen2Config", "Qwen2ForCausalLM")}
 MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
@@ -139,7 +140,7 @@ def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> No
     source, theirs = InMemory(model), made.state_dict()
     loaded = {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, dream.NAMES):
-        arrays = source.read(unit)
+        arrays = read(source, unit)
         for entry in unit.entries:
             ours = arrays[entry.leaf]
             assert isinstance(ours, np.ndarray), "models of this bench are random, not int8"

@@ -1,36 +1,34 @@
-"""The converted directory: one small Orbax checkpoint per unit, and spec.json.
+"""The converted directory: the arrays of each unit in a directory of their own, and spec.json.
 
-    spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in format 2
+    spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in formats 2 and 4
     provenance.json   what it was made from, and hashes of what was written
-    params/UNIT/      Orbax: parameters of the embedding, a layer, the norm or the head, in our layout
+    params/UNIT/      parameters of the embedding, a layer, the norm or the head, in our layout
     config.json, tokenizer files, ...  kept as they came
 
-Format 2 is that of int8 matrices: such a parameter is two arrays, values and scale (`dllm_jax.nn.int8`), and
-dtype is that of all others. What has none is written in format 1, which earlier releases read as well.
-Units rather than one checkpoint because Orbax takes a whole tree at once, and a whole model must not be in
-memory at once.
+Formats 2 and 4 are those of int8 matrices: such a parameter is two arrays, LEAF.values and LEAF.scale
+(`dllm_jax.nn.int8`), and dtype is that of all others. Formats 1 and 2 are Orbax checkpoints of earlier
+releases, cut by size; 3 and 4 are cut where meshes split them (`dllm_jax.checkpoint.arrays`). All are read
+alike, and a whole model is never in memory at once.
 """
 
 import dataclasses
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from jax.tree_util import keystr, tree_leaves_with_path
 
+from dllm_jax.checkpoint.arrays import open_array, write
 from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit
-from dllm_jax.checkpoint.orbax_errors import reading, writing
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
-from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries, named
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights
+from dllm_jax.checkpoint.stored import Ranges, StoredParameter
+from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
 from dllm_jax.nn.spec import ModelSpec
 
 PARAMS = "params"
-PIECE = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +52,15 @@ class ConvertedCheckpoint:
         """The one dtype besides int8, as a set."""
         return {self.dtype}
 
-    def read(self, unit: Unit) -> dict[str, HostArray]:
-        """The parameters of one unit.
+    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
+        """The parameters of one unit, none of them read yet.
 
         Raises:
-          ValueError: damaged, other names, shapes or dtypes than spec.json describes, or scales that no
-            conversion writes.
+          ValueError: damaged, or, when they are read, scales that no conversion writes.
         """
         where = self.path / PARAMS / unit.name
-        with reading(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            arrays = checkpointer.restore(where.absolute(), args=ocp.args.PyTreeRestore())
-        described = _as_stored(unit.arrays(self.spec, self.dtype, self.weights))
-        expected, found = (
-            {keystr(at, simple=True, separator="/"): (array.shape, str(array.dtype)) for at, array in leaves}
-            for leaves in map(tree_leaves_with_path, (described, arrays))
-        )
-        if found != expected:
-            raise ValueError(f"{where} holds {found}, but {SPEC} describes {expected}")
-        return {leaf: _as_read(f"{where}: {leaf}", array) for leaf, array in arrays.items()}
+        described = unit.arrays(self.spec, self.dtype, self.weights)
+        return {leaf: _as_parameter(where, leaf, is_int8(array)) for leaf, array in described.items()}
 
 
 def is_converted(path: Path) -> bool:
@@ -96,39 +85,39 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
     check_names(params, [unit.name for unit in units], SPEC)
     check_tree(path, PARAMS)
     for unit in units:
-        check_unit(params / unit.name, _as_stored(unit.arrays(spec, dtype, weights)), SPEC)
+        described = unit.arrays(spec, dtype, weights)
+        arrays = [_named(leaf, parameter) for leaf, parameter in described.items()]
+        check_unit(params / unit.name, dict(ChainMap(*arrays)), SPEC)
     return ConvertedCheckpoint(path, spec, dtype, weights)
 
 
-def write_unit(path: Path, unit: Unit, arrays: dict[str, HostArray]):
+def write_unit(path: Path, unit: Unit, parameters: dict[str, HostArray]):
     """Writes the parameters of one unit, in our layout."""
-    contiguous = jax.tree.map(np.ascontiguousarray, _as_stored(arrays))
-    # Compressed and buffered in pieces: whole arrays and files of Orbax's default size would need about
-    # the unit's size in memory once more, both on writing and on reading.
-    pieces = jax.tree.map(lambda array: ocp.SaveArgs(chunk_byte_size=PIECE), contiguous)
-    args = ocp.args.PyTreeSave(
-        contiguous, save_args=pieces, ocdbt_target_data_file_size=PIECE, custom_metadata=named(unit.name)
-    )
-    where = (path / PARAMS / unit.name).absolute()
-    with writing(where), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(where, args=args)
+    arrays: dict[str, tuple[str, np.ndarray]] = {}
+    for leaf, parameter in parameters.items():
+        axes = _named(leaf, axes_of(leaf, "int8" if is_int8(parameter) else None))
+        for name, array in _named(leaf, parameter).items():
+            arrays[name] = axes[name].removeprefix("n"), array
+    write(path / PARAMS / unit.name, unit.name, arrays)
 
 
-def _as_stored(arrays: dict[str, Any]) -> dict[str, Any]:
-    """An int8 matrix as Orbax keeps it: a dictionary of its two arrays."""
-    parts = lambda array: {"values": array.values, "scale": array.scale}
-    return {leaf: parts(array) if isinstance(array, Int8Matrix) else array for leaf, array in arrays.items()}
+def _named(leaf: str, parameter: Any) -> dict[str, Any]:
+    """A parameter's arrays, or what describes them, by their names: an int8 matrix is two."""
+    if not is_int8(parameter):
+        return {leaf: parameter}
+    return {f"{leaf}.values": parameter.values, f"{leaf}.scale": parameter.scale}
 
 
-def _as_read(where: str, array: Any) -> HostArray:
-    """The inverse of `_as_stored` for one parameter.
+def _as_parameter(where: Path, leaf: str, is_int8: bool) -> StoredParameter:
+    """A parameter of a unit; the scales of int8 matrices are looked at when they are read."""
+    if not is_int8:
+        return open_array(where, leaf)
+    values, scale = (open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale")))
 
-    Raises:
-      ValueError: an int8 matrix has a scale that is not positive and finite.
-    """
-    if not isinstance(array, dict):
-        return np.asarray(array)
-    scale = np.asarray(array["scale"])
-    if not (np.isfinite(scale) & (scale > 0)).all():
-        raise ValueError(f"{where}/scale holds numbers that are not positive and finite")
-    return Int8Matrix(np.asarray(array["values"]), scale)
+    def read(ranges: Ranges) -> np.ndarray:
+        part = scale.read(ranges)
+        if not (np.isfinite(part) & (part > 0)).all():
+            raise ValueError(f"{where}: {leaf}.scale holds numbers that are not positive and finite")
+        return part
+
+    return Int8Matrix(values, dataclasses.replace(scale, read=read))

@@ -5,9 +5,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
@@ -17,11 +19,13 @@ from dllm_jax.checkpoint.files import copy_auxiliary_files
 from dllm_jax.checkpoint.names.table import Unit, to_hf
 from dllm_jax.checkpoint.source import Source, locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
+from dllm_jax.checkpoint.stored import Stored, StoredParameter
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.int8 import HostArray, Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state import host
 
 
 def export(
@@ -61,7 +65,8 @@ def export(
     with atomic_directory(target, overwrite) as partial:
         copy_auxiliary_files(found, partial)
         with progress("export", checkpoint, checkpoint.dtype, None, show_progress) as advance:
-            _write(partial, checkpoint, original, shard_bytes, advance)
+            tensors = _tensors(checkpoint.spec, stream(checkpoint, checkpoint.dtype, None), advance)
+            _write(partial, checkpoint, original, shard_bytes, tensors)
     return target
 
 
@@ -73,6 +78,9 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
+
+    A model on the devices of several processes is saved by all of them: each calls this, the first one writes
+    and one parameter at a time is gathered for it.
 
     Args:
       model: parameters of one dtype, float32 or bfloat16.
@@ -93,11 +101,41 @@ def save_hf(
     target, original = Path(destination), None
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
-    with atomic_directory(target, overwrite) as partial:
-        if keep_from is not None:
-            copy_auxiliary_files(Path(keep_from), partial)
-        _write(partial, InMemory(model), original, shard_bytes, lambda unit: None)
+    source = InMemory(model)
+
+    def write_all(tensors: Iterator[np.ndarray]):
+        with atomic_directory(target, overwrite) as partial:
+            if keep_from is not None:
+                copy_auxiliary_files(Path(keep_from), partial)
+            _write(partial, source, original, shard_bytes, tensors)
+
+    tensors = _tensors(source.spec, stream(source, _one_dtype(source), None), lambda unit: None)
+    if jax.process_count() == 1:
+        write_all(tensors)
+    else:
+        _by_first_process(write_all, tensors, str(target))
     return target
+
+
+def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors: Iterator[Any], what: str):
+    """The first process writes; all of them fetch the tensors, and go on when it is done.
+
+    Raises:
+      OSError: on the other processes, if the first one could not; there, what stopped it.
+    """
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            write_all(tensors)
+        except Exception as error:  # the others must hear of it, or they would wait for ever
+            failure = error
+    for _ in tensors:  # those that are left: fetching takes all processes
+        pass
+    failed = multihost_utils.broadcast_one_to_all(np.int32(failure is not None))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError(f"{what} was not written: the first process failed, and says why")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +164,15 @@ class InMemory:
         """How matrices are held."""
         return self.model.weights
 
-    def read(self, unit: Unit) -> dict[str, HostArray]:
-        """The parameters of one unit by name, fetched from the device."""
+    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
+        """The parameters of one unit by name, fetched from the devices when they are read.
+
+        Of arrays that several processes hold parts of, every process fetches all: all must read them.
+        """
         params = self.model.params
-        held = params if unit.layer is None else layer_of(params, unit.layer)
-        return {entry.leaf: jax.tree.map(np.asarray, held[entry.leaf]) for entry in unit.entries}
+        found = params if unit.layer is None else layer_of(params, unit.layer)
+        fetch = lambda array: Stored(array.shape, np.dtype(array.dtype), lambda r: host.everywhere(array)[r])
+        return {entry.leaf: jax.tree.map(fetch, found[entry.leaf]) for entry in unit.entries}
 
 
 def _refuse_int8(source: Source, instead: str):
@@ -142,20 +184,18 @@ def _refuse_int8(source: Source, instead: str):
         )
 
 
+def _one_dtype(source: Source) -> np.dtype:
+    return choose(None, source.dtypes, str(source.path))
+
+
 def _write(
-    path: Path,
-    source: Source,
-    original: Config | None,
-    shard_bytes: int,
-    advance: Callable[[Unit], None],
+    path: Path, source: Source, original: Config | None, shard_bytes: int, tensors: Iterator[np.ndarray]
 ):
-    spec, dtype = source.spec, choose(None, source.dtypes, str(source.path))
+    spec, dtype = source.spec, _one_dtype(source)
     values = spec_to_config(spec, str(dtype), original)
     if original is None or values != original.values:
         (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    shards = plan(spec, dtype, shard_bytes)
-    tensors = _tensors(spec, stream(source, dtype, None), advance)
-    write(path, shards, tensors)
+    write(path, plan(spec, dtype, shard_bytes), tensors)
     next(tensors, None)  # all are written; this lets the last unit count as done
 
 

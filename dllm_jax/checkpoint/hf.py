@@ -1,6 +1,7 @@
 """Reading a Hugging Face directory: config.json and safetensors, one tensor in memory at a time."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.hints import of_directory
-from dllm_jax.checkpoint.names.table import Unit, check, hf_shape, to_ours
-from dllm_jax.nn.int8 import HostArray
+from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
+from dllm_jax.checkpoint.stored import Ranges, Stored, StoredParameter
+from dllm_jax.nn.sharding import shape
 from dllm_jax.nn.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -57,33 +59,44 @@ class HFCheckpoint:
         """Matrices are stored in one of `dtypes`."""
         return None
 
-    def read(self, unit: Unit) -> dict[str, HostArray]:
-        """Our parameters of one unit, in the stored dtype; views of the tensors as they lie in the file.
+    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
+        """Our parameters of one unit, none of them read yet.
 
         Raises:
-          ValueError: a file cannot be read, or a tied head differs from the embedding.
+          ValueError: when they are read, a file cannot be, or a tied head differs from the embedding.
         """
-        tensors = {entry.leaf: self._tensor(entry.name) for entry in unit.entries}
-        if self.spec.tied and "embed" in tensors:
-            self._check_tied(tensors["embed"])
-        return {entry.leaf: to_ours(self.spec, entry, tensors[entry.leaf]) for entry in unit.entries}
+        return {entry.leaf: self._parameter(entry) for entry in unit.entries}
 
-    def _tensor(self, name: str) -> np.ndarray:
-        # Opened anew for each tensor: an open file keeps every page read so far mapped, which would count
-        # as the process's memory and grow to the size of the shard.
-        file = self.stored[name].file
+    def _parameter(self, entry: TensorName) -> Stored:
+        read = functools.partial(self._part, entry)
+        tied = [
+            name for name in family_of(self.spec).names if name.leaf == "head" and name.name in self.stored
+        ]
+        if self.spec.tied and entry.leaf == "embed" and tied:
+            read = functools.partial(self._tied_part, entry, tied[0])
+        own = shape(self.spec, own_axes(entry.leaf))
+        return Stored(own, SAFETENSORS[self.stored[entry.name].dtype], read)
+
+    def _part(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
+        """A part of our parameter: a view of the part of the tensor that holds it."""
+        rows, rest = hf_ranges(self.spec, entry, ranges)
+        # Opened anew for each part: an open file keeps every page read so far mapped, which would count as
+        # the process's memory and grow to the size of the shard.
+        file = self.stored[entry.name].file
         try:
             with safe_open(file, framework="numpy") as opened:
-                return opened.get_tensor(name)
+                tensor = opened.get_slice(entry.name)[rows]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} cannot be read at {name}: {error}") from error
+            raise ValueError(f"{file} cannot be read at {entry.name}: {error}") from error
+        return to_ours(self.spec, entry, tensor)[rest]
 
-    def _check_tied(self, embed: np.ndarray):
-        head = next(entry.name for entry in family_of(self.spec).names if entry.leaf == "head")
-        if head in self.stored and not same_bits(embed, self._tensor(head)):
+    def _tied_part(self, embed: TensorName, head: TensorName, ranges: Ranges) -> np.ndarray:
+        part = self._part(embed, ranges)
+        if not same_bits(part, self._part(head, ranges)):
             raise ValueError(
-                f"{self.path}: the config ties head and embedding, yet {head} differs from the embedding"
+                f"{self.path}: the config ties head and embedding, yet {head.name} differs from the embedding"
             )
+        return part
 
 
 def open_hf(path: Path) -> HFCheckpoint:

@@ -1,8 +1,8 @@
 """Whether a checkpoint's files are still what was written: hashes are compared with those that were kept.
 
-A converted directory keeps SHA-256 of spec.json and of every file of its units in provenance.json. Hashes of
-a Hugging Face directory are known where it is the hub's own cache, whose files are named by them: SHA-256 of
-what lies in large-file storage, git's SHA-1 of the rest. Any other directory is refused by name.
+A converted directory keeps SHA-256 of spec.json and of every file of its units in provenance.json. Of a
+Hugging Face directory hashes are known where it is the hub's own cache, whose files are named by them:
+SHA-256 of what lies in large-file storage, git's SHA-1 of the rest. Any other directory is refused by name.
 """
 
 import dataclasses

@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.integrity import check_integrity
-from dllm_jax.checkpoint.source import Source, open_checkpoint, stream
-from dllm_jax.nn.int8 import Weights, placements
+from dllm_jax.checkpoint.source import Source, not_finite, open_checkpoint, opened, refuse
+from dllm_jax.checkpoint.stored import StoredParameter
+from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
-from dllm_jax.nn.sharding import default_device, place, warn_of_replicas
+from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
 from pallas_kernels import Implementation
@@ -41,7 +42,8 @@ def load(
     """Loads a LLaDA or Dream checkpoint.
 
     No weights are ever initialised, and besides the model only one layer (or the embedding, or the head) is
-    in memory at a time.
+    in memory at a time. Each process reads only what its own devices hold (of matrices that become int8 while
+    they are read, all that the channels it holds sum over).
 
     Args:
       path: a Hugging Face directory (config.json, safetensors), one written by `convert`, or a hub id
@@ -140,13 +142,35 @@ def fill(
     )
     layers = _List() if separate_layers else _Stack(abstract(source.spec, dtype, weights)["layers"], where)
     lone: Params = {}
-    for unit, arrays in stream(source, dtype, weights, check_finite):
-        placed = jax.tree.map(place, arrays, {leaf: where(leaf, stacked=False) for leaf in arrays})
+    bad: list[str] = []
+    for unit, parameters in opened(source, dtype, weights):
+        placed = {leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()}
+        if check_finite:
+            bad += not_finite(unit, placed, _is_finite)
         if unit.layer is None:
             lone |= placed
         else:
             layers.add(unit.layer, placed)
+    refuse(bad, source)
     return {"layers": layers.layers, **lone}
+
+
+def _place(stored: StoredParameter, where: Any) -> jax.Array | Int8Matrix:
+    """A parameter on the devices, of which this process reads what its own devices hold.
+
+    Args:
+      stored: the parameter.
+      where: a sharding for each of its arrays; None is the default device.
+    """
+    if not isinstance(stored, Int8Matrix):
+        return stored.on_devices(where)
+    return Int8Matrix(stored.values.on_devices(where.values), stored.scale.on_devices(where.scale))
+
+
+@jax.jit
+def _is_finite(array: Float[Array, "..."]) -> Bool[Array, ""]:
+    # On the devices, so that all processes come to the same answer.
+    return jnp.isfinite(array).all()
 
 
 class _List:

@@ -3,9 +3,9 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import huggingface_hub
 import jax
@@ -18,9 +18,9 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.hints import of_file, of_nothing
-from dllm_jax.checkpoint.names.table import Unit, own_axes
-from dllm_jax.nn.int8 import HostArray, Weights, quantise
-from dllm_jax.nn.sharding import OUTPUTS
+from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.stored import StoredParameter, held, whole
+from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 from dllm_jax.nn.spec import ModelSpec
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -51,9 +51,14 @@ class Source(Protocol):
         """How matrices are stored: "int8", or None for one of `dtypes`."""
         ...
 
-    def read(self, unit: Unit) -> dict[str, HostArray]:
-        """The parameters of one unit by name, in our layout and the stored dtype."""
+    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
+        """The parameters of one unit by name, in our layout and the stored dtype, none of them read yet."""
         ...
+
+
+def read(source: Source, unit: Unit) -> dict[str, HostArray]:
+    """The parameters of one unit on the host, all of them."""
+    return whole(source.parameters(unit))
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
@@ -99,39 +104,52 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     return open_converted(found) if is_converted(found) else open_hf(found)
 
 
-def stream(
-    source: Source, dtype: np.dtype, weights: Weights | None, check_finite: bool = False
-) -> Iterator[tuple[Unit, dict[str, HostArray]]]:
-    """Reads every unit in turn, cast to `dtype`; refuses NaN and infinity at the end if `check_finite`.
+def opened(
+    source: Source, dtype: np.dtype, weights: Weights | None
+) -> Iterator[tuple[Unit, dict[str, StoredParameter]]]:
+    """Opens every unit in turn: its parameters as a model holds them, none of them read yet.
 
     Args:
       source: the checkpoint.
       dtype: of all arrays but int8 matrices.
       weights: "int8" makes matrices int8, from the stored numbers; None leaves them as they are, so that
         those of an int8 checkpoint stay int8.
-      check_finite: look at every array.
+
+    Raises:
+      ValueError: when it is read, a tensor with NaN or infinity that therefore cannot be int8.
+    """
+    for unit in units_of(source.spec):
+        stored = source.parameters(unit)
+        where = {entry.leaf: f"{entry.name} of {source.path}" for entry in unit.entries}
+        yield unit, {leaf: held(stored[leaf], leaf, dtype, weights, where[leaf]) for leaf in where}
+
+
+def stream(
+    source: Source, dtype: np.dtype, weights: Weights | None, check_finite: bool = False
+) -> Iterator[tuple[Unit, dict[str, HostArray]]]:
+    """Reads every unit in turn, all of it, as `opened` has it.
 
     Raises:
       ValueError: naming all tensors with NaN or infinity (check_finite, after the last unit), or the first
         one that therefore cannot be int8.
     """
     bad: list[str] = []
-    for unit in units_of(source.spec):
-        stored, arrays = source.read(unit), {}
-        for entry in unit.entries:
-            array = stored[entry.leaf]
-            if isinstance(array, np.ndarray) and weights == "int8" and entry.leaf in OUTPUTS:
-                try:
-                    array = quantise(array, own_axes(entry.leaf), OUTPUTS[entry.leaf])
-                except ValueError as error:
-                    raise ValueError(f"{source.path}: {error} in {entry.name}") from error
-            if isinstance(array, np.ndarray):
-                array = array.astype(dtype, copy=False)
-                # An int8 matrix is finite, or there would be none.
-                if check_finite and not np.isfinite(array).all():
-                    bad.append(entry.name)
-            arrays[entry.leaf] = array
+    for unit, parameters in opened(source, dtype, weights):
+        arrays = whole(parameters)
+        if check_finite:
+            bad += not_finite(unit, arrays, lambda array: np.isfinite(array).all())
         yield unit, arrays
+    refuse(bad, source)
+
+
+def not_finite(unit: Unit, arrays: Mapping[str, Any], finite: Callable[[Any], Any]) -> list[str]:
+    """Tensors of a unit with NaN or infinity; an int8 matrix is finite, or there would be none."""
+    names = {entry.leaf: entry.name for entry in unit.entries}
+    return [names[leaf] for leaf, array in arrays.items() if not (is_int8(array) or finite(array))]
+
+
+def refuse(bad: list[str], source: Source):
+    """Raises ValueError if there are tensors with NaN or infinity."""
     if bad:
         raise ValueError(f"{source.path}: NaN or infinite values in {', '.join(bad)}")
 

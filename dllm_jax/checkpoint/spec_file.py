@@ -18,7 +18,8 @@ from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.spec import ModelSpec
 
 SPEC = "spec.json"
-FORMATS: dict[int, Weights | None] = {1: None, 2: "int8"}  # and how they hold matrices
+FORMATS: dict[int, Weights | None] = {1: None, 2: "int8", 3: None, 4: "int8"}  # and how they hold matrices
+WRITTEN: dict[Weights | None, int] = {None: 3, "int8": 4}
 KEYS = {"format", "dtype", "weights", "spec"}
 
 
@@ -46,7 +47,7 @@ def read_spec(folder: Path) -> Written:
     where, written = folder / SPEC, read_object(folder / SPEC)
     version, weights = written.get("format"), written.get("weights")
     if type(version) is not int or version not in FORMATS:
-        supported = " and ".join(map(str, FORMATS))
+        supported = ", ".join(map(str, FORMATS))
         raise ValueError(f"{where}: format={version!r} is not supported; supported: {supported}")
     if weights != FORMATS[version]:
         raise ValueError(
@@ -65,8 +66,7 @@ def read_spec(folder: Path) -> Written:
 
 def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):
     """Writes spec.json."""
-    (version,) = (number for number, held in FORMATS.items() if held == weights)
-    content: dict[str, Any] = {"format": version, "dtype": str(dtype)}
+    content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
     content |= {} if weights is None else {"weights": weights}
     content |= {"spec": dataclasses.asdict(spec)}
     (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

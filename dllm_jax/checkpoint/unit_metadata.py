@@ -1,24 +1,14 @@
 """What the files of a converted directory say that they are, before any weight is read.
 
-Orbax keeps shapes and dtypes of a unit's arrays in the unit's directory, and beside them what it is given to
-keep: the unit's name. So units that changed places are noticed, and nothing is allocated for a spec
-that the files do not fit. Units of earlier releases have no name, and are taken at their directory's.
+A unit's directory holds shapes and dtypes of its arrays and the unit's name. So units that changed places are
+noticed, and nothing is allocated for a spec that the files do not fit. Units of formats 1 and 2 have no name,
+and are taken at their directory's.
 """
 
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-from jax.tree_util import keystr, tree_flatten_with_path
-
-from dllm_jax.checkpoint.orbax_errors import reading
-
-UNIT = "unit"  # the key of the name
-
-
-def named(name: str) -> dict[str, Any]:
-    """What is written beside the arrays of a unit."""
-    return {UNIT: name}
+from dllm_jax.checkpoint.arrays import names, open_array, unit_of
 
 
 def check_names(params: Path, expected: list[str], described: str):
@@ -49,32 +39,21 @@ def check_unit(where: Path, expected: dict[str, Any], described: str):
 
     Args:
       where: its directory, named like the unit.
-      expected: shape and dtype of its arrays, as they are stored.
+      expected: arrays by name, or anything else that has their shape and dtype.
       described: what expects them, for the message.
 
     Raises:
       ValueError: it is damaged, another unit, or its arrays have other names, shapes or dtypes.
     """
-    with reading(where):
-        item = ocp.PyTreeCheckpointHandler().metadata(where.absolute())
-        unit = (item.custom_metadata or {}).get(UNIT, where.name)
-        found = _flat(item.tree)
-    if unit != where.name:
+    unit = unit_of(where)
+    if unit is not None and unit != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
-    wanted = _flat(expected)
+    kind = lambda array: (tuple(array.shape), str(array.dtype))
+    found = {name: kind(open_array(where, name)) for name in names(where)}
+    wanted = {name: kind(array) for name, array in expected.items()}
     if found != wanted:
         differing = sorted(
             name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
         )
         have, want = ({name: side.get(name) for name in differing} for side in (found, wanted))
         raise ValueError(f"{where} holds {have}, but {described} describes {want}")
-
-
-def _flat(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each leaf by its path, e.g. "gate/values"."""
-    is_leaf = lambda node: hasattr(node, "shape") and hasattr(node, "dtype")
-    leaves, _ = tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {
-        keystr(path, simple=True, separator="/"): (tuple(leaf.shape), str(leaf.dtype))
-        for path, leaf in leaves
-    }

@@ -13,7 +13,7 @@ from dllm_jax.checkpoint.dtypes import SUPPORTED, same_bits
 from dllm_jax.checkpoint.families import differences, units_of
 from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
-from dllm_jax.checkpoint.source import Source, open_checkpoint
+from dllm_jax.checkpoint.source import Source, open_checkpoint, read
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.nn.sharding import OUTPUTS
@@ -152,7 +152,7 @@ def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, 
     """
     count, differing = 0, []
     for unit in units_of(a.spec):
-        left, right = a.read(unit), b.read(unit)
+        left, right = read(a, unit), read(b, unit)
         count += len(unit.entries)
         for entry in unit.entries:
             x, y = left[entry.leaf], right[entry.leaf]

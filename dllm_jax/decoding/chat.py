@@ -9,9 +9,12 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.generate import generate
 from dllm_jax.nn.model import Model
+from dllm_jax.options import check_argument, shown
 from dllm_jax.state import host
 
 Message = dict[str, str]
+PARTS = "role", "content"
+RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
 def chat(
@@ -30,8 +33,12 @@ def chat(
       conversation for a batch.
 
     Raises:
-      ValueError: an empty conversation, or a tokenizer without a chat template.
+      ValueError: an empty conversation, what is no conversation, or a tokenizer without a chat template.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_tokenizer(tokenizer)
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"messages={shown(messages)} {RULE}")
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
     prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
@@ -55,14 +62,27 @@ def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
     Raises:
       ValueError: an empty conversation, or a tokenizer without a chat template.
     """
+    if not isinstance(conversation, list | tuple):
+        raise ValueError(f"messages={shown(conversation)} {RULE}")
     if not conversation:
         raise ValueError("messages are empty: a conversation needs at least one message")
+    for message in conversation:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in PARTS):
+            raise ValueError(f"messages hold {shown(message)}: they {RULE}")
     if tokenizer.chat_template is None:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
     encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
+
+
+def check_tokenizer(tokenizer: Any):
+    """Raises ValueError if a tokenizer is none of transformers' kind."""
+    if not all(hasattr(tokenizer, name) for name in ("chat_template", "apply_chat_template", "decode")):
+        raise ValueError(
+            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
+        )
 
 
 def left_pad(

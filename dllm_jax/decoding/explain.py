@@ -17,6 +17,7 @@ from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
@@ -105,7 +106,14 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
 
     Returns:
       a table.
+
+    Raises:
+      ValueError: an argument of another kind.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    batch = check_argument("batch", batch, PositiveInt)
+    check_argument("layout", layout, Layout, ", such as dj.Layout(prompt=64, response=32, block=8, steps=32)")
+    check_argument("policy", policy, Policy | None, ", such as dj.policies.DualCache()")
     policy = Policy() if policy is None else policy
     widths = (*step_widths(policy, model.spec, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]

@@ -10,8 +10,17 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.request import Inputs, Keys, Request, noise_for, over_devices, plan_for, prepare
-from dllm_jax.decoding.stats import Stats, Trace, cut
+from dllm_jax.decoding.request import (
+    Inputs,
+    Keys,
+    Request,
+    check_kinds,
+    noise_for,
+    over_devices,
+    plan_for,
+    prepare,
+)
+from dllm_jax.decoding.stats import NonFinite, Stats, Trace, cut, report
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
@@ -56,6 +65,7 @@ def generate(
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
+    nonfinite: NonFinite = "warn",
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
@@ -84,9 +94,16 @@ def generate(
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
         lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
         padding is taken off on the host: the call returns when the tokens are there.
+      nonfinite: what to do about sequences whose logits held NaN or infinity. They end at that step
+        (`Stats.finite`), their batch mates go on. "warn" and "raise" look at the statistics, so the call
+        returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
+      FloatingPointError: logits held NaN or infinity, with nonfinite="raise".
+
+    Warns:
+      dllm_jax.decoding.stats.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
     """
     request = prepare(
         model,
@@ -103,6 +120,7 @@ def generate(
         trace=trace,
         widths=widths,
         buckets=buckets,
+        nonfinite=nonfinite,
     )
     return _run(model, request, current_mesh((model.params, prompt)))
 
@@ -120,6 +138,7 @@ def infill(
     noise: Noise | None = None,
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
+    nonfinite: NonFinite = "warn",
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
@@ -139,10 +158,13 @@ def infill(
       noise: as in `generate`.
       trace: as in `generate`.
       widths: as in `generate`.
+      nonfinite: as in `generate`.
 
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
+      FloatingPointError: as in `generate`.
     """
+    check_kinds(model, policy, sampler, nonfinite, trace=trace)
     mesh = current_mesh((model.params, tokens))
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
     mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")
@@ -156,8 +178,8 @@ def infill(
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
-    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
-    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0), mesh)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
+    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite), mesh)
 
 
 def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
@@ -169,6 +191,7 @@ def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
     own = slice(batch)
     tokens = host.part(tokens, own, slice(request.extra, None), batch=0)
     stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
+    report(stats.finite, request.nonfinite, stacklevel=3)
     return Output(tokens, stats, None if steps is None else cut(steps, batch, request.extra))
 
 

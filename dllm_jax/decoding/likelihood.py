@@ -1,19 +1,22 @@
 """Monte-Carlo log-likelihood of an answer given a prompt (LLaDA, arXiv:2502.09992, appendix B.5)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
-from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument
+from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.traced import Number, argument, fixed_at
 
@@ -55,6 +58,7 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
     mesh = current_mesh((model.params, prompt, answer))
     prompt = inputs.token_ids(prompt, model.spec, "prompt")
     answer = inputs.token_ids(answer, model.spec, "answer")
@@ -70,7 +74,8 @@ def log_likelihood(
     if masks is None:
         with number_modes():
             masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata)
-    masks = jnp.asarray(masks, bool)
+    else:
+        masks = recorded_masks(masks)
     if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != answer.shape:
         raise ValueError(
             f"masks have shape {masks.shape}; expected (draws, {answer.shape[0]}, {answer.shape[1]})"
@@ -80,6 +85,24 @@ def log_likelihood(
     guidance = None if fixed_at(cfg_scale, 0) else host.numbers(argument(cfg_scale, float), mesh)
     arrays, batch = _over_devices(model, mesh, prompt, answer, padding, masks)
     return host.part(_estimate(model, *arrays, guidance, chunk), slice(batch), batch=0)
+
+
+def recorded_masks(masks: Any) -> Bool[Array, "draws b r"]:
+    """Masks as an array of booleans.
+
+    Raises:
+      ValueError: they hold anything else than booleans, 0 and 1.
+    """
+    try:
+        masks = masks if isinstance(masks, jax.Array) else np.asarray(masks)
+    except ValueError as error:
+        raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]") from error
+    known = None if host.stays_on_devices(masks) else host.values(masks)
+    if masks.dtype != bool and (
+        not jnp.issubdtype(masks.dtype, jnp.integer) or known is None or not np.isin(known, (0, 1)).all()
+    ):
+        raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]")
+    return jnp.asarray(masks, bool)
 
 
 def _over_devices(model: Model, mesh: AnyMesh | None, prompt, answer, padding, masks):
@@ -127,6 +150,9 @@ def _drawn(key, shape: tuple[int, int], draws: int, strata: int) -> Bool[Array, 
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
 
     # Draws are grouped in strata, and each sequence has masks of its own.
+    key = typed_key(key)
+    if key.ndim:
+        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
     return _all_masks(key, shape, draws, strata)
 
 

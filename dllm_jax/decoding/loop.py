@@ -48,8 +48,9 @@ def denoise(
       plan: policy, sampler and the like; programs are compiled once for all of their traced numbers.
 
     Returns:
-      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks), statistics per sequence, and
-      the trace if the plan asks for it. Over a mesh, all are split by sequence.
+      the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
+      finite), statistics per sequence, and the trace if the plan asks for it. Over a mesh, all are split by
+      sequence.
     """
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
@@ -97,10 +98,12 @@ def _denoise(
 
     state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
 
-    # A sequence that was stopped early has masks behind its end-of-text.
+    # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
+    # logits are no answer that has ended.
     tokens = state.canvas.tokens
     if plan.stop_at_eos:
-        tokens = jnp.where(state.canvas.masked, model.spec.eos_id, tokens)
+        remaining = state.canvas.masked & state.record.finite[:, None]
+        tokens = jnp.where(remaining, model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 

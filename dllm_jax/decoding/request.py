@@ -1,20 +1,23 @@
 """Requests: input is checked and padded to its bucket, and the canvas and the plan are made."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.stats import NonFinite
 from dllm_jax.decoding.step import Plan
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
@@ -46,12 +49,14 @@ class Request(NamedTuple):
       layout: static geometry, bucket included.
       plan: what the user decided; static, but for the numbers of policy and sampler.
       extra: positions a bucket added on the left.
+      nonfinite: what the host does about sequences without finite logits.
     """
 
     inputs: Inputs
     layout: Layout
     plan: Plan
     extra: int
+    nonfinite: NonFinite
 
 
 def prepare(
@@ -70,8 +75,10 @@ def prepare(
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
+    nonfinite: NonFinite = "warn",
 ) -> Request:
     """Everything that `generate` does before the engine runs; arguments and errors are its."""
+    check_kinds(model, policy, sampler, nonfinite, stop_at_eos=stop_at_eos, trace=trace)
     prompt = inputs.token_ids(prompt, model.spec, "prompt")
     inputs.no_masks(prompt, model.spec)
     mask = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
@@ -89,8 +96,8 @@ def prepare(
     layout = Layout.of(p, length, block, steps, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
-    noise = noise_for(sampler, layout, tokens.shape[0], key, noise)
-    return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded)
+    noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
+    return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded, nonfinite)
 
 
 class Spread(NamedTuple):
@@ -163,30 +170,82 @@ def plan_for(
     return Plan(policy, sampler, step_widths(policy, model.spec, layout, widths), stop_at_eos, trace)
 
 
+def check_kinds(model: Any, policy: Any, sampler: Any, nonfinite: Any, **flags: Any):
+    """Refuses arguments of `generate` and `infill` that are no model, no policy, no True or False, ..
+
+    Raises:
+      ValueError: such an argument, by its name.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
+    check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
+    check_argument("nonfinite", nonfinite, NonFinite)
+    for name, flag in flags.items():
+        check_argument(name, flag, bool)
+
+
 def noise_for(
-    sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None
+    sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None, vocab: int
 ) -> Noise | None:
-    """Where a sampler draws from: recorded noise, or one key per sequence; None if it draws nothing."""
+    """Where a sampler draws from: recorded noise, or one key per sequence; None if it draws nothing.
+
+    Raises:
+      ValueError: both or none of them where it draws; what is no key, or no noise, or of another canvas.
+    """
+    if noise is not None and (isinstance(noise, type) or not isinstance(noise, Noise)):
+        raise ValueError(f"noise={shown(noise)} must be a Noise, such as dj.samplers.RecordedNoise(...)")
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
     if sampler.draws and key is None and noise is None:
         raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
     if isinstance(noise, RecordedNoise):
-        noise.check(sampler.max_steps(layout), batch, layout.length)
+        noise.check(sampler.max_steps(layout), batch, layout.length, vocab)
+    if isinstance(noise, KeyNoise):
+        sequence_keys(noise.keys, batch, "noise.keys")
+    keys = None if key is None else sequence_keys(key, batch)
     if not sampler.draws:
         return None
-    return noise if key is None else KeyNoise(sequence_keys(key, batch))
+    return noise if keys is None else KeyNoise(keys)
 
 
-def sequence_keys(key: Keys, batch: int) -> Key[Array, "b"]:
-    """One typed key per sequence, split from a single key or taken as they are; uint32 keys are wrapped."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+def sequence_keys(key: Keys, batch: int, name: str = "key") -> Key[Array, "b"]:
+    """One typed key per sequence, split from a single key or taken as they are; uint32 keys are wrapped.
+
+    Args:
+      key: one key, or one per sequence.
+      batch: sequences.
+      name: what the user calls it.
+
+    Raises:
+      ValueError: no random key, or another number of them.
+    """
+    key = typed_key(key, name)
     if key.ndim == 0:
         return jax.random.split(key, batch)
     if key.shape != (batch,):
-        raise ValueError(f"key has shape {key.shape}; expected one key, or one per sequence: ({batch},)")
+        raise ValueError(f"{name} has shape {key.shape}; expected one key, or one per sequence: ({batch},)")
     return key
+
+
+def typed_key(key: Any, name: str = "key") -> Key[Array, "..."]:
+    """A random key, or several, as an array of typed keys; uint32 keys are wrapped.
+
+    Raises:
+      ValueError: no random key.
+    """
+    rule = "must be a random key, such as jax.random.key(seed)"
+    if isinstance(key, np.ndarray):
+        key = jnp.asarray(key)
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"{name}={shown(key)} {rule}")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    try:
+        if key.dtype != jnp.uint32:
+            raise TypeError(f"dtype {key.dtype}")
+        return jax.random.wrap_key_data(key)
+    except TypeError as error:
+        raise ValueError(f"{name} of dtype {key.dtype} and shape {key.shape} {rule}") from error
 
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec):

@@ -1,10 +1,12 @@
 """Statistics of a run per sequence, and its optional trace."""
 
 import functools
-from typing import NamedTuple
+import warnings
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,6 +27,8 @@ class Stats(NamedTuple):
       refreshes: forwards that recomputed every position.
       decoded: response positions that are not masked at the end.
       answer: decoded tokens before the first end-of-text.
+      finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
+        decoded by then is still masked. Its batch mates are as they would be without it.
     """
 
     nfe: Int[Array, "b"]
@@ -34,6 +38,7 @@ class Stats(NamedTuple):
     refreshes: Int[Array, "b"]
     decoded: Int[Array, "b"]
     answer: Int[Array, "b"]
+    finite: Bool[Array, "b"]
 
 
 class Trace(NamedTuple):
@@ -64,6 +69,7 @@ class Record(NamedTuple):
       computed: see `Stats`.
       widened: see `Stats`.
       refreshes: see `Stats`.
+      finite: see `Stats`.
       trace: None if no trace is recorded.
     """
 
@@ -71,6 +77,7 @@ class Record(NamedTuple):
     computed: Int[Array, "b"]
     widened: Float[Array, "b"]
     refreshes: Int[Array, "b"]
+    finite: Bool[Array, "b"]
     trace: Trace | None
 
     @staticmethod
@@ -78,7 +85,8 @@ class Record(NamedTuple):
         """An empty record; `limit` steps of trace are allocated, None records no trace."""
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
         trace = None if limit is None else _empty_trace(canvas, limit)
-        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, trace)
+        finite = jnp.ones(zeros.shape, bool)
+        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, finite, trace)
 
     def add(
         self,
@@ -86,9 +94,19 @@ class Record(NamedTuple):
         after: Canvas,
         computed: Bool[Array, "b l"],
         extra: Float[Array, "b"],
+        finite: Bool[Array, "b"],
         proposal: Proposal,
     ) -> "Record":
-        """Counts one step."""
+        """Counts one step.
+
+        Args:
+          before: the canvas before the step.
+          after: the canvas after it.
+          computed: positions fed through the network.
+          extra: positions computed beyond the selection (`Policy.extra_positions`).
+          finite: sequences whose logits were finite in this step.
+          proposal: what the sampler was offered.
+        """
         # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
         everything = before.active & jnp.all(counted == before.valid, axis=1)
@@ -97,6 +115,7 @@ class Record(NamedTuple):
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
             widened=self.widened + extra,
             refreshes=self.refreshes + everything.astype(jnp.int32),
+            finite=self.finite & finite,
             trace=None
             if self.trace is None
             else _add(self.trace, self.steps, before, after, computed, proposal),
@@ -118,7 +137,46 @@ class Record(NamedTuple):
             refreshes=self.refreshes,
             decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
+            finite=self.finite,
         )
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """Sequences of a generation ended early, because their logits held NaN or infinity."""
+
+
+NonFinite = Literal["warn", "raise", "ignore"]
+
+
+def report(finite: Bool[Array, "b"], how: NonFinite, stacklevel: int):
+    """Tells which sequences ended for want of finite logits; waits for the generation unless `how` is ignore.
+
+    Nothing is told inside of a traced program, whose values are not known.
+
+    Args:
+      finite: `Stats.finite`. All processes must call this if it is global.
+      how: warn, raise, or say nothing.
+      stacklevel: of the warning, as `warnings.warn` counts from here.
+
+    Raises:
+      FloatingPointError: there are such sequences, and `how` is to raise.
+
+    Warns:
+      NonFiniteWarning: there are such sequences, and `how` is to warn.
+    """
+    if how == "ignore" or isinstance(finite, Tracer):
+        return
+    ended = np.flatnonzero(~host.everywhere(finite)).tolist()
+    if not ended:
+        return
+    message = (
+        f"sequences {ended} of {finite.shape[0]} ended early: their logits held NaN or infinity, and what "
+        "was not decoded before is still masked (stats.finite); load(..., check_finite=True) looks for such "
+        "weights"
+    )
+    if how == "raise":
+        raise FloatingPointError(message)
+    warnings.warn(message, NonFiniteWarning, stacklevel=stacklevel + 1)
 
 
 def cut(trace: Trace, batch: int, left: int) -> Trace:

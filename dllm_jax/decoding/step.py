@@ -135,7 +135,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    index, token, score = _propose(model, plan, canvas, own, hidden, noise)
+    index, token, score, finite = _propose(model, plan, canvas, own, hidden, noise)
     eligible = gather(policy.eligible(canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
@@ -145,13 +145,18 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
 
     # The policy sees what was proposed before the canvas moves on.
     cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))
-    chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen)
-    after = advance(write(canvas, chosen, proposal.token), policy, sampler, plan.stop_at_eos)
+    chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen & finite[:, None])
+    after = write(canvas, chosen, proposal.token)
+
+    # A sequence without finite logits ends as it is: no sampler could finish its block, for which its batch
+    # mates would wait.
+    after = dataclasses.replace(after, done=after.done | ~finite)
+    after = advance(after, policy, sampler, plan.stop_at_eos)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     computed = own.mask()
     extra = policy.extra_positions(cache, canvas, computed)
-    record = state.record.add(canvas, after, computed, extra, proposal)
+    record = state.record.add(canvas, after, computed, extra, finite, proposal)
     return State(after, cache, needed(plan, cache, after, noise), record)
 
 
@@ -209,8 +214,11 @@ def _propose(
     rows: Rows,
     hidden: Float[Array, "streams_b q m"],
     noise: Noise | None,
-) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"]]:
+) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"], Bool[Array, "b"]]:
     """Position, token and score of the candidates: scored positions whose predictor was computed.
+
+    And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
+    would decode; those of padding may be anything.
 
     Args:
       model: the model.
@@ -244,4 +252,7 @@ def _propose(
         conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
     token, score = sampler.propose(logits, index, canvas, noise)
-    return index, token, jnp.where(index < layout.length, score, -jnp.inf)
+    candidate = index < layout.length
+    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(score)
+    finite = jnp.all(finite | ~candidate, axis=1)
+    return index, token, jnp.where(candidate, score, -jnp.inf), finite

@@ -52,6 +52,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
     Raises:
       ValueError: as `generate`; no ladder, no such batch, or an option that `generate` does not have.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
     check_ladder("ladder", ladder)
     batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:

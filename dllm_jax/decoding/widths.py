@@ -28,6 +28,8 @@ def step_widths(
     Raises:
       ValueError: a width that is no whole number of at least 1; one beyond the canvas is the canvas.
     """
+    if override is not None:
+        override = check_argument("widths", override, tuple[PositiveInt, ...])
     if not policy.reuses:
         return ()
     # Widths of at least the canvas run no faster than the step over the canvas in place.

@@ -104,9 +104,10 @@ class SnapKV(Voters):
         votes = jnp.where(window, 0.0, votes / jnp.maximum(voters, 1))
 
         # Average pooling with stride 1 and zero padding, always divided by the kernel, as in kvpress.
-        side = self.kernel // 2
+        # Neighbours further away than the prompt is long are all padding.
+        side = min(self.kernel // 2, max(width - 1, 0))
         padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
-        pooled = sum(padded[..., i : i + width] for i in range(self.kernel)) / self.kernel
+        pooled = sum(padded[..., i : i + width] for i in range(2 * side + 1)) / self.kernel
 
         # The window gets the largest score + 1 and so stays, ties to the lower position.
         largest = jnp.max(jnp.where(window, 0.0, pooled), axis=(1, 2), keepdims=True)

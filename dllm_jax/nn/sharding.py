@@ -116,10 +116,3 @@ def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding
 def default_device() -> jax.Device:
     """The device that arrays are put on if nothing else is said."""
     return next(iter(jax.device_put(np.zeros((), np.float32)).devices()))
-
-
-def place(array: np.ndarray, where: NamedSharding | None) -> jax.Array:
-    """A host array on the default device, or each device's part of it on that device."""
-    if where is None:
-        return jax.device_put(array)
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

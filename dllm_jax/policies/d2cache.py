@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, TracedPositiveInt
+from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
@@ -63,7 +63,7 @@ class D2Cache(Policy):
     """
 
     k: TracedPositiveInt = 32
-    sigma: TracedPositiveFloat = 10.0
+    sigma: TracedWidth = 10.0
     p: Annotated[Number, Interval(ge=0, le=1), Traced(unless=1)] = 0.1
     inflate: Annotated[Count, Ge(0), Traced(unless=0)] = 0
     rollout_layers: Annotated[PositiveInt | None, NoneMeans("all")] = None

@@ -36,6 +36,8 @@ class Presets(Mapping[str, Preset]):
         Raises:
           UnknownPreset: unknown method, checkpoint or task; the message lists what there is.
         """
+        if not isinstance(name, str):
+            raise UnknownPreset(f"{name!r} is not the name of a preset, such as {next(iter(self))!r}")
         method, _, rest = name.partition("/")
         known = read(self._find("policies", method, ".toml"))
         if rest not in known:

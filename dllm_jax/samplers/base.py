@@ -10,7 +10,7 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import divided
-from dllm_jax.options import NoneMeans, Options, PositiveInt, TracedUnlessZero
+from dllm_jax.options import LARGEST, NoneMeans, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
@@ -132,7 +132,10 @@ class Sampler(Options, abc.ABC):
             logits = _ruled_out(logits, canvas.spec.eos_id)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
-        tempered = logits if fixed_at(self.temperature, 0) else divided(logits, self.temperature)
+        # Divided by a tiny temperature a logit may exceed what float32 holds.
+        tempered = logits
+        if not fixed_at(self.temperature, 0):
+            tempered = jnp.minimum(divided(logits, self.temperature), LARGEST)
         truncated = self.top_p is not None or self.top_k is not None
         keep = survivors(tempered, self.top_p, self.top_k) if truncated else None
         token = self._choose(logits, keep, index, canvas, noise)

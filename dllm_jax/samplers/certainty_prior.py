@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveFloat, TracedPositiveInt
+from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveInt, TracedWidth
 from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
@@ -30,7 +30,7 @@ class CertaintyPrior(Sampler):
         positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
     """
 
-    sigma: TracedPositiveFloat = 10.0
+    sigma: TracedWidth = 10.0
     threshold: Annotated[TracedFraction | None, NoneMeans("a schedule")] = None
     tokens_per_step: Annotated[TracedPositiveInt | None, NoneMeans("a schedule")] = None
     alg: Alg = "prob"

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import divided
-from dllm_jax.options import TracedUnlessZero
+from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import dream_fractions
@@ -96,5 +96,7 @@ class DreamSchedule(Sampler):
         # probabilities proportional to exp(score / alg_temp).
         if not fixed_at(self.alg_temp, 0):
             gumbel = require_noise(noise).order_gumbel(canvas, index)
-            score = jnp.where(candidate, divided(score, self.alg_temp) + gumbel, -jnp.inf)
+            # A tiny alg_temp must not make -inf, no candidate, of a low confidence.
+            score = jnp.maximum(divided(score, self.alg_temp), -LARGEST) + gumbel
+            score = jnp.where(candidate, score, -jnp.inf)
         return best(score, count)

@@ -8,8 +8,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from dllm_jax.options import shown
 from dllm_jax.state.canvas import Canvas
 
 
@@ -83,13 +85,17 @@ class RecordedNoise(NamedTuple):
     token: Float[Array, "t b l v"] | Float[Array, ""]
     order: Float[Array, "t b l"] | Float[Array, ""]
 
-    def check(self, steps: int, batch: int, length: int):
-        """Raises ValueError if the recording is of other sequences or another canvas, or too short."""
-        for name in ("token", "order"):
-            shape = getattr(self, name).shape
-            if shape and (shape[0] < steps or shape[1:3] != (batch, length)):
+    def check(self, steps: int, batch: int, length: int, vocab: int):
+        """Raises ValueError if the recording is of other sequences, another canvas or model, or too short."""
+        for name, of_one in (("token", (batch, length, vocab)), ("order", (batch, length))):
+            array = getattr(self, name)
+            if not isinstance(array, jax.Array | np.ndarray | np.generic):
+                raise ValueError(f"noise.{name}={shown(array)} must be an array of floats")
+            if not jnp.issubdtype(array.dtype, jnp.floating):
+                raise ValueError(f"noise.{name} has dtype {array.dtype}; expected floats")
+            if array.shape and (array.shape[0] < steps or array.shape[1:] != of_one):
                 raise ValueError(
-                    f"noise.{name} has shape {shape}; expected at least {steps} steps of ({batch}, {length})"
+                    f"noise.{name} has shape {array.shape}; expected at least {steps} steps of {of_one}"
                 )
 
     def token_gumbel(self, canvas: Canvas, index: Int[Array, "b c"], vocab: int) -> Float[Array, "b c v"]:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import shown
 from dllm_jax.state import host
 
 Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # Int[b p], or one sequence Int[p]
@@ -27,7 +28,7 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
         lengths = [len(ids) for ids in tokens if isinstance(ids, Sequence)]
         if len(set(lengths)) > 1:
             raise ValueError(f"{name} has sequences of lengths {lengths}: left-pad them and pass a mask")
-    tokens = host.fetched(tokens)
+    tokens = _array(tokens, name, "token ids [batch, positions]")
     if tokens.ndim == 1:
         tokens = tokens[None]
     if tokens.ndim != 2:
@@ -65,7 +66,7 @@ def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> B
     """
     if mask is None:
         return None
-    mask = host.fetched(mask)
+    mask = _array(mask, name, "a mask [batch, positions]")
     if mask.ndim == 1:
         mask = mask[None]
     if mask.shape != shape:
@@ -78,6 +79,14 @@ def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> B
         if known.astype(bool).all() and not host.is_global(mask):
             return None
     return host.place(mask, bool)
+
+
+def _array(value: Ids, name: str, rule: str) -> Array | np.ndarray:
+    """What a user passed as an array, on the host unless it stays on devices; refused if it is none."""
+    try:
+        return host.fetched(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}={shown(value)} must be {rule}") from error
 
 
 def _check_left_padding(mask: np.ndarray, name: str):

@@ -49,7 +49,9 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
       kernel: odd window; 1 does not pool. The window is cut off at the ends of the set.
     """
     # Members are packed side by side, so that those next to a gap are neighbours, pooled, and put back.
+    # A window beyond both ends of the line holds all of it.
     length = score.shape[1]
+    kernel = min(kernel, 2 * length - 1)
     index = compact(among, length)
     packed = jnp.where(index < length, gather(score, index), -jnp.inf)
     pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")

@@ -16,6 +16,7 @@ from dllm_jax.options import (
     Options,
     PositiveFloat,
     PositiveInt,
+    Seed,
 )
 
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
@@ -64,7 +65,7 @@ class TrainConfig(Options):
     accumulate: PositiveInt = 1
     remat: bool = False
     master_weights: bool = True
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     review_every: PositiveInt = 50
     save_every: PositiveInt = 200
 

@@ -1,9 +1,10 @@
 """What a run writes to its directory, and reads when it resumes: checkpoints (Orbax), a log (JSON lines)."""
 
 import json
+import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -137,27 +138,50 @@ def read_log(file: Path) -> list[LogEntry]:
     """The entries of a log, oldest first; none if there is no file.
 
     Each line is one JSON object, so that a kill damages at most the last line, which is left out.
+
+    Raises:
+      ValueError: another line is no entry, with file and line.
     """
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    entries = []
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}:{number}: not an entry of a log: {error}") from None
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise ValueError(f"{file}:{number}: not an entry of a log: it names no step")
+        entries.append(entry)
+    return entries
 
 
 def rewind_log(file: Path, step: int) -> list[LogEntry]:
     """Removes the entries after a step, which a resumed run will write again; returns the others.
 
-    With several processes the first one writes, at once by a rename, while the others read.
+    With several processes the first one writes, at once by a rename, while the others read: a run killed
+    here leaves the old log or the new one, whole and on the disk.
     """
     entries = [entry for entry in read_log(file) if entry["step"] <= step]
     if jax.process_index() == 0:
         rewound = file.with_name(f"{file.name}.rewound")
-        rewound.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        with rewound.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(entry) + "\n" for entry in entries)
+            _sync(out)
         rewound.replace(file)
     return entries
 
 
 def append_to_log(file: Path, entry: LogEntry):
-    """Adds an entry at the end of a log."""
+    """Adds an entry at the end of a log; it is on the disk before a checkpoint of its step is."""
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(entry) + "\n")
+        _sync(out)
+
+
+def _sync(file: IO[str]):
+    """Waits until what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())

@@ -78,7 +78,7 @@ def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, s
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
-    (tokens, valid, noise), layout, plan, _ = prepare(model, prompt, **options)
+    (tokens, valid, noise), layout, plan, *_ = prepare(model, prompt, **options)
     state = initial(model, tokens, valid, noise, layout, plan)
     yield state
     while bool(state.canvas.active.any()):

@@ -9,7 +9,7 @@ import numpy as np
 
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
-from dllm_jax.nn.sharding import AXES, leaves, shape, sizes
+from dllm_jax.nn.sharding import AXES, leaves, sizes
 from dllm_jax.nn.spec import ModelSpec
 
 
@@ -72,11 +72,40 @@ def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
     return tuple(math.prod(length[letter] for letter in group) for group in entry.axes.split())
 
 
+def hf_ranges(
+    spec: ModelSpec, entry: TensorName, ranges: tuple[slice, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where a part of our parameter lies in the checkpoint's tensor.
+
+    Args:
+      spec: the model.
+      entry: the tensor.
+      ranges: of our parameter, start and stop along each axis.
+
+    Returns:
+      the ranges of the tensor that hold it, and the part's ranges within what `to_ours` makes of these. Of
+      merged axes only the first is narrowed: any other one would leave gaps between its rows.
+    """
+    length, ours = sizes(spec), dict(zip(own_axes(entry.leaf), ranges, strict=True))
+    read, rest = [], dict.fromkeys(ours, slice(None))
+    for group in entry.axes.split():
+        inner = int(np.prod([length[letter] for letter in group[1:]]))
+        read.append(slice(ours[group[0]].start * inner, ours[group[0]].stop * inner))
+        rest |= {letter: ours[letter] for letter in group[1:]}
+    return tuple(read), tuple(rest.values())
+
+
 def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarray:
-    """Our parameter of a checkpoint's tensor: a view with merged axes split, then transposed."""
-    letters = entry.axes.replace(" ", "")
+    """Our parameter of a checkpoint's tensor: a view with merged axes split, then transposed.
+
+    The first of merged axes may be a part of its length.
+    """
+    letters, length, split = entry.axes.replace(" ", ""), sizes(spec), []
+    for group, merged in zip(entry.axes.split(), tensor.shape, strict=True):
+        inner = [length[letter] for letter in group[1:]]
+        split += [merged // int(np.prod(inner)), *inner]
     order = [letters.index(letter) for letter in own_axes(entry.leaf)]
-    return tensor.reshape(shape(spec, letters)).transpose(order)
+    return tensor.reshape(split).transpose(order)
 
 
 def to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Answers keyed items in batches of few static shapes, journalling each; a failure stays with its item."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import rich.console
@@ -34,9 +34,15 @@ def answers(
       shape: of an item; batches come in ascending order of it.
       journal: holds entries of earlier runs, and takes each batch as it finishes.
       title: of the progress bar; None shows no bar.
+
+    Raises:
+      ValueError: another run adds to the journal.
     """
+    # Who else adds to the journal is found out before anything is computed; by then there may be new entries.
+    if journal and _unanswered(items, journal.entries):
+        journal.claim()
     done = dict(journal.entries) if journal else {}
-    unanswered = {key: item for key, item in items if done.get(key, {"error": ""})["error"] is not None}
+    unanswered = _unanswered(items, done)
     of_pair = lambda pair: shape(pair[1])
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
@@ -50,6 +56,11 @@ def answers(
                     journal.add(entries)
                 bar.advance(task, len(chunk))
     return [done[key] for key, _ in items]
+
+
+def _unanswered(items: Sequence[tuple[str, Item]], done: Mapping[str, Entry]) -> dict[str, Item]:
+    """The items without an entry, or whose entry is a failure."""
+    return {key: item for key, item in items if key not in done or done[key]["error"] is not None}
 
 
 def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:

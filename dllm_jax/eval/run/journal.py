@@ -1,17 +1,25 @@
 """The journal of answers: an append-only JSONL file from which an interrupted run resumes.
 
-Its first line says on what device and with which versions the answers and their times were made. lm_eval has
-a cache of its own, which is filled batch by batch too.
+Its first line says on what device and with which versions the answers and their times were made. One run
+writes to it at a time: it holds a lock, which the system takes back when the run ends, however it ends.
+lm_eval has a cache of its own, which is filled batch by batch too.
 """
 
 import json
 import os
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dllm_jax import provenance
 from dllm_jax.eval.results.schema import Entry
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 PACKAGES = ("dllm-jax", "jax")
 
@@ -26,6 +34,14 @@ class Ledger(Protocol):
 
     entries: dict[str, Entry]
 
+    def claim(self):
+        """Makes sure that answers can be added; called before any is computed.
+
+        Raises:
+          ValueError: another run adds to it.
+        """
+        ...
+
     def add(self, entries: Iterable[Entry]):
         """Adds the entries of a finished batch."""
         ...
@@ -37,8 +53,11 @@ class Journal:
     A killed run leaves at most one unfinished line, the last; it is dropped. A journal is resumed by the
     device and versions that began it only: a result names one of each, for all its answers and speeds.
 
+    Anybody may read a journal. Who adds to it holds its lock from then on, until it is closed, forgotten, or
+    the process ends.
+
     Args:
-      path: of the file; created, with its folders, by the first `add`.
+      path: of the file; created, with its folders, when it is claimed or first added to.
 
     Raises:
       ValueError: a broken line that is not the last, with file and line; or another device or version.
@@ -48,10 +67,38 @@ class Journal:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._whole = 0  # bytes up to the end of the last finished line
+        self._writer: int | None = None  # descriptor of the locked file
+        self._close = lambda: None
         if path.exists():
             self._read(path.read_bytes())
 
+    def claim(self):
+        """Takes the journal's lock, which this journal keeps, and reads what others added before.
+
+        Raises:
+          ValueError: another run holds the lock.
+          OSError: the file cannot be made or locked.
+        """
+        if self._writer is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        binary = getattr(os, "O_BINARY", 0)  # of Windows
+        writer = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
+        try:
+            lock(writer, self.path)
+            self._read(self.path.read_bytes())
+        except BaseException:
+            os.close(writer)
+            raise
+        self._writer, self._close = writer, weakref.finalize(self, os.close, writer)
+
+    def close(self):
+        """Gives the lock back; the journal may be claimed again."""
+        self._writer = None
+        self._close()
+
     def _read(self, content: bytes):
+        self._whole = 0
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
                 return
@@ -60,8 +107,9 @@ class Journal:
                 if number == 1:
                     self._check_origin(entry)
                 else:
+                    check_entry(entry)
                     self.entries[entry["key"]] = entry
-            except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
                 raise ValueError(f"{self.path}:{number}: not an entry of a journal: {error}") from None
             self._whole += len(line)
 
@@ -81,17 +129,28 @@ class Journal:
             )
 
     def add(self, entries: Iterable[Entry]):
-        """Appends the entries and syncs them to disk."""
+        """Appends the entries and syncs them to disk; claims the journal, if that was not done.
+
+        Raises:
+          ValueError: another run adds to it.
+          OSError: the file cannot be written, such as on a full disk; what was added before is kept.
+        """
+        self.claim()
+        assert self._writer is not None, "claimed"
+        entries = list(entries)
         lines = [] if self._whole else [json.dumps({"origin": origin()}) + "\n"]
-        for entry in entries:
-            self.entries[entry["key"]] = entry
-            lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.truncate(self._whole)
-            self._whole += file.write("".join(lines).encode())
+        lines += [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
+        content = "".join(lines).encode()
+
+        # An unfinished line, of a run that was killed or of a disk that was full, is cut off first.
+        with open(self._writer, "ab", closefd=False) as file:
+            if os.fstat(self._writer).st_size > self._whole:
+                file.truncate(self._whole)
+            file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(self._writer)
+        self._whole += len(content)
+        self.entries |= {entry["key"]: entry for entry in entries}
 
 
 class CacheLedger:
@@ -112,6 +171,11 @@ class CacheLedger:
         for key, known in zip(keys, args, strict=True):
             self.args.setdefault(key, []).append(known)
 
+    def claim(self):
+        """Claims the journal, if there is one."""
+        if self.journal is not None:
+            self.journal.claim()
+
     def add(self, entries: Iterable[Entry]):
         """Adds the entries of a finished batch."""
         entries = list(entries)
@@ -121,6 +185,38 @@ class CacheLedger:
             answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
             for args in self.args[entry["key"]] if entry["error"] is None else ():
                 self.hook.add_partial(self.kind, args, tuple(answer) if isinstance(answer, list) else answer)
+
+
+def lock(descriptor: int, path: Path):
+    """Takes the exclusive lock of an open file, until the descriptor is closed.
+
+    Raises:
+      ValueError: another run, of this process or of another one, holds it.
+      OSError: the file system has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            # A byte far behind the content, since a locked one cannot be read by others.
+            os.lseek(descriptor, 1 << 40, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"{path}: another evaluation is adding its answers to it: wait until it has ended, or choose "
+            "another file or --out"
+        ) from None
+    except OSError as error:
+        reason = f"cannot be locked ({error.strerror}), choose another folder"
+        raise OSError(error.errno, reason, str(path)) from None
+
+
+def check_entry(entry: Any):
+    """Raises TypeError if a line of a journal is no `Entry`."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
+        raise TypeError("it has no key")
+    if "answer" not in entry or not isinstance(entry.get("error", 0), str | None):
+        raise TypeError("it has no answer and error")
 
 
 def origin() -> dict[str, str]:

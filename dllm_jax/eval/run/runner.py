@@ -23,6 +23,8 @@ from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 
+NOT_FINITE = "FloatingPointError: logits held NaN or infinity"  # the error of such a sequence
+
 
 class Request(NamedTuple):
     """One prompt to answer.
@@ -99,6 +101,7 @@ class Runner:
             prompt,
             prompt_mask=mask,
             key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
+            nonfinite="ignore",  # each such sequence becomes a failure, below
             **self.decoding.at(length).options(),
         )
         tokens, stats = jax.device_get((out.tokens, out.stats))
@@ -107,6 +110,8 @@ class Runner:
         texts = decode_answers(model, self.lm.tokenizer, tokens[: len(chunk), width:])
         return [
             Decoded(key=key, answer=cut(text, request.stop), error=None, **costs(stats, i, seconds, cold))
+            if stats.finite[i]
+            else Entry(key=key, answer=None, error=NOT_FINITE)
             for i, ((key, request), text) in enumerate(zip(chunk, texts, strict=True))
         ]
 

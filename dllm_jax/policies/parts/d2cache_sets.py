@@ -78,7 +78,7 @@ def inflated(chosen: Bool[Array, "b l"], distance: Count) -> Bool[Array, "b l"]:
     # Nearest members on either side, the position itself counting as both. Sentinels outside of the canvas
     # make every gap to a missing neighbour longer than the canvas.
     length = chosen.shape[1]
-    position = jnp.arange(length)
+    position, distance = jnp.arange(length), jnp.minimum(distance, length)
     previous = jax.lax.cummax(jnp.where(chosen, position, -distance - 1), axis=1)
     following = jax.lax.cummin(jnp.where(chosen, position, length + distance), axis=1, reverse=True)
     return following - previous <= distance

@@ -1,0 +1,110 @@
+"""Parameters where they are stored: any part can be read, so that a process reads what its devices hold."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from dllm_jax.checkpoint.names.table import own_axes
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantise
+from dllm_jax.nn.sharding import OUTPUTS
+
+Ranges = tuple[slice, ...]  # a part of an array: start and stop along each of its axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array where it is stored.
+
+    Attributes:
+      shape: of the whole array, in our layout.
+      dtype: that it is read in.
+      read: reads one part of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Ranges], np.ndarray]
+
+    def whole(self) -> np.ndarray:
+        """All of it."""
+        return self.read(tuple(slice(0, length) for length in self.shape))
+
+    def on_devices(self, where: Sharding | None) -> jax.Array:
+        """The array on the default device, or on those of a sharding.
+
+        Each part that devices of this process hold is read once, however many of them hold it.
+        """
+        if where is None:
+            return jax.device_put(self.whole())
+        parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+        def part(index: Ranges | None) -> np.ndarray:
+            assert index is not None, "a device that is asked for holds a part"
+            key = tuple(s.indices(length)[:2] for s, length in zip(index, self.shape, strict=True))
+            if key not in parts:
+                parts[key] = self.read(tuple(slice(*ends) for ends in key))
+            return parts[key]
+
+        return jax.make_array_from_callback(self.shape, where, part, dtype=self.dtype)
+
+
+StoredParameter = Stored | Int8Matrix  # of an int8 matrix, two stored arrays
+
+
+def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:
+    """All of some parameters, on the host."""
+    return jax.tree.map(Stored.whole, parameters)
+
+
+def held(
+    stored: StoredParameter, leaf: str, dtype: np.dtype, weights: Weights | None, where: str
+) -> StoredParameter:
+    """A stored parameter as a model holds it; parts are changed as they are read.
+
+    Args:
+      stored: what is an int8 matrix stays one.
+      leaf: its name, a key of `dllm_jax.nn.sharding.AXES`.
+      dtype: of all arrays but int8 matrices.
+      weights: "int8" makes int8 of matrices, from the stored numbers.
+      where: tensor and checkpoint, for messages.
+
+    Raises:
+      ValueError: when it is read, a matrix with NaN or infinity, which cannot be int8.
+    """
+    if isinstance(stored, Int8Matrix):
+        return stored
+    if weights == "int8" and leaf in OUTPUTS:
+        return _quantised(stored, own_axes(leaf), OUTPUTS[leaf], where)
+    return Stored(stored.shape, dtype, lambda ranges: stored.read(ranges).astype(dtype, copy=False))
+
+
+def _quantised(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matrix:
+    """The int8 matrix of a stored one: a part of its channels is read with all that these sum over."""
+    of_outputs = [axes.index(axis) for axis in outputs]
+
+    @functools.cache  # values and scale are read one after the other
+    def channels(ends: tuple[tuple[int, int], ...]) -> Int8Matrix:
+        ranges = [slice(0, length) for length in stored.shape]
+        for axis, (start, stop) in zip(of_outputs, ends, strict=True):
+            ranges[axis] = slice(start, stop)
+        try:
+            return quantise(stored.read(tuple(ranges)), axes, outputs)
+        except ValueError as error:
+            raise ValueError(f"{error} in {where}") from error
+
+    def values(ranges: Ranges) -> np.ndarray:
+        ends = tuple((ranges[axis].start, ranges[axis].stop) for axis in of_outputs)
+        own = tuple(slice(None) if axis in of_outputs else part for axis, part in enumerate(ranges))
+        return channels(ends).values[own]
+
+    def scale(ranges: Ranges) -> np.ndarray:
+        return channels(tuple((part.start, part.stop) for part in ranges)).scale
+
+    shape = tuple(stored.shape[axis] for axis in of_outputs)
+    return Int8Matrix(
+        Stored(stored.shape, np.dtype(np.int8), values), Stored(shape, np.dtype(np.float32), scale)
+    )
