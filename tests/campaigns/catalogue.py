@@ -2,6 +2,6 @@
 
 from types import ModuleType
 
-from tests.campaigns import malformed
+from tests.campaigns import kills, malformed
 
-CAMPAIGNS: tuple[ModuleType, ...] = (malformed,)
+CAMPAIGNS: tuple[ModuleType, ...] = (malformed, kills)
