@@ -15,6 +15,7 @@ UUID = "0123456789ab4def8123456789abcdef"
 def write(destination: Path, text: str, overwrite: bool = False):
     with atomic_directory(destination, overwrite) as partial:
         (partial / "config.json").write_text(text)
+        (partial / "model.safetensors").write_text(text)
         (partial / "deep").mkdir()
         (partial / "deep" / "file").write_text(text)
 
@@ -32,6 +33,18 @@ def test_a_users_own_files_of_similar_names_stay(tmp_path):
     assert all((directory / "thesis.txt").is_file() for directory in mine)
     assert len(list(tmp_path.iterdir())) == 7
     assert (tmp_path / "t" / "config.json").read_text() == "2"
+
+
+@pytest.mark.parametrize("files", [["config.json", "thesis.txt"], ["spec.json"], ["x.safetensors"], []])
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path, files):
+    (tmp_path / "t").mkdir()
+    for file in files:
+        (tmp_path / "t" / file).write_text("mine")
+    with pytest.raises(
+        FileExistsError, match="t exists and is no checkpoint directory; it is not overwritten"
+    ):
+        write(tmp_path / "t", "new", overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == sorted(files)
 
 
 def test_leftovers_of_killed_runs_go(tmp_path):

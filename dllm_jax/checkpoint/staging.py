@@ -11,7 +11,6 @@ from pathlib import Path
 
 from dllm_jax.checkpoint.directory import resolved
 
-MARKERS = ("config.json", "spec.json")
 # Directories of this module end in a random UUID (version 4); whatever else has such a name is the user's.
 UUID = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
 
@@ -72,8 +71,15 @@ def _check_free(destination: Path, overwrite: bool):
         return
     if not overwrite:
         raise FileExistsError(f"{destination} exists; pass --overwrite (overwrite=True) to replace it")
-    if not any((destination / marker).is_file() for marker in MARKERS):
+    if not _is_checkpoint(destination):
         raise FileExistsError(f"{destination} exists and is no checkpoint directory; it is not overwritten")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a directory holds a checkpoint; a config.json alone is found in other ones too."""
+    if (path / "spec.json").is_file():
+        return (path / "params").is_dir()
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def _swap(partial: Path, destination: Path):
