@@ -137,9 +137,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "reason"), [("hf_to_jax", "cannot be written"), ("jax_to_hf", "too large")]
+)
+def test_a_full_disk_is_one_line(tmp_path, script, reason):
     source = write_hf(tmp_path / "hf", tiny(layers=1))
-    arguments = [ROOT / "convert" / "hf_to_jax.py", source, tmp_path / "place" / "jax"]
+    source = convert(source, tmp_path / "jax") if script == "jax_to_hf" else source
+    arguments = [ROOT / "convert" / f"{script}.py", source, tmp_path / "place" / "out"]
     done = subprocess.run(
         [sys.executable, "-c", FULL, *map(str, arguments)],
         capture_output=True,
@@ -149,6 +153,8 @@ def test_a_full_disk_is_one_line(tmp_path):
     )
     assert done.returncode == 2
     assert "ERROR:absl" not in done.stderr
-    assert f"error: {tmp_path}" in done.stderr
-    assert "cannot be written" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert str(tmp_path / "place") in last
+    assert reason in last
     assert list((tmp_path / "place").iterdir()) == []

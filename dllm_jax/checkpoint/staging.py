@@ -29,6 +29,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
 
     Raises:
       FileExistsError: the destination exists and may not, or cannot safely, be replaced.
+      OSError: writing failed, e.g. as the disk is full; names a file or the destination.
       ValueError: the destination is a link in a circle.
     """
     destination = resolved(destination)
@@ -46,8 +47,11 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
         with _locked(parent):
             _check_free(destination, overwrite)
             _swap(partial, destination)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # What fails in writing to an open file, such as a full disk, names none.
+            raise OSError(error.errno, error.strerror, str(destination)) from error
         raise
     finally:
         os.close(lock)

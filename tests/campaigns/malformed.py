@@ -20,13 +20,13 @@ import jax
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint import convert, export
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from tests.campaigns.verdicts import Case, Outcome, Verdict, judge
 from tests.checkpoints import tiny, write_hf
 
 NAME = "malformed checkpoints"
-SAMPLE = 240
+SAMPLE = 160
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 5, 7, 63, 64, 2.5, 1e-7, -0.0, float("nan"), float("inf"), 1e308,
@@ -128,12 +128,20 @@ def load_verified(folder: Path, kind: str) -> Verdict:
 
 
 def converted(folder: Path, kind: str) -> Verdict:
-    place = folder.parent / "place" / "out"
-
-    def check(_: Any) -> str:
+    def check(place: Path) -> str:
         return "" if _bits(dj.load(place, verify=True)) == _weights(kind) else "converted to other weights"
 
-    verdict = judge(lambda: convert(folder, place), [str(folder)], check=check)
+    return _written(folder, convert, check)
+
+
+def exported(folder: Path, kind: str) -> Verdict:
+    return _written(folder, export, lambda place: "")
+
+
+def _written(folder: Path, write: Callable[[Path, Path], Path], check: Callable[[Path], str]) -> Verdict:
+    """Judges what writes a directory, which appears whole or not at all."""
+    place = folder.parent / "place" / "out"
+    verdict = judge(lambda: write(folder, place), [str(folder)], check=check)
     left = sorted(path.name for path in place.parent.iterdir()) if place.parent.is_dir() else []
     if left not in ([], ["out"]):
         return Verdict(Outcome.WRONG, f"leaves {left}")
@@ -245,7 +253,7 @@ DAMAGES: tuple[Damage, ...] = (value, value, value, key, text, header, header, l
 KINDS: dict[str, tuple[Attempt, ...]] = {
     "llada": (load, load, converted, tokenizer),
     "dream": (load, converted, tokenizer),
-    "converted": (load, load_verified, tokenizer),
+    "converted": (load, load_verified, exported, tokenizer),
     "int8": (load, load_verified),
 }
 
