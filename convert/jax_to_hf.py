@@ -7,6 +7,7 @@ import tyro
 
 from dllm_jax.checkpoint import export
 from dllm_jax.command_line import plain_errors
+from dllm_jax.options import PositiveFloat, check_argument
 
 
 def main(
@@ -24,7 +25,8 @@ def main(
       shard_gb: largest size of a safetensors file, in 10^9 bytes.
     """
     with plain_errors():
-        written = export(source, destination, overwrite, int(shard_gb * 1e9), show_progress=True)
+        shard_bytes = int(check_argument("shard_gb", shard_gb, PositiveFloat) * 1e9)
+        written = export(source, destination, overwrite, shard_bytes, show_progress=True)
     print(written)
 
 

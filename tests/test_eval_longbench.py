@@ -43,6 +43,7 @@ def test_samples_are_read(tmp_path):
     ("row", "reason"),
     [
         ('{"context": "', "not JSON: .* at column 13"),
+        ('{"context": ' + "[" * 100_000, "not JSON: nested too deeply"),
         ("[1]", "expected an object, found list"),
         ({n: v for n, v in ROW.items() if n != "context"}, "'context' is missing"),
         ({**ROW, "input": None}, "'input' is no string"),

@@ -179,6 +179,10 @@ def test_a_profile_survives_saving(tmp_path):
     assert min(profile) > 0
     eviction.save_profile(tmp_path / "profile.json", profile, prompts=2)
     assert eviction.load_profile(tmp_path / "profile.json") == profile
+    for content in ("{", "[]", "{}", '{"importance": []}', '{"importance": ["x"]}', '{"a":' + "[" * 100_000):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError, match=r"other\.json is no profile as save_profile writes it"):
+            eviction.load_profile(tmp_path / "other.json")
     alone = [eviction.calibrate(model, prompt[i : i + 1, -n:], 8) for i, n in enumerate((9, 5))]
     np.testing.assert_allclose(profile, np.mean(alone, axis=0), atol=1e-6)
     policies.MaskKV(layers=dataclasses.replace(eviction.BoundaryMiddle(), importance=profile))

@@ -175,7 +175,7 @@ def resumed(tmp_path, model=None, **changes):
         ({"seed": 1, "beta1": 0.5, "allow_changes": ["seed"]}, r": beta1=0.9 then, 0.5 now\. "),
         ({"master_weights": False}, "master_weights=True then, False now"),
         ({"allow_changes": ["lr"]}, r"allow_changes=\['lr'\] must be among steps, learning_rate"),
-        ({"model_now": tiny("llada").replace_spec(mask_id=58)}, "spec.mask_id=59 then, 58 now"),
+        ({"model_now": tiny("llada").replace_spec(mask_id=56)}, "spec.mask_id=59 then, 56 now"),
         ({"model_now": cast(tiny("llada"), jnp.bfloat16)}, "dtype='float32' then, 'bfloat16' now"),
         (
             {"trainable": {"embed": False, "layers": True, "norm": True, "head": True}},

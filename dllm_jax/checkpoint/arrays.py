@@ -29,7 +29,17 @@ def write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
       path: the directory, which does not exist.
       unit: its name, which is kept beside them.
       arrays: by name, the letters of their axes and the values.
+
+    Raises:
+      OSError: they cannot be written, e.g. as the disk is full; names the directory.
     """
+    try:
+        _write(path, unit, arrays)
+    except Exception as error:  # TensorStore's, which are ValueError for a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
     for name, (axes, values) in arrays.items():
         cut = ts.ChunkLayout(chunk_shape=piece(axes, values.shape, values.dtype.itemsize))
         array = ts.open(
@@ -92,12 +102,13 @@ def open_array(path: Path, name: str) -> Stored:
     """
     with _named(path / name):
         array = ts.open(_described(path, name), open=True, read=True).result()
+        dtype = np.dtype(array.dtype.numpy_dtype)
 
     def read(ranges: Ranges) -> np.ndarray:
         with _named(path / name):
             return array[ranges].read().result()
 
-    return Stored(tuple(array.shape), np.dtype(array.dtype.numpy_dtype), read)
+    return Stored(tuple(array.shape), dtype, read)
 
 
 @contextlib.contextmanager
@@ -105,7 +116,7 @@ def _named(where: Path) -> Iterator[None]:
     """Errors of TensorStore as one that names what was read first."""
     try:
         yield
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # of many kinds: what is in these files goes through several parsers
         raise ValueError(f"{where} cannot be read: {error}") from error
 
 

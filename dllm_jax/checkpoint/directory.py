@@ -35,13 +35,11 @@ def file_inside(folder: Path, name: str) -> Path:
     if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
     path = folder / name
+    place = resolved(path)
     try:
-        kind = path.stat().st_mode
-        place = path.resolve(strict=True)
+        kind = place.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path} does not exist") from None
-    except RuntimeError as error:  # how Python 3.11 reports links in a circle
-        raise ValueError(f"{path} is a link in a circle") from error
     if not stat.S_ISREG(kind):
         raise ValueError(f"{path} is no regular file")
     check_place(folder, path, place)
@@ -51,6 +49,14 @@ def file_inside(folder: Path, name: str) -> Path:
 def has_entry(folder: Path, name: str) -> bool:
     """Whether a directory has an entry of this name, of whatever kind, even a link to nowhere."""
     return os.path.lexists(folder / name)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links; raises ValueError if they lead in a circle."""
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # the former up to Python 3.12
+        raise ValueError(f"{path} is a link in a circle") from error
 
 
 def check_place(folder: Path, path: Path, place: Path):
@@ -71,10 +77,17 @@ def check_place(folder: Path, path: Path, place: Path):
 
 
 def check_tree(folder: Path, part: str):
-    """Raises ValueError for the first link in a part of a directory, at any depth, that leads out of it."""
+    """Looks at a part of a directory, at any depth, before anything in it is opened.
+
+    Raises:
+      ValueError: for the first link that leads out of the directory or in a circle, and for what is neither
+        file nor directory (opening a pipe waits for ever).
+    """
     for path in (folder / part, *(folder / part).rglob("*")):
         if path.is_symlink():
-            check_place(folder, path, path.resolve())
+            check_place(folder, path, resolved(path))
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is neither a file nor a directory")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.hints import check_variant
 from dllm_jax.checkpoint.names import dream, llada
 from dllm_jax.checkpoint.names.table import TensorName, Unit, units
 from dllm_jax.nn.spec import ModelSpec
@@ -60,8 +61,10 @@ def config_to_spec(config: Config) -> ModelSpec:
     """The spec a config.json describes.
 
     Raises:
-      ValueError: another model type, an unsupported value or a missing key, by name.
+      ValueError: another model type, a variant (`hints.check_variant`), an unsupported value or a missing
+        key, by name.
     """
+    check_variant(config)
     by_type = {family.model_type: family for family in FAMILIES.values()}
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:

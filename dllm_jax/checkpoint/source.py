@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
+from dllm_jax.checkpoint.hints import of_file, of_nothing
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.stored import StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
@@ -66,14 +67,23 @@ def locate(path: str | os.PathLike[str]) -> Path:
     Raises:
       FileNotFoundError: neither; says what was tried.
       NotADirectoryError: a file.
+      TypeError, ValueError: no path, or an empty one.
     """
-    here = Path(path).expanduser()
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
+    if not str(path):
+        raise ValueError("path='' must be a checkpoint's directory or a hub id; '.' is the current directory")
+    here = Path(path)
+    with contextlib.suppress(RuntimeError):  # no such user: then it is a name like others
+        here = here.expanduser()
     if here.is_dir():
         return here
     if here.exists():
-        raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory")
+        raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory{of_file(here)}")
     if not re.fullmatch(HUB_ID, str(path)) or str(path).startswith("."):
-        raise FileNotFoundError(f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name)")
+        raise FileNotFoundError(
+            f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){of_nothing(here)}"
+        )
     try:
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

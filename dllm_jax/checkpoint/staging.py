@@ -3,20 +3,25 @@
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-MARKERS = ("config.json", "spec.json")
+from dllm_jax.checkpoint.directory import resolved
+
+# Directories of this module end in a random UUID (version 4); whatever else has such a name is the user's.
+UUID = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
 
 
 @contextlib.contextmanager
 def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty directory beside `destination` and renames it when the block ends.
 
-    With `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are
-    removed by the next run; a live run holds a lock on its directory, which is then left alone.
+    All of it is on the disk before it is renamed (fsync), so that a power cut leaves no empty files. With
+    `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are removed
+    by the next run; a live run holds a lock on its directory, which is then left alone.
 
     Args:
       destination: final path of the directory.
@@ -24,8 +29,10 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
 
     Raises:
       FileExistsError: the destination exists and may not, or cannot safely, be replaced.
+      OSError: writing failed, e.g. as the disk is full; names a file or the destination.
+      ValueError: the destination is a link in a circle.
     """
-    destination = destination.resolve()
+    destination = resolved(destination)
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
     with _locked(parent):
@@ -36,11 +43,15 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
         lock = _lock(partial)
     try:
         yield partial
+        _flush(partial)
         with _locked(parent):
             _check_free(destination, overwrite)
             _swap(partial, destination)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # What fails in writing to an open file, such as a full disk, names none.
+            raise OSError(error.errno, error.strerror, str(destination)) from error
         raise
     finally:
         os.close(lock)
@@ -48,9 +59,15 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
 
 def check_apart(source: Path, destination: Path):
     """Raises ValueError if one directory is, or contains, the other: replacing one would destroy both."""
-    a, b = source.resolve(), destination.resolve()
+    a, b = resolved(source), resolved(destination)
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"source {a} and destination {b} must not be the same or contain one another")
+
+
+def left_behind(destination: Path) -> Path | None:
+    """The old directory that a killed run had moved away from a destination that is absent now."""
+    old = _leftovers(destination, "replaced") if destination.parent.is_dir() else []
+    return old[0] if old and not destination.exists() else None
 
 
 def _check_free(destination: Path, overwrite: bool):
@@ -58,32 +75,72 @@ def _check_free(destination: Path, overwrite: bool):
         return
     if not overwrite:
         raise FileExistsError(f"{destination} exists; pass --overwrite (overwrite=True) to replace it")
-    if not any((destination / marker).is_file() for marker in MARKERS):
+    if not _is_checkpoint(destination):
         raise FileExistsError(f"{destination} exists and is no checkpoint directory; it is not overwritten")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a directory holds a checkpoint; a config.json alone is found in other ones too."""
+    if (path / "spec.json").is_file():
+        return (path / "params").is_dir()
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def _swap(partial: Path, destination: Path):
     old = destination.parent / f"{_prefix(destination, 'replaced')}{uuid.uuid4().hex}"
     if destination.exists():
         destination.rename(old)
-    partial.rename(destination)
+    try:
+        partial.rename(destination)
+    except BaseException:
+        if old.exists():
+            old.rename(destination)
+        raise
+    _sync(destination.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _clear_up(destination: Path):
     """Removes leftovers of killed runs, and restores an old directory that a killed swap had moved away."""
-    siblings = list(destination.parent.iterdir())
-    for old in (path for path in siblings if path.name.startswith(_prefix(destination, "replaced"))):
+    for old in _leftovers(destination, "replaced"):
         if destination.exists():
             shutil.rmtree(old)
         else:
             old.rename(destination)
-    for partial in (path for path in siblings if path.name.startswith(_prefix(destination, "partial"))):
+    for partial in _leftovers(destination, "partial"):
         try:
             os.close(_lock(partial))
         except BlockingIOError:  # its process is alive
             continue
         shutil.rmtree(partial)
+
+
+def _leftovers(destination: Path, kind: str) -> list[Path]:
+    """Directories of this module beside a destination; a user's files and links of similar names are none."""
+    prefix = _prefix(destination, kind)
+    return [
+        path
+        for path in destination.parent.iterdir()
+        if path.name.startswith(prefix)
+        and UUID.fullmatch(path.name.removeprefix(prefix))
+        and path.is_dir()
+        and not path.is_symlink()
+    ]
+
+
+def _flush(directory: Path):
+    """Waits until everything in a directory is on the disk."""
+    for path in directory.rglob("*"):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _prefix(destination: Path, kind: str) -> str:

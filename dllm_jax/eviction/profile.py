@@ -12,6 +12,7 @@ from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.nn.attention import attention, key_mask
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.model import Model
+from dllm_jax.options import Profile, check_argument
 from dllm_jax.state import inputs
 from dllm_jax.state.canvas import masked_response
 
@@ -73,5 +74,15 @@ def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: 
 
 
 def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
-    """Reads a profile that `save_profile` wrote."""
-    return tuple(float(value) for value in json.loads(pathlib.Path(path).read_text())["importance"])
+    """Reads a profile that `save_profile` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not one of `save_profile`; names the file.
+    """
+    try:
+        content = json.loads(pathlib.Path(path).read_bytes())
+        return check_argument("importance", content["importance"], Profile)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no profile as save_profile writes it: {reason}") from error

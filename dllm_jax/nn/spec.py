@@ -14,7 +14,6 @@ from dllm_jax.options import (
 
 RopeBase = Annotated[float, Interval(ge=1, le=1e30)]  # whose powers are finite and not zero in float32
 NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
-LARGEST_ID = 2**31 - 1  # token ids are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,6 @@ class ModelSpec(Options):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head % 2:
             raise ValueError(f"head={self.head} must be even: rotary embedding turns pairs")
-        if self.vocab > LARGEST_ID:
-            raise ValueError(f"vocab={self.vocab} must be at most {LARGEST_ID}: token ids are int32")
         for name in ("mask_id", "eos_id", "eot_id"):
             value = getattr(self, name)
             if value is not None and value >= self.vocab:

@@ -1,5 +1,6 @@
 """Runs campaigns, each in a process of its own: whatever dies or hangs is a verdict, and the rest goes on."""
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -124,11 +125,11 @@ def _resident(pid: int) -> int:
 
 def _end(process: multiprocessing.process.BaseProcess):
     """Ends the process and all that it started, which are a group of their own."""
-    if process.is_alive():
-        process.join(5)
-    if process.is_alive():
+    process.join(5)
+    with contextlib.suppress(ProcessLookupError):  # none of them is left, or the group was not yet made
         os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+    process.kill()
+    process.join()
 
 
 def _work(connection: Connection, campaign: str, seed: int, skip: int, seconds: float):

@@ -30,6 +30,8 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not JSON: nested too deeply") from None
 
 
 def write_json(path: Path, value: Any):

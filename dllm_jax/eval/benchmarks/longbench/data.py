@@ -59,6 +59,8 @@ def _sample(line: str, where: str, number: int) -> Sample:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON: nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object, found {type(row).__name__}")
     texts = {name: _text(row, name, where) for name in ("context", "input")}

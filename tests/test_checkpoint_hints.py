@@ -1,0 +1,160 @@
+"""What is passed by mistake is named for what it is, and errors of other libraries name our files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import embedded
+from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from tests.checkpoints import tiny, write_hf
+from tests.test_convert import run_script
+
+pytestmark = pytest.mark.usefixtures("unannotated")
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_lora_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match="LoRA adapter: merge it into its base model"):
+            dj.load(tmp_path)
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+
+
+def test_a_merged_adapter_is_a_checkpoint(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    (path / "adapter_config.json").write_text("{}")
+    assert dj.load(path).spec == tiny()
+
+
+def test_gguf(tmp_path):
+    file = tmp_path / "llada-q4.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(NotADirectoryError, match=r"GGUF file.*is not read: load the original"):
+        dj.load(file)
+    with pytest.raises(FileNotFoundError, match=r"llada-q4\.gguf: GGUF"):
+        dj.load(tmp_path)
+
+
+def test_a_file_of_a_checkpoint(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    with pytest.raises(NotADirectoryError, match=f"pass its directory, {path}"):
+        dj.load(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_names_of_embedded_checkpoints(name):
+    with pytest.raises(FileNotFoundError, match=rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)"):
+        dj.load(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LLaDAMoEModelLM"]}, "mixture of experts"),
+        ({"model_type": "lladamoe"}, "mixture of experts"),
+        ({"num_experts": 64}, "mixture of experts"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quantization_config \('gptq'\).*weights='int8'",
+        ),
+        ({"quantization_config": 3}, "quantization_config"),
+    ],
+)
+def test_relatives_of_the_models(tmp_path, changes, message):
+    path = write_hf(tmp_path / "hf", tiny())
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ValueError, match=message):
+        dj.load(path)
+    (path / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
+    dj.load(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("", ValueError), (None, TypeError), (3, TypeError), ([], TypeError)]
+)
+def test_no_path_at_all(path, kind):
+    with pytest.raises(kind, match=r"path=.* must be a checkpoint's directory or a hub id"):
+        dj.load(path)
+
+
+def test_homes_of_nobody():
+    with pytest.raises(FileNotFoundError, match="~nobody-of-this-name"):
+        dj.load("~nobody-of-this-name/x/y")
+
+
+@pytest.mark.parametrize("gb", ["inf", "nan", "-1", "0"])
+def test_sizes_of_shards(tmp_path, gb, capsys):
+    converted = convert(write_hf(tmp_path / "hf", tiny()), tmp_path / "jax")
+    assert run_script("jax_to_hf", converted, tmp_path / "back", "--shard-gb", gb) == 2
+    assert "shard_gb=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a":' + "[" * 100_000, "\xff"])
+def test_broken_tokenizers_are_named(tmp_path, file, content):
+    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    (path / file).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{file} (is not valid JSON|holds a list)"):
+        read_tokenizer(path)
+
+
+@pytest.mark.parametrize("model", [None, 3, {}, {"type": "BPE"}, {"type": "WordLevel", "vocab": 3}])
+def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path, model):
+    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    content = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps(content | {"model": model}))
+    with pytest.raises(ValueError, match=f"{path}: its tokenizer cannot be read by transformers"):
+        read_tokenizer(path)
+
+
+def test_directories_without_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
+        read_tokenizer(write_hf(tmp_path / "hf", tiny()))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_that_may_not_be_read(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    (path / "model.safetensors").chmod(0)
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        dj.load(path)
+
+
+FULL = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # to write more fails, as it does on a full disk
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [("hf_to_jax", "cannot be written"), ("jax_to_hf", "too large")]
+)
+def test_a_full_disk_is_one_line(tmp_path, script, reason):
+    source = write_hf(tmp_path / "hf", tiny(layers=1))
+    source = convert(source, tmp_path / "jax") if script == "jax_to_hf" else source
+    arguments = [ROOT / "convert" / f"{script}.py", source, tmp_path / "place" / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert "ERROR:absl" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert str(tmp_path / "place") in last
+    assert reason in last
+    assert list((tmp_path / "place").iterdir()) == []
