@@ -2,4 +2,6 @@
 
 from types import ModuleType
 
-CAMPAIGNS: tuple[ModuleType, ...] = ()
+from tests.campaigns import arguments, generations
+
+CAMPAIGNS: tuple[ModuleType, ...] = (generations, arguments)
