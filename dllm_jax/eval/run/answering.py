@@ -12,6 +12,7 @@ from dllm_jax.eval.run.journal import Ledger
 
 Item = TypeVar("Item")
 Answer = Callable[[list[tuple[str, Item]]], list[Entry]]
+NOT_FINITE = "FloatingPointError: logits held NaN or infinity"  # the error of an item of which that is so
 FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # XLA's are RuntimeErrors
 
 
