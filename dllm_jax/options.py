@@ -426,7 +426,8 @@ def _instances(kind: Any, example: str) -> Rule | None:
         return None
 
     def read(value: Any) -> Any:
-        if not isinstance(value, kind):
+        # A class has the members of a protocol that its instances have.
+        if not isinstance(value, kind) or (isinstance(value, type) and kind is not type):
             raise ValueError
         return value
 

@@ -8,6 +8,8 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.training import Batches, TrainConfig, prepare, train
 from tests.models import tiny
 
 GOOD = np.full((2, 6), 3)
@@ -126,6 +128,59 @@ def test_a_recording_of_another_run_is_refused(model):
     noise = samplers.RecordedNoise(jnp.float32(0), jnp.zeros((7, 2, 14), jnp.float32))
     with pytest.raises(ValueError, match=r"noise.order has shape \(7, 2, 14\); expected at least 8 steps"):
         dj.generate(model, GOOD, length=8, sampler=samplers.RandomOrder(), noise=noise)
+
+
+NO_KEYS = jax.random.split(jax.random.key(0), 3)
+
+
+@pytest.mark.usefixtures("unannotated")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: dj.generate("tiny", GOOD), r"model='tiny' must be a Model, such as dj.load\(path\)"),
+        (lambda m: dj.generate(m, GOOD, policy=None), "policy=None must be a Policy, such as dj"),
+        (lambda m: dj.generate(m, GOOD, policy="DualCache"), "policy='DualCache' must be a Policy"),
+        (lambda m: dj.generate(m, GOOD, policy=policies.DualCache), "policy=<class .*> must be a Policy"),
+        (lambda m: dj.generate(m, GOOD, sampler="x"), "sampler='x' must be a Sampler, such as dj.samplers.C"),
+        (lambda m: dj.generate(m, GOOD, sampler=samplers.RandomOrder(), key=3), "key=3 must be a random key"),
+        (lambda m: dj.generate(m, GOOD, key=np.zeros(2)), "key of dtype float.* must be a random key"),
+        (lambda m: dj.generate(m, GOOD, noise="x"), "noise='x' must be a Noise"),
+        (lambda m: dj.generate(m, GOOD, noise=samplers.KeyNoise), "noise=<class .*> must be a Noise"),
+        (lambda m: dj.generate(m, GOOD, noise=samplers.KeyNoise(NO_KEYS)), r"noise.keys has shape \(3,\)"),
+        (lambda m: dj.generate(m, GOOD, noise=samplers.RecordedNoise(1, 2)), "noise.token=1 must be an arr"),
+        (lambda m: dj.generate(m, GOOD, stop_at_eos="yes"), "stop_at_eos='yes' must be True or False"),
+        (lambda m: dj.generate(m, GOOD, trace=1), "trace=1 must be True or False"),
+        (lambda m: dj.generate(m, GOOD, widths=3), "widths=3 must be whole numbers"),
+        (lambda m: dj.generate(m, None), r"prompt has shape \(\)"),
+        (lambda m: dj.generate(m, [[1], [[2]]]), r"prompt=\[\[1\], \[\[2\]\]\] must be token ids"),
+        (lambda m: dj.infill(m, GOOD, block="x"), "block='x' must be a whole number"),
+        (lambda m: dj.chat(m, None, [{"role": "user", "content": "x"}]), "tokenizer=None must be the checkp"),
+        (lambda m: dj.log_likelihood(m, GOOD, GOOD, draws=None, key=NO_KEYS[0]), "draws=None must be a who"),
+        (lambda m: dj.log_likelihood(m, GOOD, GOOD, key=NO_KEYS), r"key has shape \(3,\); expected one key"),
+        (lambda m: dj.log_likelihood(m, GOOD, GOOD, masks=np.nan), "masks=array.nan. must be an array of"),
+        (lambda m: dj.forward(m, [[1, 2]]), r"tokens=\[\[1, 2\]\] must be an array \[batch, positions\]"),
+        (lambda m: dj.forward(m, np.array([[99]])), r"tokens hold id 99, outside the vocabulary \[0, 61\)"),
+        (lambda m: dj.explain(m, 1, (4, 4)), r"layout=\(4, 4\) must be a Layout, such as"),
+        (lambda m: dj.warmup(None), "model=None must be a Model"),
+        (lambda m: dj.load("x", rope_factor="x"), r"rope_factor='x' must be a number in \(0, inf\)"),
+        (lambda m: dj.load("x", mesh="x"), "mesh='x' must be a Mesh, such as .*, or None"),
+        (lambda m: dj.load("x", check_finite=1), "check_finite=1 must be True or False"),
+        (lambda m: dj.load("x", rules="dp"), "rules='dp' must be a MeshRules"),
+        (lambda m: dj.abstract(3), "shape=3 must be a spec"),
+        (lambda m: dj.Model(m.params, "llada"), "spec='llada' must be a ModelSpec"),
+        (lambda m: dj.presets[3], "3 is not the name of a preset, such as '"),
+        (lambda m: dj.eviction.calibrate(m, GOOD, None), "length=None must be a whole number"),
+        (lambda m: prepare(m, {"steps": 3}), r"config=\{'steps': 3\} must be a TrainConfig"),
+        (lambda m: train(m, lambda step: None, TrainConfig(steps=9)), "source=<function .* must be a Source"),
+        (lambda m: train(m, Batches(len), TrainConfig(steps=9), allow_changes="lr"), "allow_changes='lr' m"),
+        (lambda m: train(m, Batches(len), TrainConfig(steps=9), directory=3), "directory=3 must be a path"),
+        (lambda m: Decoding(length=8, policy="DualCache"), "policy='DualCache' must be a Policy"),
+        (lambda m: Decoding(batch=2.5), "batch=2.5 must be a whole number"),
+    ],
+)  # fmt: skip
+def test_another_kind_is_refused_by_name(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)
 
 
 @pytest.mark.parametrize(

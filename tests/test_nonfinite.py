@@ -12,8 +12,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.stats import NonFiniteWarning
-from dllm_jax.eval.run import runner as runner_module
+from dllm_jax.eval.run.answering import NOT_FINITE
 from dllm_jax.eval.run.checkpoint import LanguageModel
+from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import FAMILIES, tiny
@@ -143,5 +144,8 @@ def test_an_evaluation_records_such_a_sequence_as_a_failure():
     lm = LanguageModel("tiny", poisoned("llada"), Letters(), "weights")
     runner = Runner(lm, Decoding(batch=2, bucket=4, block=2, length=4))
     entries = runner.run([Request("bad", (POISON, 1), 4), Request("good", (2, 3), 4)])
-    assert [entry["error"] for entry in entries] == [runner_module.NOT_FINITE, None]
+    assert [entry["error"] for entry in entries] == [NOT_FINITE, None]
     assert entries[0]["answer"] is None
+    pairs = [((2, POISON), (4,)), ((2, 3), (4,))]
+    entries = Likelihood(lm, Decoding(batch=2, bucket=4), draws=2, strata=2).run(pairs, True)
+    assert [entry["error"] for entry in entries] == [NOT_FINITE, None]

@@ -206,3 +206,15 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     took_part = np.asarray(always.trace.active)[..., None]
     np.testing.assert_allclose(always.stats.widened, (besides * took_part).sum((0, 2)))
     np.testing.assert_array_equal(run(-1.0).stats.widened, 0)
+
+
+def test_widened_counts_the_conditional_stream_alone():
+    """With guidance each sequence has two streams, side by side, whose drift differs."""
+    model = tiny("dream")
+    prompt, _ = prompts(model, (9, 9, 9))
+    sampler = samplers.Confidence(cfg_scale=1.5)
+    options = dict(length=8, policy=policies.ElasticCache(window=2, gamma=0.97), sampler=sampler)
+    widened = dj.generate(model, prompt, **options).stats.widened
+    alone = [dj.generate(model, prompt[i : i + 1], **options).stats.widened[0] for i in range(3)]
+    assert len({float(one) for one in alone}) > 1, "the sequences must differ"
+    np.testing.assert_array_equal(widened, alone)

@@ -19,7 +19,7 @@ from bench.compiled.program import Case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
 
-REQUESTS = ((1024, 1), (1024, 8), (1024, 32), (8192, 1), (8192, 8), (32768, 1))  # prompt, batch
+REQUESTS = ((1024, 1), (1024, 8), (8192, 1), (32768, 1))  # prompt, batch
 REFUSED = "RESOURCE_EXHAUSTED"
 
 

@@ -23,7 +23,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
 from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import PositiveFloat, check_argument
 from pallas_kernels import Implementation
 
 
@@ -81,6 +81,9 @@ def load(
     """
     verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
+    rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
+    check_finite = check_argument("check_finite", check_finite, bool)
+    separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     source = open_checkpoint(path)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
@@ -98,6 +101,8 @@ def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:
     Raises:
       ValueError: none of its axes is known to the rules, or it is another one than that of `jax.set_mesh`.
     """
+    check_argument("mesh", mesh, Mesh | None, ', such as jax.make_mesh((8,), ("tp",))')
+    check_argument("rules", rules, MeshRules, ", such as dj.MeshRules()")
     context = context_mesh()
     if context is not None and mesh is not None and context != mesh:
         raise ValueError(f"mesh={mesh} is not {context}, the mesh of jax.set_mesh: pass one of them")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.options import Options, PositiveInt
+from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
 
 
@@ -50,6 +50,8 @@ class Ladder(Options):
 
 def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
     """smallest x 1, 1.5, 2, 3, 4, 6, 8, ... up to `largest`: at most a third of a prompt is padding."""
+    for name, value in (("smallest", smallest), ("largest", largest)):
+        check_argument(name, value, PositiveInt)
     if not 2 <= smallest <= largest:
         raise ValueError(f"smallest={smallest} must lie in [2, largest={largest}]")
     rungs, rung = [], smallest

@@ -23,6 +23,7 @@ from dllm_jax.decoding.request import (
 from dllm_jax.decoding.stats import NonFinite, Stats, Trace, cut, report
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import host, inputs
@@ -87,8 +88,9 @@ def generate(
       key: a jax.random key, or one per sequence ([b], so that its draws do not depend on its batch mates);
         needed if the sampler draws.
       noise: recorded draws instead of a key.
-      stop_at_eos: finish a sequence when everything up to an end-of-text is decoded; the rest is filled with
-        it. Everything up to that token equals the run without.
+      stop_at_eos: finish a sequence when everything up to an end-of-text is decoded. Masks that remain behind
+        it are filled with it; tokens that were decoded there before stay. Everything up to that end-of-text
+        equals the run without.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
@@ -165,6 +167,7 @@ def infill(
       FloatingPointError: as in `generate`.
     """
     check_kinds(model, policy, sampler, nonfinite, trace=trace)
+    block = check_argument("block", block, PositiveInt | None)
     mesh = current_mesh((model.params, tokens))
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
     mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")

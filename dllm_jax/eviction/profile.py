@@ -12,7 +12,7 @@ from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.nn.attention import attention, key_mask
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.model import Model
-from dllm_jax.options import Profile, check_argument
+from dllm_jax.options import PositiveInt, Profile, check_argument
 from dllm_jax.state import inputs
 from dllm_jax.state.canvas import masked_response
 
@@ -61,6 +61,8 @@ def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) 
     Raises:
       ValueError: prompts or prompt_mask break a rule of `generate`.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    length = check_argument("length", length, PositiveInt)
     prompts = inputs.token_ids(prompts, model.spec, "prompts")
     mask = inputs.left_padding(prompt_mask, prompts.shape, "prompt_mask")
     tokens, valid = masked_response(prompts, mask, length, model.spec)

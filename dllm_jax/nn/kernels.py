@@ -1,7 +1,8 @@
 """Which implementation the operations of a generation's steps take, and how a mesh divides them.
 
 XLA's partitioner cannot split a kernel. Sequences and heads are independent in every operation, so over a
-mesh each device computes those it holds (`jax.shard_map`), and only an average over heads is exchanged.
+mesh each device computes those it holds (`jax.shard_map`), and only an average over heads is exchanged. Of
+XLA's own implementations only the sequences are divided so.
 """
 
 import dataclasses
@@ -34,15 +35,21 @@ class Kernels:
         """
         mesh = partitioned_over()
         on_one_device = functools.partial(operation.run, options=options, implementation=self.implementation)
-        if mesh is None or self.rules is None or not operation.takes_kernels(self.implementation):
+        if mesh is None or self.rules is None:
             return on_one_device(arrays)
         operation.check(*arrays, **options)
         split = _split(operation, arrays, mesh, self.rules)
+        if not operation.takes_kernels(self.implementation):
+            # XLA splits heads, and repeats kv heads where there are more devices. Sequences it would not keep
+            # apart, since attention may take them one after another.
+            split = {"b": split["b"]}
+            if not split["b"]:
+                return on_one_device(arrays)
 
         def part(*arrays: Any) -> Any:
             result = on_one_device(arrays)
-            averaged = operation.averages_heads and split["h"]
-            return jax.lax.pmean(result, split["h"]) if averaged else result
+            averaged = split.get("h") if operation.averages_heads else None
+            return jax.lax.pmean(result, averaged) if averaged else result
 
         specs = [
             PartitionSpec() if array is None else _spec(axes, split, array.shape)
@@ -53,6 +60,7 @@ class Kernels:
             part,
             in_specs=tuple(specs),
             out_specs=(first, *others) if others else first,
+            axis_names=_axes(mesh, split),
             check_vma=False,  # kernels do not say over which axes their results differ
         )(*arrays)
 
@@ -68,6 +76,11 @@ def _split(
                 length[letter] = max(length[letter], size)
     heads = rules.axes(mesh, "k", length["k"])
     return {"b": rules.axes(mesh, "b", length["b"]), "k": heads, "h": heads}
+
+
+def _axes(mesh: AbstractMesh, split: dict[str, tuple[str, ...]]) -> set[str]:
+    """Axes of the mesh that are not left to the partitioner: all of them, if heads are not."""
+    return set(mesh.axis_names) if "h" in split else set(split["b"])
 
 
 def _spec(axes: str, split: dict[str, tuple[str, ...]], shape: tuple[int, ...] = ()) -> PartitionSpec:

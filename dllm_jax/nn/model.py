@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,6 +19,7 @@ from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, describe
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Implementation, check_implementation
 
 
@@ -39,6 +43,8 @@ class Model:
     rules: MeshRules = dataclasses.field(default=MeshRules(), metadata={"static": True})
 
     def __post_init__(self):
+        check_argument("spec", self.spec, ModelSpec)
+        check_argument("rules", self.rules, MeshRules)
         check_implementation(self.implementation)
 
     def __repr__(self) -> str:
@@ -77,6 +83,10 @@ class Model:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
 
+Tokens = Int[Array, "b l"] | Int[np.ndarray, "b l"]
+Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
+
+
 def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
     """Positions, attention mask and rotary tables of a pass over the full canvas."""
     length = tokens.shape[1]
@@ -92,10 +102,7 @@ def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:
     return PartitionSpec() if mesh is None else model.rules.spec(mesh, axes, lengths)
 
 
-@jax.jit
-def forward(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
-) -> Float[Array, "b l v"]:
+def forward(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
     Args:
@@ -105,17 +112,54 @@ def forward(
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
+
+    Raises:
+      ValueError: no model, or no such arrays, or ids outside of the vocabulary.
     """
+    _check_inputs(model, tokens, valid)
+    return _forward(model, tokens, valid)
+
+
+def _check_inputs(model: Any, tokens: Any, valid: Any):
+    """Refuses what is no input of a full pass; ids are looked at where this process holds them."""
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    kinds = ("tokens", tokens, jnp.integer, "token ids"), ("valid", valid, jnp.bool_, "True and False")
+    for name, array, kind, words in kinds if valid is not None else kinds[:1]:
+        known = isinstance(array, jax.Array | np.ndarray) and jnp.issubdtype(array.dtype, kind)
+        if not known or array.ndim != 2 or not array.size:
+            raise ValueError(f"{name}={shown(array)} must be an array [batch, positions] of {words}")
+    if valid is not None and valid.shape != tokens.shape:
+        raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
+    if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
+        return
+    ids = np.asarray(jax.device_get(tokens))
+    outside = (ids < 0) | (ids >= model.spec.vocab)
+    if outside.any():
+        raise ValueError(f"tokens hold id {ids[outside][0]}, outside the vocabulary [0, {model.spec.vocab})")
+
+
+@jax.jit
+def _forward(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+) -> Float[Array, "b l v"]:
     logits = lambda model, *inputs: unembed(model.params, model.spec, encode(model, *inputs))
     tokens = tokens.astype(jnp.int32)
     return over_mesh(logits, model, tokens, valid, out=_by_sequence(model, tokens, "blv"))
 
 
+def hidden_states(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "n_plus_1 b l m"]:
+    """The residual stream: the embedding, then the output of every layer (before the final norm).
+
+    Arguments and errors are those of `forward`.
+    """
+    _check_inputs(model, tokens, valid)
+    return _hidden_states(model, tokens, valid)
+
+
 @jax.jit
-def hidden_states(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None = None
+def _hidden_states(
+    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
 ) -> Float[Array, "n_plus_1 b l m"]:
-    """The residual stream: the embedding, then the output of every layer (before the final norm)."""
     tokens = tokens.astype(jnp.int32)
     return over_mesh(_stream, model, tokens, valid, out=_by_sequence(model, tokens, "nbl"))
 

@@ -16,7 +16,7 @@ from dllm_jax.policies.parts.control import read_before_write
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.parts.widening import InputStore, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, behind_first_eos
+from dllm_jax.state.canvas import Canvas, behind_first_eos, stream
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
@@ -141,7 +141,8 @@ class ElasticCache(Policy):
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
     ) -> Float[Array, "b"]:
         """The positions that were not selected, in the layers from `start` on."""
-        start, layers = cache.shared.start[: computed.shape[0]], canvas.spec.layers
+        streams = cache.shared.start.shape[0] // computed.shape[0]
+        start, layers = stream(cache.shared.start, 0, streams), canvas.spec.layers
         further = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
         return jnp.where(canvas.active, further, 0.0)
 

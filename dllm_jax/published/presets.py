@@ -72,7 +72,7 @@ class Presets(Mapping[str, Preset]):
           UnknownPreset: unknown checkpoint or task; the message lists what there is.
         """
         tasks = tomllib.loads(self._find("generation", checkpoint, ".toml").read_text())
-        if task not in tasks:
+        if not isinstance(task, str) or task not in tasks:
             raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
         settings = dict(tasks[task])
         geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}

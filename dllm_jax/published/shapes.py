@@ -16,6 +16,7 @@ from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument, shown
 from dllm_jax.published.presets import presets
 from pallas_kernels import Implementation
 
@@ -47,6 +48,9 @@ def abstract(
       FileNotFoundError, ValueError: as `load`.
     """
     mesh = usable_mesh(mesh, rules)
+    separate_layers = check_argument("separate_layers", separate_layers, bool | None)
+    if not isinstance(shape, ModelSpec | str | os.PathLike):
+        raise ValueError(f"shape={shown(shape)} must be a spec, the name of a model, or a checkpoint's path")
     if isinstance(shape, ModelSpec) or str(shape) in presets.names("models"):
         spec = shape if isinstance(shape, ModelSpec) else presets.model_spec(str(shape))
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))

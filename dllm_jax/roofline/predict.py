@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dllm_jax.nn.attention import SCORE_BYTES
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.setting import Assumed
@@ -122,8 +122,15 @@ def work(
     Raises:
       ValueError: batch is not positive, or the policy refuses the model or layout.
     """
+    check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
+    check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
+    check_argument("layout", layout, Layout)
+    check_argument("assumed", assumed, Assumed)
     batch = check_argument("batch", batch, PositiveInt)
-    itemsize = jnp.dtype(dtype).itemsize
+    try:
+        itemsize = jnp.dtype(dtype).itemsize
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"dtype={shown(dtype)} is no dtype, such as bfloat16") from error
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     return Work(steps, memory(spec, policy, layout, batch, dtype, counts), batch * layout.response)

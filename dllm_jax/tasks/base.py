@@ -5,12 +5,13 @@ import zlib
 from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Interval
 
 from dllm_jax.options import Options
 
 Split = Literal["train", "held_out"]
-HoldOut = Annotated[int, Ge(2)]  # one prompt in so many is held out, which leaves some to train on
+# One prompt in so many is held out, which leaves some to train on; one of them is found by drawing.
+HoldOut = Annotated[int, Interval(ge=2, le=1024)]
 
 # The characters of the tasks: each kind has a job of its own, so that prompts can be read by eye.
 LETTERS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ"  # no vowels: no accidental words

@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.nn.model import Model
+from dllm_jax.options import check_argument, shown
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.record import Record, check_unchanged, record_of
+from dllm_jax.training.record import Record, check_names, check_unchanged, record_of
 from dllm_jax.training.run_directory import Checkpoints, LogEntry, append_to_log, rewind_log
 from dllm_jax.training.setup import Setup, prepare
 from dllm_jax.training.source import Memory, Source
@@ -89,17 +90,23 @@ def train(
       TypeError: an optimizer that is none.
       FloatingPointError: the loss is not finite.
     """
+    if isinstance(source, type) or not isinstance(source, Source):
+        raise ValueError(f"source={shown(source)} must be a Source, such as Batches(lambda step: batch)")
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory={shown(directory)} must be a path, or None")
+    check_argument("progress", progress, bool)
     root = None if directory is None else Path(os.fspath(directory))
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
     _, frozen = setup.split(model.params)
     record = record_of(setup, optimizer, labels(model.params, trainable), frozen)
+    allowed = check_names(allow_changes, record)
     with contextlib.ExitStack() as stack:
         checkpoints, entries = None, []
         if root is not None:
             root.mkdir(parents=True, exist_ok=True)
             checkpoints = stack.enter_context(Checkpoints(root / "checkpoints"))
         if checkpoints is not None and checkpoints.step is not None:
-            _check(checkpoints, record, root, allow_changes)
+            _check(checkpoints, record, root, allowed)
             state, memory = checkpoints.latest(abstract_state(model, setup))
         else:
             state, memory = begin(model, setup), source.begin()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from dllm_jax.options import check_argument, shown
 from dllm_jax.training.setup import Setup
 from dllm_jax.training.trainable import Optimizer
 
@@ -55,10 +56,8 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
       allowed: names that may differ.
 
     Raises:
-      ValueError: what differs, with both values; or an allowed name that is none.
+      ValueError: what differs, with both values.
     """
-    if unknown := sorted(set(allowed) - set(new)):
-        raise ValueError(f"allow_changes={unknown} must be among {', '.join(new)}")
     changed = [name for name in new if name in old and old[name] != new[name] and name not in FREE]
     if _constant_until(old) < step or _constant_until(new) < step:
         changed += [name for name in ("steps", "decay") if old.get(name) != new[name]]
@@ -69,6 +68,20 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
             f"the run was begun with another configuration: {lines}. Take the old values, another directory, "
             f"or go on with the new ones: allow_changes={changed!r}"
         )
+
+
+def check_names(allowed: Any, record: Record) -> tuple[str, ...]:
+    """The names of what may differ from a run that is resumed.
+
+    Raises:
+      ValueError: they are no names, or not of what a configuration holds.
+    """
+    if isinstance(allowed, str) or not isinstance(allowed, Collection):
+        raise ValueError(f"allow_changes={shown(allowed)} must be names of options, such as ('steps',)")
+    names = check_argument("allow_changes", tuple(allowed), tuple[str, ...])
+    if unknown := sorted(set(names) - set(record)):
+        raise ValueError(f"allow_changes={unknown} must be among {', '.join(record)}")
+    return names
 
 
 def _constant_until(record: Record) -> int:

@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument
 from dllm_jax.training import placement as place
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
 from dllm_jax.training.loss import Batch
@@ -98,6 +99,9 @@ def prepare(
       ValueError: int8 matrices, which have no gradient; options that do not go together.
       TypeError: an optimizer that is none.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("config", config, TrainConfig, ", such as TrainConfig(steps=1000)")
+    check_argument("mesh", mesh, Mesh | None, ', such as jax.make_mesh((8,), ("dp",))')
     if model.weights is not None:
         raise ValueError(
             f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "

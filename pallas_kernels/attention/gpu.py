@@ -8,7 +8,7 @@ Programs run in no order and share nothing, so each walks by itself over what it
 | `received` | sequence, kv head, slot tile | walks over the queries with its 64 keys |
 | `head_mean` | sequence, query tile, slot tile | walks over the kv heads for its positions and 64 slots |
 
-K and V are read where they lie, [b s k d], and only up to the last visible slot. Triton does not check
+K and V are read heads first, as they lie in memory, and only up to the last visible slot. Triton checks no
 bounds: what a BlockSpec lays out is filled up to whole tiles, and everything else is loaded under a mask.
 
 Never run on a GPU yet, only interpreted, and lowered for CUDA; Pallas' Triton backend is deprecated since
@@ -20,6 +20,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
@@ -75,7 +76,7 @@ def attention(
     of_queries = pl.BlockSpec((1, 1, query_tile, head), lambda n, b, h, i: (b, h, i, 0))
     part = lambda width: pl.BlockSpec((1, 1, 1, query_tile, width), lambda n, b, h, i: (n, b, h, i, 0))
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, grouped.shape))
-    others = [k, v, ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [_heads_first(k), _heads_first(v), ends] + ([] if visible is None else [visible[:, :, 0]])
     parts = pl.pallas_call(
         functools.partial(_attention, each=each),
         grid=(ranges, batch, kv_heads, query_tiles),
@@ -87,7 +88,9 @@ def attention(
         name="attention",
     )(grouped, *others)
     out, lse = OnlineSoftmax(*parts).merged().result()
-    return by_position(out[:, :, :count], lse[:, :, :count], q)
+    out, lse = by_position(out[:, :, :count], lse[:, :, :count], q)
+    # Else XLA turns the weights of the output projection around, in every step, to the order of these sums.
+    return with_layout_constraint(out, Layout((0, 1, 2, 3))), lse
 
 
 def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each):
@@ -99,7 +102,7 @@ def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each):
     def add(j, sums):
         visible, slots = _slots(b, h, j, ends_ref, mask_ref)
         # Invisible slots may be NaN: they are not loaded, and are 0 instead.
-        load = lambda ref: plt.load(ref.at[b, slots, h, :], mask=visible[:, None], other=0.0)
+        load = lambda ref: plt.load(ref.at[b, h, slots, :], mask=visible[:, None], other=0.0)
         return sums.add(scores(q, load(k_ref)), visible[None], load(v_ref))
 
     last = jnp.minimum((n + 1) * each, pl.cdiv(ends_ref[b, h], TILE))
@@ -129,7 +132,7 @@ def received(
     query_tile, filled = _padding(grouped.shape[2])
     operands = [filled(grouped), filled(lse_column(lse, kv_heads)), filled(weight)]
     count, tiles = operands[0].shape[2], pl.cdiv(slots, TILE)
-    others = [k, ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [_heads_first(k), ends] + ([] if visible is None else [visible[:, :, 0]])
     specs = [
         # All queries of kv head h, and their log-sum-exp as a column.
         pl.BlockSpec((1, 1, count, head), lambda b, h, j: (b, h, 0, 0)),
@@ -191,7 +194,7 @@ def head_mean(
     count, tiles = operands[0].shape[2], pl.cdiv(slots, TILE)
     # Queries of the i-th tile of positions, of all heads, and their log-sum-exp as a column.
     of_queries = lambda width: pl.BlockSpec((1, heads, query_tile, width), lambda b, i, j: (b, 0, i, 0))
-    others = [k, ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [_heads_first(k), ends] + ([] if visible is None else [visible[:, :, 0]])
     found = pl.pallas_call(
         functools.partial(_head_mean, kv_heads=kv_heads),
         grid=(batch, count // query_tile, tiles),
@@ -238,7 +241,12 @@ def _slots(b, h, j, ends_ref, mask_ref):
 def _keys(b, h, j, k_ref, ends_ref, mask_ref):
     """Keys of tile j, 0 where invisible, and which slots are visible."""
     visible, here = _slots(b, h, j, ends_ref, mask_ref)
-    return plt.load(k_ref.at[b, here, h, :], mask=visible[:, None], other=0.0), visible
+    return plt.load(k_ref.at[b, h, here, :], mask=visible[:, None], other=0.0), visible
+
+
+def _heads_first(pairs: Float[Array, "b s k d"]) -> Float[Array, "b k s d"]:
+    """Keys or values as they lie in GPUs' memory (`dllm_jax.nn.memory`), so that nothing is copied."""
+    return jnp.swapaxes(pairs, 1, 2)
 
 
 def _padding(queries: int):

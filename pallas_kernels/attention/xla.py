@@ -4,18 +4,21 @@ These functions define the meaning of the operations; the kernels in `tpu.py` an
 One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
 per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
 `head_mean`). Where the scores of all queries would take more than `SCORE_BYTES`, they are computed for a
-chunk of queries at a time.
+chunk of queries at a time, and where the pairs of a batch do too, for one sequence after another: its pairs
+then stay on the chip for all of its chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 
 Mask = Bool[Array, "#b #k #q s"]
 
+TURNS = 16  # into which a batch is divided at most: each adds to the program
 SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs and the L2 of H100s
 
 
@@ -45,6 +48,19 @@ def attention(
     mask, queries = _both(mask, lengths, k), q.shape[1]
     if not k.shape[1]:
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
+    if chunk is None and len(k) > 1 and _pair_bytes(k) > SCORE_BYTES:
+        return _by_sequence(q, k, v, mask)
+    return _of_all(q, k, v, mask, chunk or _chunk(q, k))
+
+
+def _of_all(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None,
+    chunk: int,
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """`attention` of all sequences at once, a chunk of queries at a time."""
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
     values = jnp.swapaxes(v, 1, 2)
@@ -56,11 +72,46 @@ def attention(
         out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
-    chunk = chunk or _chunk(q, k)
-    if queries <= chunk:
+    if q.shape[1] <= chunk:
         return attend(mask, q)
     out, lse = _over_chunks(attend, chunk, mask, q)
-    return _joined(out, 1, queries), _joined(lse, 2, queries)
+    return _joined(out, 1, q.shape[1]), _joined(lse, 2, q.shape[1])
+
+
+def _by_sequence(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], mask: Mask | None
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """`attention` of one sequence after another on TPUs, which hold a sequence's pairs on the chip.
+
+    GPUs have no memory for them that programs can name: there, all sequences are computed at once.
+    """
+    of_each = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
+    chunk = _chunk(q[:1], k[:1])
+    turns = min(len(q), TURNS)
+
+    def in_turn(*arrays):
+        if q.shape[1] > chunk:
+            one = lambda of_one: [x[0] for x in _of_all(*_with_mask([x[None] for x in of_one]), chunk)]
+            return tuple(jax.lax.map(one, arrays))
+        # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take
+        # those of all sequences out of it at once. So each turn waits for the one before it.
+        done: list[tuple[Array, Array]] = []
+        for part in np.array_split(np.arange(len(q)), turns):
+            start = jnp.int32(part[0])
+            if done:
+                start, _ = jax.lax.optimization_barrier((start, done[-1]))
+            own = [jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays]
+            done.append(_of_all(*_with_mask(own), _chunk(*own[:2])))
+        return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
+
+    at_once = lambda *arrays: _of_all(*_with_mask(arrays), _chunk(q, k))
+    return jax.lax.platform_dependent(*of_each, tpu=in_turn, default=at_once)
+
+
+def _with_mask(arrays: Sequence[Array]) -> tuple[Array, Array, Array, Mask | None]:
+    """q, k, v and the mask, or None if there is none."""
+    q, k, v, *mask = arrays
+    return q, k, v, mask[0] if mask else None
 
 
 def received(
@@ -177,7 +228,11 @@ def queries_at_once(batch: int, heads: int, slots: int, pair_bytes: int = 0) -> 
 
 
 def _chunk(q, k) -> int:
-    return queries_at_once(q.shape[0], q.shape[2], k.shape[1], 2 * k.size * k.dtype.itemsize)
+    return queries_at_once(q.shape[0], q.shape[2], k.shape[1], _pair_bytes(k))
+
+
+def _pair_bytes(k: Float[Array, "b s k d"]) -> int:
+    return 2 * k.size * k.dtype.itemsize
 
 
 def _both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:

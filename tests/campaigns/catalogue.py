@@ -2,6 +2,6 @@
 
 from types import ModuleType
 
-from tests.campaigns import kills, malformed
+from tests.campaigns import arguments, generations, kills, malformed
 
-CAMPAIGNS: tuple[ModuleType, ...] = (malformed, kills)
+CAMPAIGNS: tuple[ModuleType, ...] = (malformed, generations, arguments, kills)

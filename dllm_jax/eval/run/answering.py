@@ -12,6 +12,7 @@ from dllm_jax.eval.run.journal import Ledger
 
 Item = TypeVar("Item")
 Answer = Callable[[list[tuple[str, Item]]], list[Entry]]
+NOT_FINITE = "FloatingPointError: logits held NaN or infinity"  # the error of an item of which that is so
 FAILURES = (ValueError, RuntimeError, MemoryError, NotImplementedError)  # XLA's are RuntimeErrors
 
 
@@ -43,6 +44,26 @@ def answers(
         journal.claim()
     done = dict(journal.entries) if journal else {}
     unanswered = _unanswered(items, done)
+    try:
+        _answer_all(unanswered, done, answer, batch, shape, journal, title)
+    except BaseException:
+        # A run that ends here adds no more: what goes on from it, in this process even, may.
+        if journal:
+            journal.close()
+        raise
+    return [done[key] for key, _ in items]
+
+
+def _answer_all(
+    unanswered: dict[str, Item],
+    done: dict[str, Entry],
+    answer: Answer[Item],
+    batch: int,
+    shape: Callable[[Item], Any],
+    journal: Ledger | None,
+    title: str | None,
+):
+    """Computes the unanswered items batch by batch and adds their entries to `done` and to the journal."""
     of_pair = lambda pair: shape(pair[1])
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
@@ -55,7 +76,6 @@ def answers(
                 if journal:
                     journal.add(entries)
                 bar.advance(task, len(chunk))
-    return [done[key] for key, _ in items]
 
 
 def _unanswered(items: Sequence[tuple[str, Item]], done: Mapping[str, Entry]) -> dict[str, Item]:

@@ -46,6 +46,10 @@ class Ledger(Protocol):
         """Adds the entries of a finished batch."""
         ...
 
+    def close(self):
+        """Lets others add; called when a run fails or is interrupted."""
+        ...
+
 
 class Journal:
     """Entries by request hash; the last one of each hash counts.
@@ -175,6 +179,11 @@ class CacheLedger:
         """Claims the journal, if there is one."""
         if self.journal is not None:
             self.journal.claim()
+
+    def close(self):
+        """Closes the journal, if there is one."""
+        if self.journal is not None:
+            self.journal.close()
 
     def add(self, entries: Iterable[Entry]):
         """Adds the entries of a finished batch."""

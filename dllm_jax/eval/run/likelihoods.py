@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from dllm_jax.decoding.chat import left_pad
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
 from dllm_jax.eval.results.schema import Entry, Estimated
-from dllm_jax.eval.run.answering import answers, filled
+from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.settings import Decoding, rounded_up
@@ -88,6 +89,8 @@ class Likelihood:
         seconds = (time.perf_counter() - start) / len(chunk)
         return [
             Estimated(key=key, answer=one, error=None, forwards=forwards, computed=computed, seconds=seconds)
+            if math.isfinite(one[0])
+            else Entry(key=key, answer=None, error=NOT_FINITE)
             for (key, _), (one, forwards, computed) in zip(chunk, found, strict=False)
         ]
 
@@ -104,7 +107,7 @@ class Likelihood:
         forwards, computed = np.full(len(pairs), passes), passes * (np.asarray(mask).sum(axis=1) + length)
         greedy = np.zeros(len(pairs), bool)
         if greedy_check:
-            out = generate(model, prompt, prompt_mask=mask, length=length)
+            out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
             forwards, computed = (
                 forwards + np.asarray(out.stats.nfe),

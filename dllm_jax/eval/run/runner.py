@@ -18,12 +18,10 @@ from dllm_jax.decoding.chat import decode_answers, left_pad
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.schema import Decoded, DecodingCosts, Entry
-from dllm_jax.eval.run.answering import answers, filled
+from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.settings import Decoding, rounded_up
-
-NOT_FINITE = "FloatingPointError: logits held NaN or infinity"  # the error of such a sequence
 
 
 class Request(NamedTuple):

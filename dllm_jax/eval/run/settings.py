@@ -5,10 +5,12 @@ from typing import Annotated, Any
 
 import tyro
 
+from dllm_jax.options import Int32, check_argument
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.layout import Layout
 
+WholeNumber = Annotated[int, Int32()]
 POSITIVE = ("length", "block", "steps", "batch", "bucket", "max_positions")
 
 
@@ -44,11 +46,15 @@ class Decoding:
 
     def __post_init__(self):
         for name in POSITIVE:
-            value = getattr(self, name)
+            optional = name not in ("batch", "bucket")
+            value = check_argument(name, getattr(self, name), WholeNumber | None if optional else WholeNumber)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if self.seed < 0:
+        if check_argument("seed", self.seed, int) < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
+        check_argument("policy", self.policy, Policy, ", such as DualCache()")
+        check_argument("sampler", self.sampler, Sampler, ", such as Confidence()")
+        check_argument("stop_at_eos", self.stop_at_eos, bool)
         if self.length is None:
             return
         Layout.of(1, self.length, self.block, self.steps)
