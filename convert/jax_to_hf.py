@@ -11,7 +11,7 @@ from dllm_jax.options import PositiveFloat, check_argument
 
 
 def main(
-    source: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional],
     destination: Annotated[Path, tyro.conf.Positional],
     overwrite: bool = False,
     shard_gb: float = 2.0,

@@ -85,6 +85,13 @@ def test_no_path_at_all(path, kind):
         dj.load(path)
 
 
+@pytest.mark.parametrize("script", ["hf_to_jax", "jax_to_hf", "verify"])
+def test_no_path_at_the_command_line(tmp_path, script, capsys):
+    """An empty variable of a shell is not the current directory."""
+    assert run_script(script, "", tmp_path / "out") == 2
+    assert "error: path='' must be" in capsys.readouterr().err
+
+
 def test_homes_of_nobody():
     with pytest.raises(FileNotFoundError, match="~nobody-of-this-name"):
         dj.load("~nobody-of-this-name/x/y")

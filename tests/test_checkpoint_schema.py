@@ -1,6 +1,7 @@
 """spec.json and config.json: one schema with ranges, and exactly the tensors that it implies."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_json_that_is_nested_too_deeply(originals, tmp_path, file):
     (tmp_path / kind / file).write_text('{"a":' + "[" * 100_000)
     with pytest.raises(ValueError, match=f"{file} is not valid JSON: nested too deeply"):
         dj.load(tmp_path / kind)
+
+
+def test_json_that_is_too_large_is_not_read(originals, tmp_path):
+    shutil.copytree(originals / "hf", tmp_path / "hf")
+    os.truncate(tmp_path / "hf" / "config.json", 2**40)  # takes no room
+    with pytest.raises(ValueError, match=r"config\.json has 1099511627776 bytes; .* at most"):
+        dj.load(tmp_path / "hf")
 
 
 def test_a_factor_that_leaves_the_range(originals):
