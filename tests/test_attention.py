@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
-from pallas_kernels.attention.xla import queries_at_once
+from pallas_kernels.attention.xla import TURNS, queries_at_once
+from pallas_kernels.attention.xla import _in_turn as in_turn
 from tests.kernel_cases import some
 
 SHAPES = [  # query heads, kv heads, head width; the first three in every test run
@@ -220,3 +221,28 @@ def test_idle_queries_send_and_average_nothing():
     mask = length_mask(jnp.zeros((B, 2), jnp.int32), S)
     _, lse = run(q, k, v, mask)
     assert all((np.asarray(x) == 0).all() for x in statistics(q, k, lse, jnp.ones((B, Q)), mask))
+
+
+@pytest.mark.parametrize("batch", [3, TURNS + 4])
+@pytest.mark.parametrize("chunk", [2, 64])
+@pytest.mark.parametrize("kind", ["none", "keys"])
+def test_one_sequence_after_another_is_all_at_once(batch, chunk, kind):
+    rng = np.random.default_rng(batch)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    arrays = [draw(batch, Q, 4, 8), draw(batch, S, 2, 8), draw(batch, S, 2, 8)]
+    if kind == "keys":
+        arrays.append(key_mask(jnp.asarray(rng.random((batch, S)) < 0.6)))
+    found = jax.jit(functools.partial(in_turn, chunk=chunk))(*arrays)
+    for ours, theirs in zip(found, run(*arrays), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "turns"), [(1, 0), (4, 3), (40, TURNS - 1)])
+def test_batches_of_many_pairs_take_turns_on_tpus(batch, turns):
+    k = jax.ShapeDtypeStruct((batch, 2048, 16, 128), jnp.bfloat16)
+    traced = jax.jit(attention).trace(jax.ShapeDtypeStruct((batch, 32, 16, 128), jnp.bfloat16), k, k)
+    barriers = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("optimization_barrier")
+        for platform in ("tpu", "cuda", "cpu")
+    }
+    assert barriers == {"tpu": turns, "cuda": 0, "cpu": 0}

@@ -8,6 +8,7 @@ chunk of queries at a time, and where the pairs of a batch do too, for one seque
 then stay on the chip for all of its chunks.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,27 +86,29 @@ def _by_sequence(
 
     GPUs have no memory for them that programs can name: there, all sequences are computed at once.
     """
-    of_each = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
-    chunk = _chunk(q[:1], k[:1])
-    turns = min(len(q), TURNS)
-
-    def in_turn(*arrays):
-        if q.shape[1] > chunk:
-            one = lambda of_one: [x[0] for x in _of_all(*_with_mask([x[None] for x in of_one]), chunk)]
-            return tuple(jax.lax.map(one, arrays))
-        # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take
-        # those of all sequences out of it at once. So each turn waits for the one before it.
-        done: list[tuple[Array, Array]] = []
-        for part in np.array_split(np.arange(len(q)), turns):
-            start = jnp.int32(part[0])
-            if done:
-                start, _ = jax.lax.optimization_barrier((start, done[-1]))
-            own = [jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays]
-            done.append(_of_all(*_with_mask(own), _chunk(*own[:2])))
-        return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
-
+    arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
     at_once = lambda *arrays: _of_all(*_with_mask(arrays), _chunk(q, k))
-    return jax.lax.platform_dependent(*of_each, tpu=in_turn, default=at_once)
+    in_turn = functools.partial(_in_turn, chunk=_chunk(q[:1], k[:1]))
+    return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=at_once)
+
+
+def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """`attention` of q, k, v and maybe a mask [b ...], sequence by sequence, `chunk` queries at a time."""
+    batch, queries = arrays[0].shape[:2]
+    if queries > chunk:
+        one = lambda of_one: [x[0] for x in _of_all(*_with_mask([x[None] for x in of_one]), chunk)]
+        return tuple(jax.lax.map(one, arrays))
+
+    # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take those
+    # of all sequences out of it at once. So each turn waits for the one before it.
+    done: list[tuple[Array, Array]] = []
+    for part in np.array_split(np.arange(batch), min(batch, TURNS)):
+        start = jnp.int32(part[0])
+        if done:
+            start, _ = jax.lax.optimization_barrier((start, done[-1]))
+        own = [jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays]
+        done.append(_of_all(*_with_mask(own), _chunk(*own[:2])))
+    return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
 
 
 def _with_mask(arrays: Sequence[Array]) -> tuple[Array, Array, Array, Mask | None]:
