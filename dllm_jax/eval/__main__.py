@@ -1,4 +1,4 @@
-"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,compare,lm_eval}`."""
+"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,compare,merge,lm_eval}`."""
 
 import importlib.util
 import sys
@@ -14,6 +14,7 @@ COMMANDS = {
     "needle": cli.run_needle,
     "recall": cli.run_recall,
     "compare": cli.run_compare,
+    "merge": cli.run_merge,
 }
 
 

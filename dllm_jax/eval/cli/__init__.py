@@ -2,6 +2,7 @@
 
 from dllm_jax.eval.cli.commands import run_compare as run_compare
 from dllm_jax.eval.cli.commands import run_longbench as run_longbench
+from dllm_jax.eval.cli.commands import run_merge as run_merge
 from dllm_jax.eval.cli.commands import run_needle as run_needle
 from dllm_jax.eval.cli.commands import run_recall as run_recall
 from dllm_jax.eval.cli.commands import run_tasks as run_tasks

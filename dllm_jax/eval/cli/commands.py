@@ -12,11 +12,12 @@ from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.benchmarks import needle, recall, synthetic
 from dllm_jax.eval.benchmarks.longbench import FILE, Prompts
 from dllm_jax.eval.benchmarks.longbench import evaluation as longbench
-from dllm_jax.eval.cli.options import WITHOUT_PREFIX, Options, parsed
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, parsed
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare, tables
 from dllm_jax.eval.results.schema import GridRow
 from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.part import merge
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
@@ -159,6 +160,18 @@ def run_recall(
     seed = options.decoding.seed
     run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, seed, journal)
     return options.with_length(recall.RESPONSE).evaluate("recall", settings, run, show.heatmap)
+
+
+def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple[Path, ...]]) -> int:
+    """Journals of an evaluation's parts in one; the evaluation with --out OUT then writes the results.
+
+    Args:
+      out: folder of the journal that takes all answers.
+      parts: folders that were --out of the parts.
+    """
+    added = merge(out / JOURNAL, [folder / JOURNAL for folder in parts])
+    print(f"{added} answers added to {out / JOURNAL}")
+    return 0
 
 
 def run_compare(

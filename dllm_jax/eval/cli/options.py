@@ -13,6 +13,7 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.schema import Row
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.part import Part
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
@@ -20,6 +21,7 @@ from dllm_jax.published import expressions
 R = TypeVar("R", bound=Row)
 T = TypeVar("T")
 WITHOUT_PREFIX = tyro.conf.arg(name="")
+JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Options:
       policy: one or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'.
       sampler: a sampler, as a constructor call.
       out: folder of the results and of the journal from which an interrupted run resumes.
+      part: "2/4" answers the second of four parts of the requests, into the journal in --out, and writes no
+        result; `merge` puts such journals together.
     """
 
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint()
@@ -39,6 +43,7 @@ class Options:
     policy: tuple[str, ...] = ("Policy",)
     sampler: str = "Confidence"
     out: Path = Path("runs/eval")
+    part: str = "1/1"
 
     def with_length(self, needed: int) -> "Options":
         """These options, with the given length or else what is needed, rounded up to whole blocks."""
@@ -80,11 +85,16 @@ class Options:
             policies are one.
         """
         console = rich.console.Console()
-        decodings = self.decodings()  # refused before anything is loaded
+        decodings, part = self.decodings(), Part.read(self.part)  # refused before anything is loaded
         lm, progress = self.checkpoint.open(), sys.stderr.isatty()
-        runners = {text: Runner(lm, decoding, progress) for text, decoding in decodings.items()}
-        journal = Journal(self.out / "journal.jsonl")
+        runners = {text: Runner(lm, decoding, progress, part) for text, decoding in decodings.items()}
+        journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
+        if not part.whole:
+            for runner in runners.values():
+                run(runner, journal)
+            console.print(f"part {self.part}: {journal.path}", highlight=False, markup=False, soft_wrap=True)
+            return 0
         paths = record.paths(self.out, kind, self.policy)
         for text, runner in runners.items():
             record.check_replaceable(paths[text], kind, runner, settings)

@@ -21,6 +21,7 @@ from dllm_jax.eval.results.schema import Decoded, DecodingCosts, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
+from dllm_jax.eval.run.part import Part, elsewhere
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 
 
@@ -50,11 +51,13 @@ class Runner:
       lm: the model with its tokenizer; its identity is part of a request's hash.
       decoding: settings; each request overrides `length`.
       progress: show a progress bar.
+      part: of the requests that are answered; an entry of another one says that it is answered elsewhere.
     """
 
     lm: LanguageModel
     decoding: Decoding
     progress: bool = False
+    part: Part = Part()
 
     def key(self, request: Request) -> str:
         """Hash of everything that determines the answer."""
@@ -65,14 +68,18 @@ class Runner:
     def run(self, requests: Sequence[Request], journal: Ledger | None = None) -> list[Entry]:
         """An entry per request, in order; see `answers`."""
         warm: set[tuple[int, int]] = set()
-        return answers(
-            [(self.key(request), request) for request in requests],
+        keys = list(map(self.key, requests))
+        own = [(key, request) for key, request in zip(keys, requests, strict=True) if self.part.holds(key)]
+        found = answers(
+            own,
             lambda chunk: self._decode(chunk, warm),
             self.decoding.batch,
             self._shape,
             journal,
             "decoding" if self.progress else None,
         )
+        entries = {key: entry for (key, _), entry in zip(own, found, strict=True)}
+        return [entries.get(key) or elsewhere(key) for key in keys]
 
     def _decoding(self, request: Request) -> dict[str, Any]:
         try:

@@ -1,0 +1,72 @@
+"""An evaluation in parts: journals of several hosts, put together, are that of one."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dllm_jax.eval import __main__ as command
+from dllm_jax.eval import cli
+from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.part import Part, merge
+from dllm_jax.eval.run.settings import Decoding
+
+COUNT = 7
+
+
+def evaluate(out, part: str = "1/1") -> int:
+    options = cli.Options(decoding=Decoding(length=4, block=2, batch=2), out=out, part=part)
+    return cli.run_tasks(options, "FewShot(kinds=3)", (5,), COUNT)
+
+
+def test_parts_are_merged_without_loss(tmp_path, capsys, monkeypatch):
+    assert evaluate(tmp_path / "whole") == 0
+    folders = [tmp_path / f"part{i}" for i in range(3)]
+    for number, folder in enumerate(folders, start=1):
+        assert evaluate(folder, f"{number}/3") == 0
+        assert [file.name for file in folder.iterdir()] == ["journal.jsonl"]  # no result of a part
+    held = [len(Journal(folder / "journal.jsonl").entries) for folder in folders]
+    assert sum(held) == COUNT
+    assert min(held) > 0
+
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "merge", str(tmp_path / "all"), *map(str, folders)])
+    assert command.main() == 0
+    assert f"{COUNT} answers added" in capsys.readouterr().out
+    merged = (tmp_path / "all" / "journal.jsonl").read_text()
+    assert evaluate(tmp_path / "all") == 0
+    assert (tmp_path / "all" / "journal.jsonl").read_text() == merged, "answers were computed again"
+    read = lambda folder: json.loads((tmp_path / folder / "tasks-Policy.json").read_text())["requests"]
+    rows = [
+        [(r["id"], r["answer"], r["score"], r["computed"]) for r in read(name)] for name in ("whole", "all")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_an_answer_counts_before_a_failure(tmp_path):
+    failed, answered = (Entry(key="k", answer=a, error=e) for a, e in ((None, "died"), ("7", None)))
+    for name, entries in (("a", [answered]), ("b", [failed])):
+        journal = Journal(tmp_path / name)
+        journal.add(entries)
+        journal.close()
+    for order in ("ab", "ba"):
+        target = tmp_path / f"into-{order}"
+        assert merge(target, [tmp_path / name for name in order]) == 1
+        assert Journal(target).entries == {"k": answered}
+        assert merge(target, [tmp_path / "b"]) == 0  # what is answered stays so
+    with pytest.raises(FileNotFoundError, match="no part was evaluated there"):
+        merge(tmp_path / "into", [tmp_path / "c"])
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b", "1/0", "-1/2", "1/2/3", ""])
+def test_what_is_no_part_is_refused(text):
+    with pytest.raises(ValueError, match="must be like 2/4"):
+        Part.read(text)
+
+
+def test_every_request_is_in_one_part():
+    keys = [f"{i:08x}ff" for i in range(100)]
+    for count in (1, 3, 8):
+        owners = [[n for n in range(1, count + 1) if Part(n, count).holds(key)] for key in keys]
+        assert all(len(owner) == 1 for owner in owners)
+    assert dataclasses.astuple(Part.read("2/4")) == (2, 4)
