@@ -19,7 +19,7 @@ OUTSIDE = [
     ("rope_base", "rope_theta", -1, "must be"),
     ("rope_base", "rope_theta", 0, "must be"),
     ("rope_base", "rope_theta", float("nan"), "must be"),
-    ("rope_base", "rope_theta", 1e308, r"must be a number in \[1, 1e\+30\]"),
+    ("rope_base", "rope_theta", 1e308, r"must be a number in \[1, 1000000000000\]"),
     ("rope_base", "rope_theta", 10**400, "must be"),
     ("norm_eps", "rms_norm_eps", -1, "must be"),
     ("norm_eps", "rms_norm_eps", 1e300, r"must be a number in \[1e-12, 1\]"),
@@ -96,7 +96,7 @@ def test_fields_that_config_files_do_not_spell(originals, tmp_path, changes):
 def test_whole_numbers_are_numbers(originals, tmp_path):
     path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"spec": content["spec"] | {"rope_base": 10**25}}))
+    path.write_text(json.dumps(content | {"spec": content["spec"] | {"rope_base": 10**12}}))
     model = dj.load(tmp_path / "jax")
     assert type(model.spec.rope_base) is float
     assert np.isfinite(dj.forward(model, np.array([[1, 2, 3]]))).all()
@@ -145,7 +145,7 @@ def test_json_that_is_too_large_is_not_read(originals, tmp_path):
 
 
 def test_a_factor_that_leaves_the_range(originals):
-    for factor in (1e300, 1e-300):
+    for factor in (1e20, 1e-20):
         message = f"rope_factor={factor} is too large or too small: rope_base="
         with pytest.raises(ValueError, match=re.escape(message)):
             dj.load(originals / "hf", rope_factor=factor)

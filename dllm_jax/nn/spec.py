@@ -12,7 +12,7 @@ from dllm_jax.options import (
     PositiveInt,
 )
 
-RopeBase = Annotated[float, Interval(ge=1, le=1e30)]  # whose powers are finite and not zero in float32
+RopeBase = Annotated[float, Interval(ge=1, le=10**12)]  # whose powers are finite and not zero in float32
 NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
 
 
@@ -63,7 +63,7 @@ class ModelSpec(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("rope_base", "norm_eps"):  # JSON may hold whole numbers, beyond int64 too
+        for name in ("rope_base", "norm_eps"):  # JSON and users may write whole numbers
             object.__setattr__(self, name, float(getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
