@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.options import Options, PositiveInt, check_argument
+from dllm_jax.options import Options, PositiveInt, check_argument, shown
 from dllm_jax.state import host
 
 
@@ -64,7 +64,7 @@ def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
 def check_ladder(name: str, value: Any):
     """Raises ValueError if an argument that takes a ladder was given something else, such as its rungs."""
     if not isinstance(value, Ladder):
-        raise ValueError(f"{name}={value!r} must be a ladder, such as dj.buckets.Ladder((64, 128))")
+        raise ValueError(f"{name}={shown(value)} must be a ladder, such as dj.buckets.Ladder((64, 128))")
 
 
 DEFAULT = geometric()

@@ -22,7 +22,7 @@ from tests.models import FAMILIES, separate, tiny
 
 NAME = "generations"
 SAMPLE = 8
-SINGLE, REQUESTS = 8, 12  # the first settings have one request each, the later ones several
+SINGLE, REQUESTS = 8, 16  # the first settings have one request each, the later ones several
 PROMPTS = 9, 5  # lengths of prompts: of few, for each is a program of the sequence alone
 AGAIN = 3  # how often a difference is tried with other weights
 
@@ -36,12 +36,14 @@ class Setting:
       apart: its layers are separate arrays.
       options: of `generate`, but for the key.
       batch: sequences.
+      padded: their prompts have two lengths.
     """
 
     family: str
     apart: bool
     options: dict[str, Any]
     batch: int
+    padded: bool
 
     @property
     def model(self) -> dj.Model:
@@ -56,9 +58,8 @@ class Setting:
 
     def alone(self, model: dj.Model, request: "Request", sequence: int) -> dj.Output:
         """One sequence of the batch."""
-        own = slice(sequence, sequence + 1)
-        ids = request.ids[own, ~request.mask[sequence]].size
-        return dj.generate(model, request.ids[own, ids:], key=request.keys[own], **self.options)
+        own, padding = slice(sequence, sequence + 1), int((~request.mask[sequence]).sum())
+        return dj.generate(model, request.ids[own, padding:], key=request.keys[own], **self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +112,15 @@ def drawn_setting(rng: np.random.Generator) -> Setting:
         "widths": pick(rng, None, None, (3, 7)),
         "buckets": pick(rng, None, None, dj.buckets.Ladder((12,))),
     }
-    return Setting(family, pick(rng, False, True), options, int(rng.integers(1, 4)))
+    batch = pick(rng, 1, 2, 3)
+    return Setting(family, pick(rng, False, True), options, batch, batch > 1 and pick(rng, False, True, True))
 
 
 def drawn_request(setting: Setting, rng: np.random.Generator) -> Request:
-    """Prompts of one or several lengths, left-padded."""
-    lengths = rng.choice(PROMPTS, setting.batch)
-    width = lengths.max()
+    """Prompts of one length, or of both, left-padded: so that few programs are compiled in a setting."""
+    long, short = PROMPTS
+    both = rng.permutation([long, short, *rng.choice(PROMPTS, setting.batch - 2)]) if setting.padded else long
+    lengths, width = np.broadcast_to(both, setting.batch), long
     ids = rng.integers(0, setting.model.spec.vocab - 20, (setting.batch, width))
     mask = np.arange(width) >= width - lengths[:, None]
     return Request(ids, mask, jax.random.split(jax.random.key(int(rng.integers(2**31))), setting.batch))
