@@ -1,13 +1,16 @@
-"""The examples of docs/writing-a-policy.md and docs/performance.md run as printed and obey the rules."""
+"""The examples of the pages under docs/ run as printed, and those of policies obey the rules."""
 
 import dataclasses
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dllm_jax as dj
+from tests.checkpoints import tiny as tiny_spec
+from tests.checkpoints import write_hf
 from tests.models import FAMILIES, tiny
 from tests.test_policies import SEVERAL_AT_ONCE, finite, prompts
 from tests.traces import assert_same_run, of_sequence, partial_steps
@@ -102,3 +105,39 @@ def test_the_example_of_the_published_settings_runs(capsys):
     preset, listing = capsys.readouterr().out.splitlines()
     assert preset.startswith("SparseDLLM(")
     assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
+
+
+def as_printed(page: str, **changes: str) -> list[str]:
+    """The examples of a page with a small model, and other words of them replaced; each must be there."""
+    blocks = examples((DOCS / page).read_text())
+    text = "\x00".join(blocks)
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text.split("\x00")
+
+
+def test_the_example_of_training_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    prompts, answers = (jnp.asarray(rng.integers(1, 20, (4, 2, width)), jnp.int32) for width in (6, 4))
+    path = write_hf(tmp_path / "hf", tiny_spec())
+    (block,) = as_printed("training.md", **{'"GSAI-ML/LLaDA-8B-Base"': repr(str(path)), "=1000": "=4"})
+    namespace = {"prompts": prompts, "answers": answers}
+    exec(block, namespace)
+    assert (tmp_path / "runs" / "a").is_dir()
+    assert namespace["run"].model.dtype == jnp.bfloat16
+    assert namespace["run"].log[-1]["step"] == 4
+
+
+def test_the_example_of_several_devices_runs(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny_spec(mask_id=60))
+    changes = {
+        '"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)),
+        "length=256": "length=4",
+        "block=32": "block=2",
+    }
+    block, _ = as_printed("scaling.md", **changes)
+    namespace = {"prompts": np.arange(12).reshape(4, 3)}
+    exec(block, namespace)
+    assert namespace["out"].tokens.sharding.spec[0] == "dp"
