@@ -33,12 +33,18 @@ from dllm_jax.provenance import now, versions
 BF16 = np.dtype(ml_dtypes.bfloat16)
 GIB = 2**30
 SAMPLE = 0.1  # seconds
+SHARDED = (
+    "import jax; jax.config.update('jax_num_cpu_devices', 8); import dllm_jax; "
+    "model = dllm_jax.load({jax!r}, mesh=jax.make_mesh((8,), ('tp',))); jax.block_until_ready(model.params); "
+)
 STAGES = {
     "convert": "from dllm_jax.checkpoint import convert; convert({hf!r}, {jax!r})",
     "export": "from dllm_jax.checkpoint import export; export({jax!r}, {back!r})",
     "compare": "from dllm_jax.checkpoint import verify; assert verify({hf!r}, {back!r}, tokens=0).identical",
     "load-hf": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({hf!r}).params)",
     "load-converted": "import dllm_jax, jax; jax.block_until_ready(dllm_jax.load({jax!r}).params)",
+    "load-sharded": SHARDED,
+    "save-sharded": SHARDED + "from dllm_jax.checkpoint import save_hf; save_hf(model, {saved!r})",
 }
 
 
@@ -91,14 +97,15 @@ def main(
       directory: an existing directory with room for three copies of the checkpoint; left as it was.
       layers: of the model; LLaDA-8B has 32.
       shards: safetensors files.
-      stages: among convert, export, compare (export against the original), load-hf, load-converted.
+      stages: among convert, export, compare (export against the original), load-hf, load-converted,
+        load-sharded and save-sharded (over 8 devices of this machine, whose arrays count as its memory too).
       json: file with a list of runs, to which this one is appended.
     """
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
     spec, work = shape("llada-8b", layers=layers), directory / "convert_memory"
-    places = {"hf": str(work / "hf"), "jax": str(work / "jax"), "back": str(work / "back")}
+    places = {name: str(work / name) for name in ("hf", "jax", "back", "saved")}
     earlier = runner.read(json, [])
     try:
         size = synthesise(work / "hf", spec, shards)
