@@ -163,7 +163,6 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     if request is None:
         return found
     found["step_variants"] = 1 + len(request.plan.widths)
-    chips = case.dp * case.tp
     for kind, (variant, floor) in _steps(case, request).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
@@ -172,17 +171,21 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
             "variant": scope(variant),
             "bytes": moved,
             "cached_bytes": cached,
-            "roofline_bytes": round(floor / chips),
-            "ratio": round(moved / (floor / chips), 3),
-            "ratio_beyond_cache": round((moved - cached) / (floor / chips), 3),
+            "roofline_bytes": round(floor / case.tp),
+            "ratio": round(moved / (floor / case.tp), 3),
+            "ratio_beyond_cache": round((moved - cached) / (floor / case.tp), 3),
             "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
         }
     return found
 
 
 def _steps(case: Case, request: Request) -> dict[str, tuple[int | None, float]]:
-    """The variant and the roofline's bytes of the most frequent full and of the most frequent reuse step."""
-    work = roofline.work(case.spec, request.plan.policy, request.layout, case.batch, case.dtype)
+    """The variant and the roofline's bytes of the most frequent full and of the most frequent reuse step.
+
+    Bytes of the chips that share a part of the batch; the parts have all weights each.
+    """
+    batch = -(-case.batch // case.dp)
+    work = roofline.work(case.spec, request.plan.policy, request.layout, batch, case.dtype)
     kinds: dict[str, tuple[int | None, float]] = {}
     for kind in sorted(work.steps, key=lambda kind: kind.count):  # the most frequent one stays
         full = kind.step.full
