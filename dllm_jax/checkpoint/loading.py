@@ -74,7 +74,8 @@ def load(
         by name.
     """
     mesh = usable_mesh(mesh, rules)
-    rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
+    if not isinstance(rope_factor, float):  # of floats `scale_rope` checks the range
+        rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     source = open_checkpoint(path)
@@ -113,7 +114,10 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"rope_factor={factor} must be positive and finite")
-    return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    try:
+        return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+    except ValueError as error:
+        raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
 
 
 def fill(
