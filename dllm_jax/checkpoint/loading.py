@@ -81,7 +81,8 @@ def load(
     """
     verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
-    rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
+    if not isinstance(rope_factor, float):  # of floats `scale_rope` checks the range
+        rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     source = open_checkpoint(path)
