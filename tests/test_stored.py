@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
-from dllm_jax.checkpoint import arrays, convert
+from dllm_jax.checkpoint import arrays, convert, save_hf
 from dllm_jax.checkpoint.converted import ConvertedCheckpoint
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.source import open_checkpoint, opened, read
@@ -138,3 +138,11 @@ def test_a_part_of_a_converted_directory_reads_its_own_pieces(tmp_path):
 
 def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("over", [None, (8,)])
+def test_saving_keeps_nothing_of_the_model_on_the_host(places, tmp_path, over):
+    model = dj.load(places["hf"], mesh=None if over is None else jax.make_mesh(over, ("fsdp",)))
+    saved = save_hf(model, tmp_path / "saved")
+    assert dj.checkpoint.verify(places["hf"], saved, tokens=0).identical
+    assert all(array._npy_value is None for array in jax.tree.leaves(model.params))  # JAX's copy of the host

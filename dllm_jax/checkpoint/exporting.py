@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -171,7 +172,12 @@ class InMemory:
         """
         params = self.model.params
         found = params if unit.layer is None else layer_of(params, unit.layer)
-        fetch = lambda array: Stored(array.shape, np.dtype(array.dtype), lambda r: host.everywhere(array)[r])
+
+        def fetch(array: jax.Array) -> Stored:
+            # Of a copy: an array keeps what is fetched of it, and the model would be on the host as well.
+            read = lambda ranges: host.everywhere(jnp.array(array, copy=True))[ranges]
+            return Stored(array.shape, np.dtype(array.dtype), read)
+
         return {entry.leaf: jax.tree.map(fetch, found[entry.leaf]) for entry in unit.entries}
 
 
