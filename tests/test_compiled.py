@@ -142,6 +142,7 @@ def _sizes(case: Case) -> set[int]:
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.05, 6.0),
         ("compiled_v5e_tp4", 1.05, 1.1),
+        ("compiled_v5e_dp2_tp4", 1.05, 3.6),
         ("compiled_v5p_tp4", 1.1, None),
         ("compiled_h100", 1.65, None),
         ("compiled_h100_batch8", 1.4, None),
@@ -163,6 +164,15 @@ def test_recorded_programs_are_within_their_bars(name, reuse, full):
             assert row["reuse_step"]["ratio"] <= reuse, row["policy"]
         if full is not None:
             assert row["full_step"]["ratio"] <= full, row["policy"]
+
+
+def test_slices_exchange_little_and_gather_nothing():
+    """At most two all-reduces per layer, and a handful per step; a gathered weight would be a copy too."""
+    for name in ("compiled_v5e_tp4", "compiled_v5e_dp2_tp4", "compiled_v5p_tp4"):
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
+            if row["policy"] in ("Policy", "DualCache"):
+                assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 8
+                assert all(copy["bytes"] < 2**21 for copy in row["loop_copies"])  # no pairs, no weights
 
 
 def test_unknown_slices_are_refused():
