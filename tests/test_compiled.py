@@ -172,7 +172,7 @@ def test_slices_exchange_little_and_gather_nothing():
         for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
             if row["policy"] in ("Policy", "DualCache"):
                 assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 8
-                assert all(copy["bytes"] < 2**21 for copy in row["loop_copies"])  # no pairs, no weights
+                assert all(copy["bytes"] < 3 * 2**20 for copy in row["loop_copies"])  # activations
 
 
 def test_unknown_slices_are_refused():
