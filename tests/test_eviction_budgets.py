@@ -52,10 +52,10 @@ def test_a_pyramid_descends_within_the_prompt(layers, budget, prompt, beta, wind
 
 
 @given(
-    cosine=st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    cosine=st.lists(st.floats(0, 1, width=32, allow_subnormal=False), min_size=1, max_size=12),
     budget=st.integers(1, 60),
     prompt=st.integers(1, 80),
-    retention=st.floats(0, 1),
+    retention=st.floats(0, 1, width=32, allow_subnormal=False),
 )
 def test_squeezed_layers_give_to_the_others_what_they_lose(cosine, budget, prompt, retention):
     layers = len(cosine)

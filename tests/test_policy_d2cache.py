@@ -264,7 +264,7 @@ def test_the_rollout_can_stop_after_the_first_layers():
     ("setting", "message"),
     [
         (dict(k=0), "k=0 must be a whole number of at least 1"),
-        (dict(sigma=0.0), r"sigma=0.0 must be a number in \(0, inf\)"),
+        (dict(sigma=0.0), r"sigma=0.0 must be a number in \[1e-18, inf\)"),
         (dict(p=1.5), r"p=1.5 must be a number in \[0, 1\]"),
         (dict(p=-0.1), r"p=-0.1 must be a number in \[0, 1\]"),
         (dict(inflate=-1), "inflate=-1 must be a whole number of at least 0"),
