@@ -1,5 +1,6 @@
 """Attention, and what its weights show afterwards: what each key received, and their mean over heads."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,9 @@ def _operation(plain: Callable[..., Any], operands: str, *results: str, **more: 
     )
 
 
-ATTENTION = _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq")
+ATTENTION = dataclasses.replace(
+    _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq"), xla=xla.attention_by_sequence
+)
 RECEIVED = _operation(xla.received, "bqhd bskd bhq bq bkqs bk", "bks")
 HEAD_MEAN = _operation(xla.head_mean, "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)
 

@@ -4,12 +4,11 @@ These functions define the meaning of the operations; the kernels in `tpu.py` an
 One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
 per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
 `head_mean`). Where the scores of all queries would take more than `SCORE_BYTES`, they are computed for a
-chunk of queries at a time, and where the pairs of a batch do too, for one sequence after another: its pairs
-then stay on the chip for all of its chunks.
+chunk of queries at a time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,19 +48,6 @@ def attention(
     mask, queries = _both(mask, lengths, k), q.shape[1]
     if not k.shape[1]:
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
-    if chunk is None and len(k) > 1 and _pair_bytes(k) > SCORE_BYTES:
-        return _by_sequence(q, k, v, mask)
-    return _of_all(q, k, v, mask, chunk or _chunk(q, k))
-
-
-def _of_all(
-    q: Float[Array, "b q h d"],
-    k: Float[Array, "b s k d"],
-    v: Float[Array, "b s k d"],
-    mask: Mask | None,
-    chunk: int,
-) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """`attention` of all sequences at once, a chunk of queries at a time."""
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
     values = jnp.swapaxes(v, 1, 2)
@@ -73,31 +59,43 @@ def _of_all(
         out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
-    if q.shape[1] <= chunk:
+    chunk = chunk or _chunk(q, k)
+    if queries <= chunk:
         return attend(mask, q)
     out, lse = _over_chunks(attend, chunk, mask, q)
-    return _joined(out, 1, q.shape[1]), _joined(lse, 2, q.shape[1])
+    return _joined(out, 1, queries), _joined(lse, 2, queries)
 
 
-def _by_sequence(
-    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], mask: Mask | None
+def attention_by_sequence(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """`attention` of one sequence after another on TPUs, which hold a sequence's pairs on the chip.
+    """`attention`, on TPUs one sequence after another where a batch has more than `SCORE_BYTES` of pairs.
 
-    GPUs have no memory for them that programs can name: there, all sequences are computed at once.
+    A sequence's pairs then stay on the chip for all of its queries. GPUs have no memory for them that
+    programs can name: there, all sequences are computed at once. Over a mesh this is for a device's own
+    sequences: the partitioner would gather those of all devices. Arguments and results are those of
+    `attention`; with a `chunk`, all sequences are computed at once too.
     """
+    mask = _both(mask, lengths, k)
+    if chunk or len(k) == 1 or _pair_bytes(k) <= SCORE_BYTES:
+        return attention(q, k, v, mask, chunk=chunk)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
-    at_once = lambda *arrays: _of_all(*_with_mask(arrays), _chunk(q, k))
     in_turn = functools.partial(_in_turn, chunk=_chunk(q[:1], k[:1]))
-    return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=at_once)
+    return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=attention)
 
 
 def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
     """`attention` of q, k, v and maybe a mask [b ...], sequence by sequence, `chunk` queries at a time."""
     batch, queries = arrays[0].shape[:2]
     if queries > chunk:
-        one = lambda of_one: [x[0] for x in _of_all(*_with_mask([x[None] for x in of_one]), chunk)]
-        return tuple(jax.lax.map(one, arrays))
+        attend = functools.partial(attention, chunk=chunk)
+        one = lambda of_one: tuple(x[0] for x in attend(*[x[None] for x in of_one]))
+        return jax.lax.map(one, arrays)
 
     # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take those
     # of all sequences out of it at once. So each turn waits for the one before it.
@@ -106,15 +104,9 @@ def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float
         start = jnp.int32(part[0])
         if done:
             start, _ = jax.lax.optimization_barrier((start, done[-1]))
-        own = [jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays]
-        done.append(_of_all(*_with_mask(own), _chunk(*own[:2])))
+        q, k, v, *mask = (jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays)
+        done.append(attention(q, k, v, mask[0] if mask else None))
     return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
-
-
-def _with_mask(arrays: Sequence[Array]) -> tuple[Array, Array, Array, Mask | None]:
-    """q, k, v and the mask, or None if there is none."""
-    q, k, v, *mask = arrays
-    return q, k, v, mask[0] if mask else None
 
 
 def received(
