@@ -4,14 +4,28 @@ import re
 import numpy as np
 import pytest
 
-from dllm_jax.tasks import Chain, Example, FewShot, Recall, Task, asked_pair, exact, examples, needle
+from dllm_jax.tasks import (
+    Chain,
+    Example,
+    FewShot,
+    Recall,
+    Sorting,
+    Task,
+    asked_pair,
+    exact,
+    examples,
+    needle,
+)
 from dllm_jax.tasks.recall import SHORTEST
 
 TASKS = {
     "recall": (Recall(), (1, 2, 14, 40)),
     "recall-1-digit": (Recall(alphabet=14, digits=1, hold_out=3), (2, 5)),
     "recall-filler": (Recall(filler=30), (2, 8)),
+    "recall-several": (Recall(filler=20, asked=3), (3, 9)),
     "chain": (Chain(), (1, 7, 16)),
+    "chain-among-values": (Chain(letters=8, values=12), (1, 7)),
+    "sorting": (Sorting(), (2, 16, 40)),
     "chain-short": (Chain(letters=8), (7,)),
     "few-shot": (FewShot(), (3, 5)),
     "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
@@ -21,12 +35,16 @@ named = pytest.mark.parametrize("name", TASKS)
 
 def solve(task: Task, prompt: str, size: int) -> str:
     """The answer by rules of its own, from the text alone."""
+    if isinstance(task, Sorting):
+        return "".join(sorted(prompt.removesuffix(">"), key=lambda letter: letter.swapcase()))
     *items, question = prompt.split(";")
     if isinstance(task, Recall):
-        pairs = dict(re.sub("[aeiou]", "", item).split("=") for item in items)
+        pairs = dict(re.findall(r"([^aeiou])=(\d+)", prompt))
+        if asked := re.findall(r"([^aeiou])=\?", prompt):
+            return "".join(f"{key}={pairs[key]};" for key in asked)
         return pairs[re.sub("[aeiou]", "", question).removesuffix("=")]
     if isinstance(task, Chain):
-        pairs, letter, walk = dict(item.split(">") for item in items), question[0], ""
+        pairs, letter, walk = dict(item.split(">") for item in items if ">" in item), question[0], ""
         for _ in range(size):
             walk += f"{letter}>{pairs[letter]};"
             letter = pairs[letter]
@@ -101,6 +119,16 @@ def test_a_needle_has_the_length_asked_for(tokens, pairs):
         needle(41)
 
 
+@pytest.mark.parametrize(("tokens", "asked"), [(42, 2), (48, 3), (64, 4), (256, 8), (1024, 8)])
+def test_a_needle_of_several_pairs_has_the_length_asked_for(tokens, asked):
+    task, size = needle(tokens, asked)
+    (example,) = examples(task, 0, size, 1, "held_out")
+    assert len(example.prompt) + 10 == tokens
+    assert len(example.answer) == 6 * asked
+    with pytest.raises(ValueError, match=f"tokens=41 must be at least {max(42, 16 * asked)}"):
+        needle(41, asked)
+
+
 def test_the_asked_pair_is_found_among_filler():
     for filler in (0, 40):
         for example in examples(Recall(filler=filler), 5, 9, 40, "train"):
@@ -136,6 +164,9 @@ def test_exact_ignores_white_space_around_an_answer_only():
         (Recall, {"alphabet": 1}, r"alphabet=1 must be a whole number in 2\.\.40"),
         (Recall, {"digits": 0}, "digits=0"),
         (Recall, {"filler": -1}, "filler=-1"),
+        (Recall, {"asked": 0}, "asked=0"),
+        (Chain, {"values": 41}, r"values=41 must be a whole number in 0\.\.40"),
+        (Sorting, {"hold_out": 1}, "hold_out=1"),
         (Recall, {"hold_out": 1}, "hold_out=1"),
         (Chain, {"letters": 41}, r"letters=41 must be a whole number in 2\.\.40"),
         (Chain, {"hold_out": 0}, "hold_out=0"),
@@ -154,6 +185,8 @@ def test_a_bad_task_is_refused(task, options, message):
     [
         (Recall(), 0, r"size=0 must lie in \[1, 40\]"),
         (Recall(alphabet=4), 5, r"size=5 must lie in \[1, 4\]"),
+        (Recall(asked=3), 2, r"size=2 must lie in \[3, 40\], from what is asked for to the number of keys"),
+        (Sorting(), 1, r"size=1 must lie in \[2, 40\]"),
         (Chain(), 17, r"size=17 must lie in \[1, 16\]"),
         (FewShot(wrong=2), 4, "size=4 must exceed 4, twice wrong=2"),
     ],

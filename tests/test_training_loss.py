@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from dllm_jax import forward
-from dllm_jax.nn.model import Model
+from dllm_jax.nn.model import Model, encode
 from dllm_jax.training import Batch, masked_diffusion_loss
-from dllm_jax.training.loss import T_MIN, draw_masks
+from dllm_jax.training.loss import T_MIN, draw, draw_masks, isolation_mask, masked_loss
 from tests.models import FAMILIES, tiny
 
 loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
@@ -104,3 +104,41 @@ def test_a_floor_on_the_noise_level_masks_more():
     assert t.min() >= 0.5
     assert draw_masks(jax.random.key(0), learnt, 1.0)[1].all()
     assert not masked.all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_isolated_prompts_do_not_see_their_answers(family):
+    model, batch = tiny(family), batch_of()
+    p = batch.prompt.shape[1]
+    tokens = jnp.concatenate([batch.prompt, batch.answer], axis=1)
+    mask = isolation_mask(jnp.array([True, False, True]), p, tokens.shape[1])
+    hidden, full = encode(model, tokens, within=mask), encode(model, tokens)
+    np.testing.assert_allclose(hidden[::2, :p], encode(model, batch.prompt)[::2], atol=1e-5)
+    np.testing.assert_allclose(hidden[1], full[1], atol=1e-5)
+
+    # Answers see both: the rows of an answer depend on the prompt, and not only through the prompt's rows.
+    other = encode(model, tokens.at[:, 0].add(1) % 30, within=mask)
+    assert (jnp.abs(other - hidden)[:, p:].max(axis=(1, 2)) > 1e-3).all()
+    assert (jnp.abs(full - hidden)[::2, :p].max(axis=(1, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
+    model, key, isolating = tiny(family), jax.random.key(4), 0.25
+    batch = batch_of(rows=400)
+    plain, drawn = draw(batch, key, 31), draw(batch, key, 31, isolating)
+    assert plain.isolated is None
+    assert (plain.tokens == drawn.tokens).all()  # the same masks
+    np.testing.assert_allclose(drawn.isolated.mean(), isolating, atol=0.06)
+
+    # The loss is the mean over isolated and other examples, each with their own mask.
+    loss = lambda rows, isolated: masked_loss(
+        model, jax.tree.map(lambda a: a[rows], drawn._replace(isolated=jnp.full(400, isolated)))
+    )[0]
+    alone = drawn.isolated.nonzero()[0]
+    rest = (~drawn.isolated).nonzero()[0]
+    wanted = (len(alone) * loss(alone, True) + len(rest) * loss(rest, False)) / 400
+    np.testing.assert_allclose(masked_loss(model, drawn)[0], wanted, rtol=1e-5)
+    assert abs(loss(alone, True) - loss(alone, False)) > 1e-4
+    whole, _ = masked_diffusion_loss(model, batch, key, prompt_isolation=isolating)
+    np.testing.assert_allclose(whole, masked_loss(model, draw(batch, key, model.spec.mask_id, isolating))[0])

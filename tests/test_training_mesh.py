@@ -45,10 +45,11 @@ def local(array):
 
 # Each mesh, form, family and option once; axes under all of their names, Auto and Explicit.
 auto = (jax.sharding.AxisType.Auto,)
+isolating = {"accumulate": 2, "prompt_isolation": 0.5}
 CASES = [
     ((8,), ("data",), "llada", separate, {}),
     ((8,), ("fsdp",), "dream", separate, {"remat": True}),
-    ((2, 2, 2), ("dp", "fsdp", "tp"), "llada", lambda model: model, {"accumulate": 2}),
+    ((2, 2, 2), ("dp", "fsdp", "tp"), "llada", lambda model: model, isolating),
     ((4, 2), ("batch", "model"), "dream", lambda model: model, {"muon": 0.01}),
 ]
 for lengths, names, family, form, options in CASES:

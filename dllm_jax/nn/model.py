@@ -190,10 +190,16 @@ def encode(
     valid: Bool[Array, "b l"] | None = None,
     remat: bool = False,
     layer_pass: LayerPass | None = None,
+    within: Mask | None = None,
 ) -> Float[Array, "b l m"]:
-    """The residual stream after the last layer, before the final norm; `remat` saves memory under grad."""
+    """The residual stream after the last layer, before the final norm.
+
+    `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does.
+    """
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = _full_pass(model.spec, tokens, valid)
+    if within is not None:
+        mask = within if mask is None else mask & within
 
     def run(layer: Layer, x):
         one = layer_pass or exact_layer

@@ -16,3 +16,4 @@ from dllm_jax.tasks.recall import needle as needle
 from dllm_jax.tasks.scoring import accuracy as accuracy
 from dllm_jax.tasks.scoring import answers as answers
 from dllm_jax.tasks.scoring import prompt_arrays as prompt_arrays
+from dllm_jax.tasks.sorting import Sorting as Sorting

@@ -15,14 +15,17 @@ class Chain(ChecksumSplit):
     """A derivation written out; the size is the number of steps, of four characters each.
 
     The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor, and each
-    step of the answer needs the one before. A prompt has 4 letters + 2 characters.
+    step of the answer needs the one before. A prompt has 4 letters + 6 values + 2 characters.
 
     Attributes:
       letters: of the ring.
+      values: pairs of another kind, `T=407;`, between those of the ring; no step needs them, so that a cache
+        may drop them.
       hold_out: one prompt in `hold_out` is held out.
     """
 
     letters: Annotated[int, Interval(ge=2, le=len(LETTERS))] = 16
+    values: Annotated[int, Interval(ge=0, le=len(LETTERS))] = 0
     hold_out: HoldOut = 8
 
     name = "chain"
@@ -41,5 +44,9 @@ class Chain(ChecksumSplit):
         """Draws a ring and asks for the `size` steps from one of them on."""
         ring = [LETTERS[i] for i in rng.choice(len(LETTERS), self.letters, replace=False)]
         pairs = [f"{ring[i - 1]}>{ring[i]};" for i in rng.permutation(self.letters)]
+        if self.values:
+            keys = [LETTERS[i] for i in rng.choice(len(LETTERS), self.values, replace=False)]
+            pairs += [f"{key}={rng.integers(1000):03};" for key in keys]
+            pairs = [pairs[i] for i in rng.permutation(len(pairs))]
         steps = [f"{ring[i]}>{ring[(i + 1) % self.letters]};" for i in range(size)]
         return Example(f"{''.join(pairs)}{ring[0]}>", "".join(steps))

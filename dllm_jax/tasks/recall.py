@@ -11,6 +11,7 @@ from dllm_jax.options import NonNegativeInt, PositiveInt
 from dllm_jax.tasks.base import DIGITS, FILLER, LETTERS, ChecksumSplit, Example, HoldOut
 
 TEMPLATE_TOKENS = 10  # of the chat template around a prompt
+SPARSER = 16  # tokens to a pair where several are asked for
 SHORTEST = 42  # tokens of a needle's prompt: below, one pair to eight tokens does not fit
 
 
@@ -21,9 +22,13 @@ class Recall(ChecksumSplit):
     Keys are distinct letters. A prompt of n pairs has n (3 + digits) + 2 + filler characters. No held-out
     prompt is ever trained on, see `ChecksumSplit`.
 
+    Several keys are asked for by a form, which the answer fills in: `b=407;T=211;...;T=???;z=???;` is
+    answered with `T=211;z=830;`. The prompt has n (3 + digits) + asked (3 + digits) + filler characters then.
+
     Attributes:
       alphabet: how many different letters occur as keys.
       digits: length of a value.
+      asked: how many of the pairs are asked for.
       filler: vowels strewn between the pairs, so that prompts can be long and pairs far apart.
       hold_out: one prompt in `hold_out` is held out.
     """
@@ -31,28 +36,34 @@ class Recall(ChecksumSplit):
     alphabet: Annotated[int, Interval(ge=2, le=len(LETTERS))] = len(LETTERS)
     digits: PositiveInt = 3
     filler: NonNegativeInt = 0
+    asked: PositiveInt = 1
     hold_out: HoldOut = 8
 
     name = "recall"
 
     def answer_length(self, size: int) -> int:
         """Number of characters in an answer, whatever the size."""
-        return self.digits
+        return self.digits if self.asked == 1 else self.asked * (self.digits + 3)
 
     @override
     def _check_size(self, size: int):
-        if not 1 <= size <= self.alphabet:
-            raise ValueError(f"size={size} must lie in [1, {self.alphabet}], the number of keys")
+        if not self.asked <= size <= self.alphabet:
+            keys = "the number of keys" if self.asked == 1 else "from what is asked for to the number of keys"
+            raise ValueError(f"size={size} must lie in [{self.asked}, {self.alphabet}], {keys}")
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
-        """Draws `size` pairs and asks for one of them."""
+        """Draws `size` pairs and asks for one, or some, of them."""
         keys = [LETTERS[i] for i in rng.choice(self.alphabet, size, replace=False)]
         drawn = rng.integers(len(DIGITS), size=(size, self.digits))
         values = ["".join(DIGITS[i] for i in digits) for digits in drawn]
-        asked = int(rng.integers(size))
         pairs = [f"{key}={value};" for key, value in zip(keys, values, strict=True)]
-        return Example(f"{self._strewn(rng, pairs)}{keys[asked]}=", values[asked])
+        if self.asked == 1:
+            asked = int(rng.integers(size))
+            return Example(f"{self._strewn(rng, pairs)}{keys[asked]}=", values[asked])
+        some = rng.choice(size, self.asked, replace=False)
+        form = "".join(f"{keys[i]}={'?' * self.digits};" for i in some)
+        return Example(self._strewn(rng, pairs) + form, "".join(pairs[i] for i in some))
 
     def _strewn(self, rng: np.random.Generator, pairs: list[str]) -> str:
         """The pairs in order, with filler before, between and after them."""
@@ -63,19 +74,21 @@ class Recall(ChecksumSplit):
         return "".join(run + pair for run, pair in zip(runs, [*pairs, ""], strict=True))
 
 
-def needle(tokens: int) -> tuple[Recall, int]:
+def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
     """The recall task and its size whose prompts have so many tokens with the embedded models' template.
 
-    One pair to eight tokens, 40 pairs at most; the rest is filler.
+    One pair to eight tokens, or to sixteen if several are asked for; 40 pairs at most; the rest is filler.
 
     Raises:
       ValueError: too short.
     """
-    if tokens < SHORTEST:
-        raise ValueError(f"tokens={tokens} must be at least {SHORTEST}")
-    task, pairs = Recall(), min(tokens // 8, len(LETTERS))
-    filler = tokens - TEMPLATE_TOKENS - pairs * (task.digits + 3) - 2
-    return dataclasses.replace(task, filler=filler), pairs
+    task = Recall(asked=asked)
+    if tokens < (shortest := max(SHORTEST, SPARSER * asked if asked > 1 else 0)):
+        raise ValueError(f"tokens={tokens} must be at least {shortest}")
+    pairs = min(tokens // (8 if asked == 1 else SPARSER), len(LETTERS))
+    of_pair = task.digits + 3
+    question = 2 if asked == 1 else asked * of_pair
+    return dataclasses.replace(task, filler=tokens - TEMPLATE_TOKENS - pairs * of_pair - question), pairs
 
 
 def asked_pair(example: Example) -> int:

@@ -10,6 +10,7 @@ from annotated_types import Interval
 
 from dllm_jax.nn.parameters import Params
 from dllm_jax.options import (
+    Fraction,
     NoneMeans,
     NonNegativeFloat,
     NonNegativeInt,
@@ -45,6 +46,8 @@ class TrainConfig(Options):
       accumulate: micro-batches that a batch is computed in, one after the other; their gradients are summed
         in float32, so that the step is that of the whole batch up to rounding.
       remat: see `masked_diffusion_loss`.
+      prompt_isolation: probability, for each example, that its prompt does not see its answer, see
+        `masked_diffusion_loss`.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
@@ -64,6 +67,7 @@ class TrainConfig(Options):
     clip: PositiveFloat = 1.0
     accumulate: PositiveInt = 1
     remat: bool = False
+    prompt_isolation: Fraction = 0.0
     master_weights: bool = True
     seed: Seed = 0
     review_every: PositiveInt = 50

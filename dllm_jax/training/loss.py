@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import LayerPass, Model, encode
 
+ISOLATION = 2  # what an example's key is folded with to draw `prompt_isolation`
 T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
 
 
@@ -57,6 +59,7 @@ class Masked(NamedTuple):
       masked: answer positions that were masked.
       learnt: answer positions that count.
       valid: tokens that are attended to; None means all.
+      isolated: examples whose prompt does not see the answer; None means none.
     """
 
     tokens: Int[Array, "b l"]
@@ -65,6 +68,7 @@ class Masked(NamedTuple):
     masked: Bool[Array, "b r"]
     learnt: Bool[Array, "b r"]
     valid: Bool[Array, "b l"] | None
+    isolated: Bool[Array, "b"] | None = None
 
 
 class Counts(NamedTuple):
@@ -87,7 +91,7 @@ class Counts(NamedTuple):
 
 
 def masked_diffusion_loss(
-    model: Model, batch: Batch, key: Key[Array, ""], remat: bool = False
+    model: Model, batch: Batch, key: Key[Array, ""], remat: bool = False, prompt_isolation: float = 0.0
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean over examples of 1/(t r) * sum over masked answer tokens of their cross entropy.
 
@@ -100,21 +104,33 @@ def masked_diffusion_loss(
       batch: see `Batch`; answers must not hold the mask id.
       key: draws t and the masks.
       remat: recompute layers in the backward pass instead of keeping their activations.
+      prompt_isolation: probability, for each example, that its prompt's rows attend to the prompt alone,
+        while the answer's attend to everything (a block mask). Not part of LLaDA's recipe. A small model
+        trained without may do its look-ups in the prompt's keys and values as they change with the answer;
+        those of LLaDA-8B and Dream-7B hardly do (dKV-Cache, arXiv:2505.15781, figure 2; dLLM-Cache,
+        arXiv:2506.06295, figure 1), which is what caches rest on. With one half, a model answers with and
+        without.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
     """
-    loss, counts = masked_loss(model, draw(batch, key, model.spec.mask_id), remat)
+    loss, counts = masked_loss(model, draw(batch, key, model.spec.mask_id, prompt_isolation), remat)
     return loss, counts.metrics()
 
 
-def draw(batch: Batch, key: Key[Array, ""], mask_id: int) -> Masked:
-    """Algorithm 2's draw: masks each answer with a noise level of its own; prompts are never masked."""
+def draw(batch: Batch, key: Key[Array, ""], mask_id: int, prompt_isolation: float = 0.0) -> Masked:
+    """Algorithm 2's draw: masks each answer with a noise level of its own; prompts are never masked.
+
+    The masks do not depend on `prompt_isolation`, see `masked_diffusion_loss`.
+    """
     b, r = batch.answer.shape
     learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
     t, masked = draw_masks(key, learnt, batch.t_min)
     tokens = jnp.concatenate([batch.prompt, jnp.where(masked, mask_id, batch.answer)], axis=1)
-    return Masked(tokens, batch.answer, t, masked, learnt, _valid(batch))
+    isolated = None
+    if prompt_isolation:
+        isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
+    return Masked(tokens, batch.answer, t, masked, learnt, _valid(batch), isolated)
 
 
 def masked_loss(
@@ -124,15 +140,17 @@ def masked_loss(
     spec = model.spec
 
     # Logits of the answer positions, from the positions that predict them.
-    hidden = encode(model, batch.tokens, batch.valid, remat, layer_pass)
-    position = jnp.arange(batch.tokens.shape[1] - batch.answer.shape[1], batch.tokens.shape[1])
+    length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
+    within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
+    hidden = encode(model, batch.tokens, batch.valid, remat, layer_pass, within)
+    position = jnp.arange(prompt, length)
     source = jnp.maximum(position - int(spec.shifted), 0)
     logits = unembed(model.params, spec, hidden[:, source]).astype(jnp.float32)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
-    length = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
-    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * length))
+    counted = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
+    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * counted))
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
 
@@ -151,6 +169,12 @@ def draw_masks(
     uniform = (jax.random.uniform(of_t) + jnp.arange(b) / b) % 1.0
     t = t_min + (1 - t_min) * uniform
     return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t[:, None])
+
+
+def isolation_mask(isolated: Bool[Array, "b"], prompt: int, length: int) -> Mask:
+    """The block mask of `prompt_isolation`, [b 1 q s]: isolated prompts' rows attend to the prompt alone."""
+    in_answer = jnp.arange(length) >= prompt
+    return ~(isolated[:, None, None, None] & ~in_answer[:, None] & in_answer)
 
 
 def _valid(batch: Batch) -> Bool[Array, "b l"] | None:
