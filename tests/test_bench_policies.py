@@ -12,14 +12,30 @@ import pytest
 import dllm_jax as dj
 from bench.policies import __main__ as policies
 from bench.policies import orderings, plots, summary
-from bench.policies.grid import EXACT, LONG, SHORT, Setting, at_defaults, calibrated, setting_of
+from bench.policies.grid import (
+    EXACT,
+    LONG,
+    LONG_EVICTION,
+    SHORT,
+    SHORT_EVICTION,
+    Setting,
+    at_defaults,
+    calibrated,
+    setting_of,
+)
 from bench.policies.measure import Timing
-from bench.policies.workloads import Workload
+from bench.policies.workloads import ASKED, Workload
 from dllm_jax import samplers
-from dllm_jax.published.expressions import call
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.tasks import Example
 from tests.models import FAMILIES, canvas, random_tokens, tiny
 
-GRIDS = {"short": SHORT, "long": LONG}
+GRIDS = {"short": (*SHORT, *SHORT_EVICTION), "long": (*LONG, *LONG_EVICTION)}
+KNOBS = {  # of each policy, the settings along its main one
+    "PrefixCache": "block", "DualCache": "block", "DKVDecode": "refresh_every", "DKVPD": "refresh_every",
+    "DLLMCache": "response_every", "SparseDLLM": "keep", "MaskKV": "budget", "ElasticCache": "gamma",
+    "D2Cache": "p",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +68,46 @@ def rows(results):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_grid_has_every_policy_and_an_exact_decoder_for_every_sampler(grid):
     assert {type(s.policy) for s in GRIDS[grid]} == {type(p) for p in dj.policies.ALL}
-    compared = {s.exact for s in GRIDS[grid] if s.policy == EXACT.policy}
+    compared = {s.unlabelled for s in GRIDS[grid] if s.policy == EXACT.policy}
     assert {s.exact for s in GRIDS[grid]} <= compared
     assert GRIDS[grid][0] == EXACT
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_no_setting_is_there_twice(grid):
-    seen = [(call(s.policy), *s.exact) for s in GRIDS[grid]]
+    seen = [s.unlabelled for s in GRIDS[grid]]
     assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("policy", KNOBS)
+def test_every_policy_has_four_settings_along_its_main_knob(policy):
+    settings = [s for s in LONG if type(s.policy).__name__ == policy and s.sampler == EXACT.sampler]
+    knob = KNOBS[policy]
+    of = lambda s: s.block(32, 4) if knob == "block" else getattr(s.policy, knob)
+    assert len({of(setting) for setting in settings}) >= 4
+
+
+def test_blocks_divide_every_response_and_steps_divide_blocks():
+    for asked in ASKED.values():
+        for setting in asked.grid:
+            block, steps = setting.block(asked.length, 4), asked.length // setting.divide_steps
+            layout = dj.Layout(64, asked.length, block, steps, padded=False)
+            assert layout.blocks * block == asked.length
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_settings_are_read_back_from_what_results_call_them(grid):
     settings = (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1)))
     for setting in settings:
-        again = setting_of(setting.named(32, 4), 32)
-        assert again == dataclasses.replace(setting, variant="")
+        again = setting_of(setting.named(32, 4), 32, 4)
+        assert again == setting.unlabelled
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():
-    bare = lambda setting: dataclasses.replace(setting, variant="")
-    grids = [{bare(setting) for setting in grid} for grid in GRIDS.values()]
+    grids = [{setting.unlabelled for setting in grid} for grid in GRIDS.values()]
     for claim in orderings.claims():
-        assert any({bare(claim.better), bare(claim.other)} <= grid for grid in grids), claim
+        assert any({claim.one.unlabelled, claim.other.unlabelled} <= grid for grid in grids), claim
+        assert all(title in ASKED for title in claim.only)
 
 
 def test_rows(workload, rows):
@@ -96,7 +128,8 @@ def test_rows(workload, rows):
 def test_only_speed_is_measured_again(workload, rows, tmp_path, monkeypatch):
     made = lambda prompts, width: {"tiny x": lambda: dataclasses.replace(workload, chunk=prompts)}
     monkeypatch.setattr(policies, "workloads", made)
-    old = [row | {"speed_over_exact": -1.0, "speed_range": [-1.0, -1.0], "accuracy": 0.5} for row in rows[:2]]
+    known = {"accuracy": 0.5, "interval": [0.4, 0.6], "token_accuracy": 0.75}
+    old = [row | known | {"speed_over_exact": -1.0, "speed_range": [-1.0, -1.0]} for row in rows[:2]]
     entry = workload.described | {"rows": old}
     path = tmp_path / "found.json"
     path.write_text(json.dumps({"date": "then", "models": {"tiny x": entry, "other y": entry}}))
@@ -130,7 +163,11 @@ def test_a_grid_that_has_grown_runs_only_its_new_settings(workload, results, mon
     grid = list(workload.grid)
     lacks = marked | {"rows": [row for row in marked["rows"] if "DKVGreedy" not in row["policy"]]}
     (untimed,) = policies.stages(workload, lacks, None)
-    assert set(runs) == {EXACT, grid[2], grid[3]}  # the new one, and what it is compared with
+    assert set(runs) == {
+        EXACT,
+        grid[2].unlabelled,
+        grid[3].unlabelled,
+    }  # the new one, and what it is compared with
     assert [row["accuracy"] for row in untimed["rows"]] == [0.25, 0.25, 0.25, None, 0.25]
     assert untimed["rows"][3]["agreement"] == marked["rows"][3]["agreement"]
     assert "speed_range" not in untimed["rows"][3]
@@ -174,6 +211,12 @@ def budgets_of(setting: Setting) -> list[int]:
     return setting.policy.table(spec, dj.Layout(76, 4, 4, 4))[-1].tolist()
 
 
+def test_the_front_is_what_nothing_else_beats():
+    points = [(1.0, 0.9), (0.5, 0.9), (0.4, 0.5), (0.4, 0.7), (0.3, 0.7), (0.2, 0.1), (0.6, 0.95)]
+    assert plots.front(points) == [(0.2, 0.1), (0.3, 0.7), (0.5, 0.9), (0.6, 0.95)]
+    assert plots.front([]) == []
+
+
 def test_page_and_figures(workload, rows, tmp_path):
     found = tmp_path / "found.json"
     where = {"device": "test", "jax": "0", "dtype": "float32"}
@@ -203,13 +246,68 @@ def row(policy: str, accuracy: float, block: int = 8) -> dict:
 )
 def test_verdicts(delay, none, verdict):
     measured = [
-        row("DKVDecode(refresh_every=2)", delay),
-        row("DKVDecode(refresh_every=2, delay=0)", none),
+        row("DKVDecode(refresh_every=2)", delay, block=32),
+        row("DKVDecode(refresh_every=2, delay=0)", none, block=32),
     ]
     table = orderings.table({"x": {"prompt": [256, 8], "length": 32, "block": 8, "rows": measured}})
     lines = table.splitlines()[2:]
     assert len(lines) == 1
     assert lines[0].endswith(f"| {verdict} |")
+
+
+@pytest.mark.parametrize(
+    ("sparse", "exact", "verdict"),
+    [
+        (0.99, 1.0, "yes"),
+        (1.0, 0.9, "yes"),
+        (0.94, 0.97, "within noise"),
+        (0.8, 0.97, "no"),
+        (0.0, 0.0, "both at the floor"),
+    ],
+)
+def test_verdicts_on_what_is_kept(sparse, exact, verdict):
+    measured = [row("SparseDLLM()", sparse), row("Policy()", exact)]
+    table = orderings.table({"x": {"prompt": [256, 8], "length": 32, "block": 8, "rows": measured}})
+    (line,) = table.splitlines()[2:]
+    assert line.endswith(f"| {verdict} |")
+
+
+def test_intervals_of_a_difference():
+    measured = [row("SparseDLLM()", 0.8), row("Policy()", 0.9)]
+    table = orderings.table({"x": {"prompt": [100, 8], "length": 32, "block": 8, "rows": measured}})
+    assert "| -10.0 ± 9.8 |" in table  # 1.96 sqrt((0.16 + 0.09) / 100)
+
+
+def test_some_claims_are_about_one_workload_only():
+    named = lambda name: {name: {"prompt": [100, 8], "length": 4, "block": 4, "rows": rows}}
+    settings = ("MaskKV(prompt_every=4, response_every=1, budget=32)", "Policy()")
+    rows = [row(policy, 0.9, block=4) | {"steps": 4} for policy in settings]
+    tables = [orderings.table(named(f"tiny-llada {title}")) for title in ("needle-1024", "needle-256")]
+    assert ["94 %" in table for table in tables] == [True, False]
+
+
+def test_right_answers_and_right_tokens(workload):
+    wanted = (Example("", "407"), Example("", "211"), Example("", "9"))
+    path = dj.embedded.path("tiny-llada")
+    tokenizer = read_tokenizer(path)
+    spec = dj.load(path).spec
+    asked = dataclasses.replace(
+        workload, model=dj.abstract(path), tokenizer=tokenizer, wanted=wanted, length=4
+    )
+    answer = lambda text, end: [*tokenizer.encode(text, add_special_tokens=False), *end]
+    stop = [spec.eot_id]
+    responses = np.array([
+        answer("407", stop),
+        answer("218", stop),  # three of its four tokens
+        answer("9", [*stop, 7, 8]),  # what stands behind the end does not count
+    ])  # fmt: skip
+    scores = asked.scores(responses)
+    assert scores["accuracy"] == pytest.approx(2 / 3)
+    assert scores["token_accuracy"] == pytest.approx(9 / 10)
+    low, high = scores["interval"]
+    # Wilson's interval of 2 of 3: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
+    assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)
+    assert set(workload.scores(responses).values()) == {None}
 
 
 @pytest.mark.parametrize(

@@ -21,25 +21,35 @@ class Setting:
       policy: what is recomputed.
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
-      one_block: the whole response is one block (not semi-autoregressive).
+      blocks: the response is cut into so many blocks; None: as the workload says. With one, decoding is not
+        semi-autoregressive.
       variant: label that tells it from other settings of its policy in figures.
     """
 
     policy: p.Policy = p.Policy()
     sampler: s.Sampler = s.Confidence()
     divide_steps: int = 1
-    one_block: bool = False
+    blocks: int | None = None
     variant: str = ""
 
     @property
-    def exact(self) -> tuple[s.Sampler, int, bool]:
-        """Sampler and schedule: the exact decoder it is compared with has the same."""
-        return self.sampler, self.divide_steps, self.one_block
+    def unlabelled(self) -> "Setting":
+        """What it computes, whatever figures call it."""
+        return dataclasses.replace(self, variant="")
+
+    @property
+    def exact(self) -> "Setting":
+        """The exact decoder that it is compared with: the same sampler, schedule and blocks."""
+        return dataclasses.replace(self, policy=p.Policy(), variant="")
 
     @property
     def curve(self) -> str:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
+
+    def block(self, length: int, block: int) -> int:
+        """Positions per block, of a response and a workload's blocks of so many."""
+        return block if self.blocks is None else length // self.blocks
 
     def named(self, length: int, block: int) -> dict[str, Any]:
         """The fields of a row that say which setting it is, for a workload's length and block."""
@@ -47,17 +57,17 @@ class Setting:
             "policy": expressions.call(self.policy),
             "sampler": expressions.call(self.sampler),
             "steps": length // self.divide_steps,
-            "block": length if self.one_block else block,
+            "block": self.block(length, block),
         }
 
 
-def setting_of(row: dict[str, Any], length: int) -> Setting:
-    """The setting of a row of the results: the inverse of `Setting.named`."""
+def setting_of(row: dict[str, Any], length: int, block: int) -> Setting:
+    """The setting of a row of a workload's results: the inverse of `Setting.named`."""
     return Setting(
         expressions.policy(row["policy"]),
         expressions.sampler(row["sampler"]),
         divide_steps=length // row["steps"],
-        one_block=row["block"] == length,
+        blocks=None if row["block"] == block else length // row["block"],
     )
 
 
@@ -78,7 +88,7 @@ def _order(policy: p.Policy) -> Setting:
 
 
 EXACT = Setting()
-GAMMAS = (0.5, 0.9, 0.98, 0.999, 1.01)  # above 1 every step refreshes
+GAMMAS = (0.5, 0.9, 0.98, 0.99, 0.999, 1.01)  # above 1 every step refreshes
 # With the published beta of 20 and window of 32 budgets this small are uniform. These descend; their mean is
 # the budget.
 PYRAMID = eviction.PyramidKV(beta=8, window=1)
@@ -102,7 +112,16 @@ def _budgets(variants: dict[str, dict[str, Any]]) -> tuple[Setting, ...]:
     return tuple(mask_kv(name, budget=b, **options) for name, options in variants.items() for b in (8, 32))
 
 
+def _budget_of_pairs(delay: int) -> tuple[Setting, ...]:
+    """The two papers that drop pairs, over their budgets."""
+    return (
+        *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 0.75, 1.0)),
+        *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
+    )
+
+
 def _eviction(delay: int) -> tuple[Setting, ...]:
+    """Their variants: which side, who votes, and how budgets are shared over layers and heads."""
     variants = {
         "prompt votes": {"votes": eviction.PromptVotes()},
         "all vote": {"votes": eviction.AllVotes()},
@@ -113,21 +132,15 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
         "PyramidKV": {"layers": PYRAMID},
         "AdaKV": {"heads": eviction.AdaKV()},
     }
-    return (
-        *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 1.0)),
-        *(
-            Setting(p.SparseDLLM(keep=keep, delay=delay, side="prefix"), variant="prefix only")
-            for keep in (0.1, 0.25, 0.5)
-        ),
-        *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
-        *_budgets(variants),
-    )
+    sides = (p.SparseDLLM(keep=keep, delay=delay, side="prefix") for keep in (0.1, 0.25, 0.5))
+    return (*(Setting(policy, variant="prefix only") for policy in sides), *_budgets(variants))
 
 
 # Answers of four tokens: little to reuse but the prompt, which is never refreshed, and no steps for a delay.
 _SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),
+    Setting(divide_steps=4, variant="fewer steps"),
     Setting(p.PrefixCache()),
     Setting(p.DualCache()),
     Setting(p.DKVDecode(refresh_every=4)),
@@ -137,31 +150,66 @@ _SHORT: tuple[Setting, ...] = (
     _order(p.Policy()),
     _order(p.DKVGreedy()),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4)),
-    *_eviction(delay=0),
+    *_budget_of_pairs(delay=0),
     *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in GAMMAS),
     *(Setting(p.D2Cache(k=2, p=mass)) for mass in (0.1, 0.3)),
 )
-_LONG: tuple[Setting, ...] = (
-    EXACT,
+
+# Answers of 24 tokens and more in blocks of four. Longer blocks make caches older.
+_LONGER = tuple(Setting(blocks=blocks, variant="longer blocks") for blocks in (4, 2))
+_ONE_BLOCK = Setting(blocks=1, variant="one block")
+_PARALLEL = (
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(divide_steps=4, variant="fewer steps"),
     Setting(sampler=s.Threshold(0.9), variant="threshold"),
-    Setting(p.PrefixCache()),
-    Setting(p.DualCache()),
-    *(Setting(p.DKVDecode(refresh_every=every)) for every in (2, 4, 8)),
-    *(Setting(p.DKVDecode(refresh_every=every, delay=0), variant="no delay") for every in (2, 4, 8)),
+    Setting(sampler=s.Threshold(0.7), variant="threshold"),
+    Setting(sampler=s.Factor(1.0), variant="factor"),
+)
+_CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in parallel too
+    p.DualCache(),
+    p.DKVDecode(refresh_every=4),
+    p.DKVPD(),
+    p.DLLMCache(prompt_every=32, response_every=2),
+    p.SparseDLLM(keep=0.5),
+    p.MaskKV(prompt_every=4, response_every=1, budget=32),
+    p.D2Cache(k=8),
+)
+_LONG: tuple[Setting, ...] = (
+    EXACT,
+    *_LONGER,
+    _ONE_BLOCK,
+    *_PARALLEL,
+    *(
+        dataclasses.replace(blocks, policy=policy, variant="")
+        for policy in (p.PrefixCache(), p.DualCache())
+        for blocks in (EXACT, *_LONGER, _ONE_BLOCK)
+    ),
+    *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (2, 4, 8, 16)),
+    *(
+        Setting(p.DKVDecode(refresh_every=every, delay=0), blocks=1, variant="one block, no delay")
+        for every in (2, 4, 8)
+    ),
+    Setting(p.DKVDecode(refresh_every=4)),
     Setting(p.DKVPrefill()),
+    *(Setting(p.DKVPD(refresh_every=every), blocks=1, variant="one block") for every in (2, 4, 8, 16)),
     Setting(p.DKVPD()),
     _order(p.Policy()),
-    _order(p.DKVGreedy()),
+    *(_order(p.DKVGreedy(refresh_every=every)) for every in (2, 4)),
+    *(_order(p.DKVGreedy(refresh_every=every, window=0)) for every in (2, 4)),
     *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 8, 32)),
-    *_eviction(delay=1),
-    *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.05, 0.1, 0.3)),
-    Setting(one_block=True, variant="one block"),
-    *(Setting(p.ElasticCache(window=8, gamma=gamma), one_block=True) for gamma in GAMMAS),
-    Setting(sampler=s.CertaintyPrior(), one_block=True, variant="one block, certainty prior"),
-    Setting(p.D2Cache(k=8), one_block=True, variant="one block"),
-    Setting(p.D2Cache(k=8), s.CertaintyPrior(), one_block=True, variant="one block, certainty prior"),
+    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (1, 3, 4)),
+    *_budget_of_pairs(delay=1),
+    *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in GAMMAS),
+    *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.02, 0.05, 0.1, 0.3)),
+    Setting(sampler=s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),
+    Setting(p.D2Cache(k=8), blocks=1, variant="one block"),
+    Setting(p.D2Cache(k=8), s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),
+    *(
+        dataclasses.replace(parallel, policy=policy)
+        for policy in _CACHES
+        for parallel in (_PARALLEL[0], _PARALLEL[2])
+    ),
 )
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))
+SHORT_EVICTION, LONG_EVICTION = _eviction(delay=0), _eviction(delay=1)

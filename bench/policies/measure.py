@@ -67,18 +67,16 @@ def stages(workload: Workload, earlier: dict[str, Any], timing: Timing | None) -
 def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[str, Any]]:
     """A row per setting, without times; the exact decoders that they are compared with run as well."""
     assert workload.grid[0] == EXACT
-    samplers = {setting.exact for setting in settings}
-    exact = [s for s in workload.grid if s.policy == EXACT.policy and s.exact in samplers]
     outs: dict[Setting, dj.Output] = {}
-    running = list(dict.fromkeys((EXACT, *exact, *settings)))
+    running = [EXACT, *(run for s in settings for run in (s.exact, s.unlabelled))]
+    running = list(dict.fromkeys(running))
     for i, setting in enumerate(running):
         if i % PROGRAMS == 0:
             jax.clear_caches()
         parts = [workload.run(setting, prompt) for prompt in workload.chunks()]
         outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         print(f"{workload.name}: {i + 1} of {len(running)} settings run", file=sys.stderr)
-    base = {setting.exact: outs[setting] for setting in exact}
-    return {s: _row(workload, s, (outs[EXACT], base[s.exact]), outs[s]) for s in settings}
+    return {s: _row(workload, s, (outs[EXACT], outs[s.exact]), outs[s.unlabelled]) for s in settings}
 
 
 def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output], out: dj.Output) -> dict:
@@ -88,7 +86,7 @@ def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output
     pairs, size = _storage(workload, setting)
     return setting.named(workload.length, workload.block) | {
         "curve": setting.curve,
-        "accuracy": workload.accuracy(responses(out)),
+        **workload.scores(responses(out)),
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
         "computed": float(
@@ -101,7 +99,7 @@ def _row(workload: Workload, setting: Setting, exact: tuple[dj.Output, dj.Output
 
 def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     """K/V pairs per layer and kv head, and bytes of the whole cache, both per prompt."""
-    spec, block = workload.model.spec, workload.length if setting.one_block else workload.block
+    spec, block = workload.model.spec, setting.block(workload.length, workload.block)
     steps = workload.length // setting.divide_steps
     layout = dj.Layout(workload.prompt.shape[1], workload.length, block, steps, padded=False)
     made = jax.eval_shape(lambda: setting.policy.init(spec, layout, 1, jnp.float32))
@@ -117,7 +115,7 @@ def retimed(workload: Workload, results: dict[str, Any], timing: Timing) -> dict
     Rows get `tokens_per_s` (median), `speed_over_exact` (median of the turns' ratios) and `speed_range` (the
     smallest and the largest of them); `timed` says when and on what.
     """
-    settings = [setting_of(row, workload.length) for row in results["rows"]]
+    settings = [setting_of(row, workload.length, workload.block) for row in results["rows"]]
     unique = list(dict.fromkeys(settings))
     where = _where(workload, timing)
     speeds: dict[Setting, dict[str, Any]] = {}

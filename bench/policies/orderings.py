@@ -11,35 +11,65 @@ from typing import Any
 
 import tyro
 
-from bench.policies.grid import Setting, find, mask_kv
+from bench.policies.grid import EXACT, Setting, find, mask_kv
 from bench.shared import runner
 from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.eval.run.files import read_json
 
-HEADS = ("the paper says", "workload", "better, it says", "the other", "difference", "as it says?")
+HEADS = ("the paper says", "workload", "the one", "the other", "difference, 95 %", "as it says?")
+Z = 1.96  # standard errors of a two-sided 95 % interval
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One setting is better than another.
+    """What a paper says of two settings.
 
     Attributes:
       source: the paper's claim, with its table.
-      better: what the paper finds better.
+      one: what it is about.
       other: what it is compared with.
+      keeps: the share of the other's accuracy that the one is said to keep at least; None: it is better.
       behind: they differ only in what lies behind the block, so not at all in a block that ends the response.
+      only: workloads that it is about, by their titles' ends; empty if all.
     """
 
     source: str
-    better: Setting
+    one: Setting
     other: Setting
+    keeps: float | None = None
     behind: bool = False
+    only: tuple[str, ...] = ()
 
 
 def claims() -> list[Claim]:
-    """The papers' comparisons that the grid has, both sides at the same budget."""
+    """The papers' comparisons that the grid has: what is kept, then what is better at the same budget."""
+    return [*_kept(), *_better()]
+
+
+def _kept() -> list[Claim]:
+    few = "94 % of the accuracy with under 5 % of the pairs (MaskKV, abstract)"
+    half = "within a point at a retention ratio of one half (Sparse-dLLM, Table 2)"
+    decode = "dKV-Cache-Decode loses almost nothing (dKV-Cache, abstract)"
+    gamma = "a gamma of 0.9 loses almost nothing (Elastic-Cache, Table 4)"
+    d2 = "as accurate as without a cache (d2Cache, Table 1)"
+    dual, parallel = "DualCache loses little (Fast-dLLM, Table 1)", "confidence above 0.9 decoded in parallel"
+    threshold, one_block = Setting(sampler=s.Threshold(0.9)), Setting(blocks=1)
+    dkv = lambda every: Setting(p.DKVDecode(refresh_every=every), blocks=1)
+    return [
+        Claim(few, mask_kv(budget=32), EXACT, 0.94, only=("needle-1024",)),
+        *(Claim(half, Setting(p.SparseDLLM(keep=0.5, delay=delay)), EXACT, 0.99) for delay in (0, 1)),
+        *(Claim(decode, dkv(every), one_block, 0.99) for every in (4, 8)),
+        Claim(gamma, _elastic(0.9), one_block, 0.99),
+        Claim(d2, Setting(p.D2Cache(k=8)), EXACT, 0.99),
+        Claim(dual, Setting(p.DualCache()), EXACT, 0.99),
+        Claim(f"{parallel} loses little (Fast-dLLM, Table 1)", threshold, EXACT, 0.99),
+        Claim(f"{parallel}, with DualCache", Setting(p.DualCache(), s.Threshold(0.9)), EXACT, 0.99),
+    ]
+
+
+def _better() -> list[Claim]:
     delay = "one-step delay over none (dKV-Cache, Figure 3)"
     votes = "votes of the masks over {} (MaskKV, Table 7)"
     quarter = "votes of the last masks over the first (MaskKV, Table 8)"
@@ -53,14 +83,11 @@ def claims() -> list[Claim]:
         (quarter, {"votes": eviction.PositionVotes(3)}, {"votes": eviction.PositionVotes(0)}),
         (heads, {}, {"heads": eviction.AdaKV()}),
     )
-    dkv, elastic = p.DKVDecode, lambda gamma: Setting(p.ElasticCache(window=8, gamma=gamma), one_block=True)
+    dkv = lambda **options: Setting(p.DKVDecode(**options), blocks=1)
     sparse = lambda keep, delay, side: Setting(p.SparseDLLM(keep=keep, delay=delay, side=side))
-    one_block = lambda policy, sampler: Setting(policy, sampler, one_block=True)
+    one_block = lambda policy, sampler: Setting(policy, sampler, blocks=1)
     return [
-        *(
-            Claim(delay, Setting(dkv(refresh_every=n)), Setting(dkv(refresh_every=n, delay=0)))
-            for n in (2, 4, 8)
-        ),
+        *(Claim(delay, dkv(refresh_every=n), dkv(refresh_every=n, delay=0)) for n in (2, 4, 8)),
         *(
             Claim(source, mask_kv(budget=budget, **better), mask_kv(budget=budget, **other))
             for source, better, other in mask
@@ -72,7 +99,7 @@ def claims() -> list[Claim]:
             for delay in (0, 1)
         ),
         *(
-            Claim(gamma, elastic(high), elastic(low))
+            Claim(gamma, _elastic(high), _elastic(low))
             for low, high in ((0.5, 0.9), (0.9, 0.98), (0.98, 0.999))
         ),
         *(
@@ -82,6 +109,10 @@ def claims() -> list[Claim]:
     ]
 
 
+def _elastic(gamma: float) -> Setting:
+    return Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1)
+
+
 def table(models: dict[str, Any]) -> str:
     """A line per claim and workload that has both settings."""
     lines = [cells(claim, name, models[name]) for claim in claims() for name in models]
@@ -89,29 +120,34 @@ def table(models: dict[str, Any]) -> str:
 
 
 def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] | None:
-    """The claim on one workload, or None where it was not measured.
+    """The claim on one workload, or None where it was not measured or is about others.
 
     Different samplers are compared by right answers only.
     """
-    better, other = (find(workload, setting) for setting in (claim.better, claim.other))
-    if better is None or other is None:
+    one, other = (find(workload, setting) for setting in (claim.one, claim.other))
+    if one is None or other is None or (claim.only and not name.endswith(claim.only)):
         return None
-    if better["accuracy"] is None and claim.better.sampler != claim.other.sampler:
+    if one["accuracy"] is None and claim.one.sampler != claim.other.sampler:
         return None
-    measure = "agreement" if better["accuracy"] is None else "accuracy"
-    a, b = better[measure], other[measure]
+    measure = "agreement" if one["accuracy"] is None else "accuracy"
+    a, b = one[measure], other[measure]
     count = workload["prompt"][0] * (1 if measure == "accuracy" else workload["length"])
-    one_computation = claim.behind and better["block"] == workload["length"]
-    verdict = "same computation" if one_computation else compared(a, b, count)
-    shown = [f"`{row['policy']}`, `{row['sampler']}`: {row[measure]:.1%}" for row in (better, other)]
-    return claim.source, name, *shown, f"{100 * (a - b):+.1f}", verdict
+    noise = Z * math.sqrt((a * (1 - a) + b * (1 - b)) / count)
+    one_computation = claim.behind and one["block"] == workload["length"]
+    verdict = "same computation" if one_computation else compared(a, b, noise, claim.keeps)
+    shown = [f"`{row['policy']}`, `{row['sampler']}`: {row[measure]:.1%}" for row in (one, other)]
+    return claim.source, name, *shown, f"{100 * (a - b):+.1f} ± {100 * noise:.1f}", verdict
 
 
-def compared(a: float, b: float, count: int) -> str:
-    """Whether the first of two success rates is larger, each of so many trials."""
+def compared(a: float, b: float, noise: float, keeps: float | None = None) -> str:
+    """Whether the first of two success rates is larger, or keeps a share of the other; noise: of a - b."""
+    if not max(a, b):
+        return "both at the floor"
+    if keeps is not None:
+        lost = keeps * b - a
+        return "yes" if lost <= 0 else "within noise" if lost < noise else "no"
     if a == b:
-        return "no difference" if a else "both at the floor"
-    noise = 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / count)
+        return "no difference"
     return "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
 
 

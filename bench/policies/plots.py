@@ -23,21 +23,24 @@ HEAD = """\
 # Policies measured
 
 Made by `bench.policies` and its `plots` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
-`as exact`: tokens equal to those of the exact decoder with the same sampler, block and steps; `computed`:
-positions that went through the network, relative to the first line; `kept`: K/V pairs stored per layer and
-head, and `cache`: bytes of the cache, both per prompt; `speed`: the first line's time over this one's,
-without compilation: the median over turns in which both ran, smallest and largest in brackets. It is left out
-where the largest exceeds {noise} times the smallest: such a ratio is noise.
+`exact match`: right answers, with their 95 % interval (Wilson's); `tokens`: right tokens of the answers, end
+of turn included; `as exact`: tokens equal to those of the exact decoder with the same sampler, block and
+steps; `computed`: positions that went through the network, relative to the first line; `kept`: K/V pairs
+stored per layer and head, and `cache`: bytes of the cache, both per prompt; `speed`: the first line's time
+over this one's, without compilation: the median over turns in which both ran, smallest and largest in
+brackets. It is left out where the largest exceeds {noise} times the smallest: such a ratio is noise.
 """
 NOISE = 1.5
 ORDERINGS = """
 ## What the papers found
 
 Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
-comparisons that the papers make. `within noise`: closer than two standard errors of the difference, as if
-the two sides had answered different prompts, and tokens were independent. `same computation`: the sides
-cannot differ there, since nothing lies behind the block. `both at the floor`: neither is ever right. These
-are models of half a million parameters on synthetic tasks: they can confirm a mechanism, not a number.
+comparisons that the papers make. Claims that nothing much is lost hold where at least 99 % of the other's
+accuracy is kept (94 % where the paper says so). `within noise`: closer to what would decide than the 95 %
+interval of the difference, as if the two sides had answered different prompts, and tokens were independent.
+`same computation`: the sides cannot differ there, since nothing lies behind the block. `both at the floor`:
+neither is ever right. These are models of half a million parameters on synthetic tasks: they can confirm a
+mechanism, not a number.
 """
 
 
@@ -85,6 +88,8 @@ def draw(name: str, rows: list[dict[str, Any]]):
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
     curves(left, rows, "computed", quality)
     curves(right, rows, "kept_pairs", quality)
+    for axes in (left, right):
+        axes.plot([], [], color="black", linewidth=5, alpha=0.15, label="Pareto front")
     left.set_xlabel("positions computed, relative to the exact decoder")
     right.set_xlabel("K/V pairs stored per layer and head")
     left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
@@ -95,13 +100,32 @@ def draw(name: str, rows: list[dict[str, Any]]):
 
 
 def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
-    """One curve per policy and variant, its settings in order of x."""
+    """One curve per policy and variant, its settings in order of x, and the front of those with a cache."""
+    cached = [(row[x], row[y]) for row in rows if row["kept_pairs"] or x != "kept_pairs"]
+    axes.plot(*zip(*front(cached), strict=True), color="black", linewidth=5, alpha=0.15)
     colours = plt.get_cmap("tab20")
     for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
         points = sorted((row[x], row[y]) for row in rows if row["curve"] == name)
         style = {"marker": MARKERS[i % len(MARKERS)], "color": colours(i % 20)}
         axes.plot(*zip(*points, strict=True), label=name, alpha=0.8, **style)
     axes.grid(alpha=0.3)
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points (cost, quality) that no other beats: none of at most its cost has at least its quality."""
+    best: list[tuple[float, float]] = []
+    for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or quality > best[-1][1]:
+            best.append((cost, quality))
+    return best
+
+
+def exact_match(row: dict[str, Any]) -> str:
+    """The share of right answers and its confidence interval."""
+    if row["accuracy"] is None:
+        return "-"
+    low, high = row["interval"]
+    return f"{row['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def speed(row: dict[str, Any]) -> str:
@@ -117,7 +141,8 @@ COLUMNS: runner.Columns = {
     "sampler": lambda row: f"`{row['sampler'].split('(')[0]}`",
     "block": lambda row: row["block"],
     "steps": lambda row: row["steps"],
-    "exact match": lambda row: "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
+    "exact match": exact_match,
+    "tokens": lambda row: "-" if row["token_accuracy"] is None else f"{row['token_accuracy']:.1%}",
     "as exact": lambda row: f"{row['agreement']:.1%}",
     "forwards": lambda row: f"{row['forwards']:.1f}",
     "computed": lambda row: f"{row['computed']:.1%}",

@@ -1,22 +1,37 @@
 """The workloads of bench.policies: the embedded models' tasks, and random weights."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
+from scipy.stats import binomtest
 
 import dllm_jax as dj
-from bench.policies.grid import LONG, SHORT, Setting, calibrated
+from bench.policies.grid import LONG, LONG_EVICTION, SHORT, SHORT_EVICTION, Setting, calibrated
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.nn.parameters import initialise
 from dllm_jax.provenance import now
-from dllm_jax.tasks import Chain, Example, FewShot, Task, exact, examples, needle, prompt_arrays
+from dllm_jax.tasks import (
+    Chain,
+    Example,
+    FewShot,
+    Sorting,
+    Task,
+    encode_batch,
+    exact,
+    examples,
+    needle,
+    prompt_arrays,
+)
 
 CALIBRATION = 32  # prompts of a profile
+BLOCK = 4  # positions
+LONG_PROMPT = 512  # tokens, from which on fewer prompts are decoded together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,33 +89,86 @@ class Workload:
             sampler=setting.sampler,
             key=jax.random.key(0) if setting.sampler.draws else None,
             length=self.length,
-            block=self.length if setting.one_block else self.block,
+            block=setting.block(self.length, self.block),
             steps=self.length // setting.divide_steps,
         )
         return jax.block_until_ready(out)
 
-    def accuracy(self, responses: np.ndarray) -> float | None:
-        """Fraction of exactly right answers; None where nothing is right or wrong."""
+    def scores(self, responses: np.ndarray) -> dict[str, Any]:
+        """How right responses [b r] are; None in every field where nothing is right or wrong.
+
+        `accuracy`: fraction of exactly right answers; `interval`: its 95 % confidence interval (Wilson's);
+        `token_accuracy`: fraction of right tokens of the answers, end of turn included.
+        """
         if not self.wanted:
-            return None
-        answers = decode_answers(self.model, self.tokenizer, responses)
-        return float(np.mean(exact(answers, list(self.wanted))))
+            return dict.fromkeys(("accuracy", "interval", "token_accuracy"))
+        spec, wanted = self.model.spec, list(self.wanted)
+        right = exact(decode_answers(self.model, self.tokenizer, responses), wanted)
+        found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
+        answers = encode_batch(self.tokenizer, wanted, self.length, spec.eos_id, spec.eot_id or 0).answer
+        asked = np.asarray(answers) != spec.eos_id
+        return {
+            "accuracy": float(np.mean(right)),
+            "interval": [round(float(end), 4) for end in (found.low, found.high)],
+            "token_accuracy": float(np.mean((responses == answers)[asked])),
+        }
 
 
-def _embedded(
-    name: str, title: str, task: Task, size: int, prompts: int, grid: tuple[Setting, ...], **shape: Any
-) -> Workload:
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A task as the embedded models are asked.
+
+    Attributes:
+      task: where prompts come from.
+      size: see the task.
+      length: response positions.
+      eviction: compare the variants of eviction too.
+    """
+
+    task: Task
+    size: int
+    length: int = 4
+    eviction: bool = False
+
+    @property
+    def grid(self) -> tuple[Setting, ...]:
+        """The settings to compare, but for those that are calibrated."""
+        short = self.length == BLOCK
+        grid, variants = (SHORT, SHORT_EVICTION) if short else (LONG, LONG_EVICTION)
+        return (*grid, *variants) if self.eviction else grid
+
+
+# What a cache loses by age shows in chains, in long ones across many blocks; what it loses by eviction in
+# chains among values, which it may drop, and in prompts with several needles.
+ASKED = {
+    "chain": Asked(Chain(), 7, 32),
+    "chain-among-values": Asked(Chain(8, values=12), 7, 32, eviction=True),
+    "chain-of-16": Asked(Chain(20), 16, 72),
+    "needles-256": Asked(*needle(256, 8), 56, eviction=True),
+    "sorting": Asked(Sorting(), 16, 24),
+    "needle-256": Asked(*needle(256), eviction=True),
+    "needle-1024": Asked(*needle(1024)),
+    "few-shot": Asked(FewShot(), 5, eviction=True),
+    "few-shot-8": Asked(FewShot(kinds=8), 5),
+}
+
+
+def _embedded(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     """An embedded model on a task; layer budgets are calibrated on training prompts."""
     path = dj.embedded.path(name)
     model, tokenizer = dj.load(path), read_tokenizer(path)
-    known = examples(task, 31, size, CALIBRATION, "train")
-    profile = calibrate(model, prompt_arrays(tokenizer, known, model.spec.eos_id)[0], shape["length"])
-    wanted = examples(task, 31, size, prompts, "held_out")
+    wanted = examples(asked.task, 31, asked.size, prompts, "held_out")
     prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
     assert mask.all(), "the size of a task fixes the length of its prompts"
+    grid = asked.grid
+    if asked.eviction:
+        known = examples(asked.task, 31, asked.size, CALIBRATION, "train")
+        seen = prompt_arrays(tokenizer, known, model.spec.eos_id)[0]
+        grid = (*grid, *calibrated(calibrate(model, seen, asked.length)))
+    chunk = min(prompts, 32 if prompt.shape[1] < LONG_PROMPT else 8)
     return Workload(
-        f"{name} {title}", model, prompt, grid=(*grid, *calibrated(profile)), wanted=tuple(wanted),
-        tokenizer=tokenizer, sha256=fingerprint(path), **shape,
+        f"{name} {title}", model, prompt, asked.length, BLOCK, chunk, grid, wanted=tuple(wanted),
+        tokenizer=tokenizer, sha256=fingerprint(path),
     )  # fmt: skip
 
 
@@ -117,17 +185,9 @@ def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Wo
 
 def workloads(prompts: int, width: int) -> dict[str, Any]:
     """Functions without arguments that make the workloads, by name."""
-    short = {"length": 4, "block": 4, "chunk": min(32, prompts), "grid": SHORT}
-    long = {"length": 32, "block": 4, "chunk": min(32, prompts), "grid": LONG}
     made = {
-        f"{name} {title}": lambda name=name, title=title, task=task, size=size, shape=shape: _embedded(
-            name, title, task, size, prompts, **shape
-        )
+        f"{name} {title}": functools.partial(_embedded, name, title, asked, prompts)
         for name in dj.embedded.NAMES
-        for title, (task, size), shape in (
-            ("chain", (Chain(), 7), long),
-            ("needle-256", needle(256), short),
-            ("few-shot", (FewShot(), 5), short),
-        )
+        for title, asked in ASKED.items()
     }
     return made | {"random": lambda: _random(width, 4, 192, 32, 2)}
