@@ -3,11 +3,12 @@
     python -m bench.drift tiny-llada tiny-dream --json bench/results/drift_cpu.json
 
 For each layer the mean cosine similarity of K and of V between the canvases of adjacent steps of the exact
-decoder, of the prompt's positions, of those decoded before, decoded in this step, and still masked. The papers
-show it for LLaDA-8B and Dream-7B: dKV-Cache (arXiv:2505.15781, figure 2), dLLM-Cache (arXiv:2506.06295, figure
-1), Elastic-Cache (arXiv:2510.14973, figure 1), d2Cache (arXiv:2509.23094, figure 2).
+decoder, of the prompt's positions, of those decoded before, decoded in this step, and still masked. Papers
+show it for LLaDA-8B and Dream-7B: dKV-Cache (arXiv:2505.15781, figure 2), dLLM-Cache (arXiv:2506.06295),
+Elastic-Cache (arXiv:2510.14973), d2Cache (arXiv:2509.23094).
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ def similarities(
     alike = jax.jit(jax.vmap(jax.vmap(cosine)))
     total, count = np.zeros((2, model.spec.layers, len(KINDS))), np.zeros(len(KINDS))
     last = keys_and_values(model, jnp.asarray(tokens[0]))
-    for before, after in zip(tokens[:-1], tokens[1:], strict=True):
+    for before, after in itertools.pairwise(tokens):
         now = keys_and_values(model, jnp.asarray(after))
         of = kinds(jnp.asarray(before), jnp.asarray(after), prompt, model.spec.mask_id)
         total += np.einsum("pnbl,kbl->pnk", np.asarray(alike(last, now)), np.asarray(of, np.float64))

@@ -107,9 +107,8 @@ def masked_diffusion_loss(
       prompt_isolation: probability, for each example, that its prompt's rows attend to the prompt alone,
         while the answer's attend to everything (a block mask). Not part of LLaDA's recipe. A small model
         trained without may do its look-ups in the prompt's keys and values as they change with the answer;
-        those of LLaDA-8B and Dream-7B hardly do (dKV-Cache, arXiv:2505.15781, figure 2; dLLM-Cache,
-        arXiv:2506.06295, figure 1), which is what caches rest on. With one half, a model answers with and
-        without.
+        those of LLaDA-8B and Dream-7B hardly do (dKV-Cache, arXiv:2505.15781, figure 2), which is what caches
+        rest on. With one half, a model answers with and without.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
