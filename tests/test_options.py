@@ -18,7 +18,6 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import (
     Fraction,
     NoneMeans,
@@ -30,26 +29,13 @@ from dllm_jax.options import (
     check_argument,
 )
 from dllm_jax.published.expressions import call, policy
-from dllm_jax.roofline import HARDWARE, Assumed, Hardware
+from dllm_jax.roofline import HARDWARE
 from dllm_jax.training import TrainConfig
-from tests.models import spec, tiny
+from tests.models import tiny
+from tests.option_cases import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
-PARTS = (
-    eviction.PyramidKV, eviction.SqueezeAttention, eviction.BoundaryMiddle, eviction.OnlineLayers,
-    eviction.PromptPreference, eviction.AdaKV, eviction.PositionVotes, eviction.SnapKV,
-    samplers.Confidence, samplers.RandomOrder, samplers.CertaintyPrior, samplers.DreamSchedule,
-    samplers.Threshold, samplers.Factor, dj.Layout, ModelSpec, TrainConfig, Hardware, Assumed, Ladder,
-)  # fmt: skip
-NEEDED = {
-    eviction.SqueezeAttention: {"cosine": (0.5,)},
-    dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
-    ModelSpec: dataclasses.asdict(spec("llada")),
-    TrainConfig: {"steps": 400},
-    Hardware: dataclasses.asdict(HARDWARE["h100"]),
-    Ladder: {"rungs": (64, 128)},
-}
 WRONG = {
     int: (2.5, True, "4", math.nan, -math.inf),
     float: (math.nan, math.inf, True, "x", 10**400),
@@ -68,7 +54,8 @@ def kind_of(annotation):
 
 FIELDS = [
     (cls, name, value)
-    for cls in (*map(type, policies.ALL), *PARTS)
+    for cls in OPTIONS
+    if cls is not dj.MeshRules  # names of axes: any words
     for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
     if name in {field.name for field in dataclasses.fields(cls)}
     for value in WRONG.get(kind_of(annotation), ("unknown", 0))
@@ -80,7 +67,7 @@ FIELDS = [
 )
 def test_every_field_refuses_another_type(kind, field, value):
     with pytest.raises(ValueError, match=f"{field}="):
-        kind(**(NEEDED.get(kind, {}) | {field: value}))
+        kind(**(OPTIONS[kind] | {field: value}))
 
 
 @pytest.mark.parametrize(

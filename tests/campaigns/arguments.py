@@ -16,13 +16,11 @@ import jax
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import embedded, eviction, policies, samplers, tasks
+from dllm_jax import embedded, eviction, policies, samplers
 from dllm_jax.decoding.buckets import Ladder, geometric
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Options
-from dllm_jax.roofline import HARDWARE, Assumed, Hardware, work
-from dllm_jax.tasks.curriculum import Stage
+from dllm_jax.roofline import Assumed, work
 from dllm_jax.training import Batch, Batches, TrainConfig, prepare, train
 from tests.campaigns import invalid
 from tests.campaigns.invalid import (
@@ -40,6 +38,7 @@ from tests.campaigns.invalid import (
 )
 from tests.campaigns.verdicts import Case, Verdict, judge
 from tests.models import spec, tiny
+from tests.option_cases import OPTIONS
 
 NAME = "arguments"
 SAMPLE = 400
@@ -199,27 +198,6 @@ def settings() -> Iterator[Target]:
         found = {name: invalid.of_field(hint) for name, hint in fields.items()}
         if wrong := {name: values for name, values in found.items() if values is not None}:
             yield Target(kind.__name__, kind, right, wrong)
-
-
-OPTIONS: dict[type[Options], dict[str, Any]] = {
-    **{type(policy): {} for policy in policies.ALL},
-    **{
-        kind: {}
-        for kind in (
-            eviction.PyramidKV, eviction.BoundaryMiddle, eviction.OnlineLayers, eviction.PromptPreference,
-            eviction.AdaKV, eviction.PositionVotes, eviction.SnapKV, samplers.Confidence,
-            samplers.RandomOrder, samplers.CertaintyPrior, samplers.DreamSchedule, samplers.Threshold,
-            samplers.Factor, Assumed, dj.MeshRules, tasks.Recall, tasks.Chain, tasks.FewShot,
-        )
-    },
-    eviction.SqueezeAttention: {"cosine": (0.5,)},
-    dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
-    ModelSpec: dataclasses.asdict(spec("llada")),
-    TrainConfig: {"steps": 400},
-    Hardware: dataclasses.asdict(HARDWARE["h100"]),
-    Ladder: {"rungs": (64, 128)},
-    Stage: {"task": tasks.Recall(), "size": 2, "batch": 4, "length": 8},
-}  # fmt: skip
 
 
 @functools.cache
