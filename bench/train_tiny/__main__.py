@@ -9,6 +9,7 @@ that ship are older than their recipes, which were changed while they were train
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -76,37 +77,40 @@ def spec_of(family: str) -> ModelSpec:
 
 
 def stages() -> tuple[Stage, ...]:
-    """From two pairs with keys of four letters, which teaches looking up, to a needle among 1024 tokens.
+    """From two pairs with keys of four letters, which teaches looking up, to needles among 1024 tokens.
 
     Forty letters at once take several times as long to leave the guessing floor as four and then more: each
     letter has to be seen often enough to be matched with itself. Up to there everything is masked, which has
     the least variance; a model trained on nothing else cannot finish a half-decoded answer. What comes after
-    uses the same look-up: values of three digits, forms, voting over examples, chains, longer prompts. Most
-    long prompts ask for eight pairs: 24 look-ups for the price of three. Bars are low: at a constant rate
-    parameters are too noisy to be right every time, which they become when the rate falls.
+    uses the same look-up: values of three digits, voting over examples, chains. Bars are low: at a constant
+    rate parameters are too noisy to be right every time, which they become when the rate falls. The last
+    stages have none: they open one by one and are learnt together.
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
-    several = ((128, 1.0), (256, 1.0), (512, 2.0), (1024, 3.0))  # tokens, weight
-    one = ((64, 0.5), (128, 0.5), (256, 1.0), (512, 1.0), (1024, 1.5))  # tokens, weight
+    late = functools.partial(Stage, t_min=0.1, bar=0.0)
+    weights = {64: 0.5, 128: 0.5, 256: 1.0, 512: 1.5, 1024: 2.0}
+    needles = (late(*needle(n), 4096 // n, 4, weight=weight) for n, weight in weights.items())
+    several = (late(*needle(n, 8), max(4, 4096 // n), 56, weight=1.5) for n in (128, 256, 512, 1024))
     return (
         *(Stage(Recall(n, 1), pairs, 128, 2, 1.0, bar=0.8, weight=0.1) for n, pairs in alphabets),
         Stage(Recall(digits=1), 4, 128, 2, 0.5, bar=0.7, weight=0.1),
         Stage(Recall(digits=1, filler=8), 6, 96, 2, 0.2, bar=0.6, weight=0.1),
+        Stage(Recall(digits=2), 8, 64, 4, 0.2, bar=0.5, weight=0.1),
         Stage(Recall(), 8, 64, 4, 0.2, bar=0.4, weight=0.3),
-        Stage(Recall(filler=30), 8, 64, 4, 0.2, bar=0.4, weight=0.3),
-        Stage(Recall(asked=4), 8, 48, 25, 0.1, bar=0.1, weight=0.3),
         Stage(FewShot(wrong=0), 3, 64, 4, 0.2, bar=0.7, weight=0.3),
         Stage(FewShot(), 5, 48, 4, 0.2, bar=0.6, weight=2.0),
-        Stage(FewShot(kinds=8), 5, 24, 4, 0.2, bar=0.4, weight=2.0),
-        Stage(Chain(8), 3, 96, 13, 0.1, bar=0.4, weight=0.5),
-        Stage(Chain(16), 5, 64, 21, 0.1, bar=0.4, weight=0.5),
-        Stage(Chain(16), 7, 48, 32, 0.1, bar=0.4, weight=4.0),
-        Stage(Chain(8, values=12), 7, 32, 32, 0.1, bar=0.2, weight=2.0),
-        Stage(Chain(20), 16, 32, 72, 0.1, bar=0.1, weight=3.0),
-        Stage(Sorting(), 8, 96, 12, 0.1, bar=0.4, weight=0.5),
-        Stage(Sorting(), 16, 96, 24, 0.1, bar=0.1, weight=1.5),
-        *(Stage(*needle(n, 8), max(4, 4096 // n), 56, 0.1, bar=0.0, weight=weight) for n, weight in several),
-        *(Stage(*needle(n), 4096 // n, 4, 0.2, bar=0.0, weight=weight) for n, weight in one),
+        Stage(Recall(filler=30), 8, 64, 4, 0.2, bar=0.4, weight=0.3),
+        Stage(Chain(8), 3, 96, 13, 0.1, bar=0.4, weight=0.3),
+        Stage(Chain(16), 5, 64, 21, 0.1, bar=0.3, weight=0.5),
+        Stage(Chain(16), 7, 48, 32, 0.1, bar=0.3, weight=4.0),
+        late(FewShot(kinds=8), 5, 24, 4, weight=2.0),
+        late(Chain(8, values=12), 7, 32, 32, weight=2.0),
+        late(Chain(20), 16, 32, 72, weight=3.0),
+        late(Sorting(), 8, 96, 12, weight=0.5),
+        late(Sorting(), 16, 96, 24, weight=1.5),
+        *needles,
+        late(Recall(asked=4), 8, 48, 25, weight=1.5),
+        *several,
     )
 
 
@@ -120,8 +124,8 @@ def recipe_for(family: str, steps: int, decay: int) -> Recipe:
 
 
 RECIPES = {
-    "tiny-llada": recipe_for("llada", 8500, 4000),
-    "tiny-dream": recipe_for("dream", 8500, 4000),
+    "tiny-llada": recipe_for("llada", 12000, 5000),
+    "tiny-dream": recipe_for("dream", 12000, 5000),
 }
 
 
