@@ -3,6 +3,8 @@
 import ast
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,10 @@ def test_the_package_shows_public_names_and_packages_only():
 def test_the_policy_interface_has_at_most_ten_members():
     ours = {name for name in vars(dj.policies.Policy) if not name.startswith("_")} - {"reuses"}
     assert len(ours) <= 10
+
+
+def test_what_is_slow_to_import_waits_until_it_is_needed():
+    slow = {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}
+    code = f"import sys, dllm_jax; print(*sorted({slow} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == []

@@ -11,7 +11,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.nn import sharding
-from dllm_jax.nn.parameters import INIT_STD, abstract, count, describe, initialise
+from dllm_jax.nn.modules import INIT_STD, initialise
+from dllm_jax.nn.parameters import abstract, count, describe
 from tests.models import FAMILIES, spec, tiny
 
 drawn = jax.jit(initialise, static_argnums=0)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import initialise
+from dllm_jax.nn.modules import initialise
 from dllm_jax.tasks import Curriculum, Example, Recall, Stage, accuracy, encode_batch, examples, tokenizer
 from tests.models import spec
 

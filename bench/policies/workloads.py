@@ -14,7 +14,7 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
-from dllm_jax.nn.parameters import initialise
+from dllm_jax.nn.modules import initialise
 from dllm_jax.provenance import now
 from dllm_jax.tasks import (
     Chain,

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
-from dllm_jax.nn.parameters import INIT_STD, abstract, separate_is_faster
+from dllm_jax.nn.modules import INIT_STD
+from dllm_jax.nn.parameters import abstract, separate_is_faster
 from dllm_jax.nn.sharding import default_device
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}

@@ -24,7 +24,8 @@ from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
 from dllm_jax.checkpoint.names import dream, llada
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import INIT_STD, Params, count, initialise, separate
+from dllm_jax.nn.modules import INIT_STD, initialise
+from dllm_jax.nn.parameters import Params, count, separate
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Chain, Curriculum, FewShot, Recall, Sorting, Stage, needle, tokenizer
 from dllm_jax.training import Run, TrainConfig, train

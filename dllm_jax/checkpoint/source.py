@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import huggingface_hub
 import jax
 import numpy as np
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -84,12 +82,20 @@ def locate(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(
             f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){of_nothing(here)}"
         )
+    return _fetched(str(path), here)
+
+
+def _fetched(name: str, here: Path) -> Path:
+    """Downloads a checkpoint of the hub; raises FileNotFoundError if that fails."""
+    import huggingface_hub  # slow to import, and used by this alone
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=list(DOWNLOADED)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
-            f"{str(path)!r}: no such directory here ({here.absolute()}), and fetching it from the "
+            f"{name!r}: no such directory here ({here.absolute()}), and fetching it from the "
             f"Hugging Face hub failed: {reason}"
         ) from error
 

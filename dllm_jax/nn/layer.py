@@ -29,7 +29,7 @@ class Layer:
     a policy can decide what is added, cached or skipped. The layer knows nothing of caches.
 
     Attributes:
-      weights: this layer's parameters, see `dllm_jax.nn.parameters.LayerParameters`.
+      weights: this layer's parameters, see `dllm_jax.nn.modules.LayerParameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: which layer this is.
