@@ -121,7 +121,7 @@ def test_rope_factor_must_be_positive(tmp_path, factor):
         dj.load(write_hf(tmp_path / "hf", tiny()), rope_factor=factor)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8", "float64", "no such"])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float64", "no such", "05,x"])
 def test_dtypes_that_models_do_not_run_in(tmp_path, dtype):
     with pytest.raises(ValueError, match=f"{dtype}.*supported: float32, bfloat16"):
         dj.load(write_hf(tmp_path / "hf", tiny()), dtype=dtype)

@@ -239,3 +239,9 @@ def test_cache_bytes_are_the_policy_s():
     kept = roofline.work(LLADA, dj.policies.MaskKV(budget=256), layout).memory.cache
     assert kept < 0.7 * dense / 3
     assert math.isfinite(kept)
+
+
+@pytest.mark.parametrize("dtype", ["float33", "05,x", object()])  # NumPy raises an error of its own for each
+def test_what_is_no_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype=.* is no dtype, such as bfloat16"):
+        roofline.work(LLADA, dj.policies.DualCache(), dj.Layout(64, 32, 32, 32), dtype=dtype)

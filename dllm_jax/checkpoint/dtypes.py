@@ -24,7 +24,7 @@ def supported(dtype: Any) -> np.dtype:
     """
     try:
         chosen = np.dtype(dtype)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={dtype!r} is no dtype; supported: float32, bfloat16") from error
     if chosen not in SUPPORTED:
         raise ValueError(f"dtype={chosen} is not supported; supported: float32, bfloat16")

@@ -129,7 +129,7 @@ def work(
     batch = check_argument("batch", batch, PositiveInt)
     try:
         itemsize = jnp.dtype(dtype).itemsize
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={shown(dtype)} is no dtype, such as bfloat16") from error
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
