@@ -243,5 +243,5 @@ def test_cache_bytes_are_the_policy_s():
 
 @pytest.mark.parametrize("dtype", ["float33", "05,x", object()])  # NumPy raises an error of its own for each
 def test_what_is_no_dtype_is_refused(dtype):
-    with pytest.raises(ValueError, match="dtype=.* is no dtype, such as bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype=.* is no dtype, such as bfloat16"):
         roofline.work(LLADA, dj.policies.DualCache(), dj.Layout(64, 32, 32, 32), dtype=dtype)
