@@ -285,14 +285,14 @@ def test_kernels_small():
 
 
 def test_predictions(tmp_path, capsys):
-    found, grid = tmp_path / "found.json", Grid(prompts=(1024,), batches=(1,))
+    found, grid = tmp_path / "found.json", Grid(prompts=(96,), batches=(1,), length=64)
     forecast = predictions.Forecast(("llada-8b",), ("h100", "v5e"), grid, json=found)
     predictions.main(forecast)
     table = capsys.readouterr().out
-    assert table.count("| Policy | 1024 | 1 |") == 2
+    assert table.count("| Policy | 96 | 1 |") == 2
     predictions.main(dataclasses.replace(forecast, markdown=True))
     short = capsys.readouterr().out
-    assert short.count("| policy | prompt 1024 |") == 2
+    assert short.count("| policy | prompt 96 |") == 2
     assert "(1.00x) *" in short.split("TPU v5e")[1]  # it does not fit
     report = json.loads(found.read_text())
     assert len(report["rows"]) == 2 * len(dj.policies.ALL)

@@ -191,7 +191,7 @@ def test_rollout_is_float32():
 
 
 def test_assumptions_of_data_dependent_policies():
-    layout = dj.Layout(1024, 256, 32, 256)
+    layout = dj.Layout(256, 64, 32, 64)
 
     def ms(policy: dj.policies.Policy, **assumed: float) -> float:
         return roofline.work(LLADA, policy, layout, assumed=roofline.Assumed(**assumed)).on(H100).ms_per_token
