@@ -146,7 +146,7 @@ def test_separate_layers_decode_as_stacked_ones(policy, family):
         np.testing.assert_allclose(separate_layers, stacked, rtol=1e-6)
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
