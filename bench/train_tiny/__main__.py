@@ -58,11 +58,15 @@ UNUSED = {  # keys of the published config.json that do not matter here
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that determines an embedded model, and what the card says of how the one that ships came about."""
+    """All that determines an embedded model, and what the card says of how the one that ships came about.
+
+    `config` is of a run from nothing, `further` of one that goes on from a model that has learnt the stages.
+    """
 
     spec: ModelSpec
     stages: tuple[Stage, ...]
     config: TrainConfig
+    further: TrainConfig
     history: str = "The same command makes the same parameters on the same device and software."
 
 
@@ -89,7 +93,7 @@ def stages() -> tuple[Stage, ...]:
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
     late = functools.partial(Stage, t_min=0.1, bar=0.0)
-    weights = {64: 0.5, 128: 0.5, 256: 1.0, 512: 1.5, 1024: 2.0}
+    weights = {64: 0.5, 128: 1.0, 256: 2.0, 512: 2.5, 1024: 2.5}
     needles = (late(*needle(n), 4096 // n, 4, weight=weight) for n, weight in weights.items())
     several = (late(*needle(n, 8), max(4, 4096 // n), 56, weight=1.5) for n in (128, 256, 512, 1024))
     return (
@@ -103,7 +107,7 @@ def stages() -> tuple[Stage, ...]:
         Stage(Recall(filler=30), 8, 64, 4, 0.2, bar=0.4, weight=0.3),
         Stage(Chain(8), 3, 96, 13, 0.1, bar=0.4, weight=0.3),
         Stage(Chain(16), 5, 64, 21, 0.1, bar=0.3, weight=0.5),
-        Stage(Chain(16), 7, 48, 32, 0.1, bar=0.3, weight=4.0),
+        Stage(Chain(16), 7, 48, 32, 0.1, bar=0.3, weight=6.0),
         late(FewShot(kinds=8), 5, 24, 4, weight=2.0),
         late(Chain(8, values=12), 7, 32, 32, weight=2.0),
         late(Chain(20), 16, 32, 72, weight=3.0),
@@ -115,18 +119,17 @@ def stages() -> tuple[Stage, ...]:
     )
 
 
-def recipe_for(family: str, steps: int, decay: int) -> Recipe:
-    """The stages for a family; the rate falls over the last `decay` steps."""
-    config = TrainConfig(
+def training(steps: int, decay: int) -> TrainConfig:
+    """What all runs share; the rate falls over the last `decay` steps."""
+    return TrainConfig(
         steps=steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, prompt_isolation=0.5,
         review_every=50, save_every=100,
     )  # fmt: skip
-    return Recipe(spec_of(family), stages(), config)
 
 
 RECIPES = {
-    "tiny-llada": recipe_for("llada", 12000, 5000),
-    "tiny-dream": recipe_for("dream", 12000, 5000),
+    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(4500, 3000)),
+    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(6500, 4000)),
 }
 
 
@@ -165,6 +168,7 @@ def ship(name: str, run: Run, recipe: Recipe, assets: Path, out: Path):
 def main(
     name: Annotated[str, tyro.conf.Positional],
     runs: Path = Path("runs"),
+    begin_with: Path | None = None,
     out: Path = Path(embedded.__file__).parent,
 ):
     """Trains, or goes on training, an embedded model and writes it.
@@ -172,6 +176,8 @@ def main(
     Args:
       name: of the recipe, e.g. tiny-llada.
       runs: where checkpoints and the log of the run are kept.
+      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the first
+        step on, for as many steps as the recipe's `further` says. From nothing by default.
       out: where the finished model goes, in a directory of its name; the package's data by default.
     """
     if name not in RECIPES:
@@ -179,9 +185,12 @@ def main(
     recipe, directory = RECIPES[name], runs / name
     write_assets(directory / "assets", recipe.spec)
     read = AutoTokenizer.from_pretrained(directory / "assets")
-    params = start(recipe.spec)
+    params, first = start(recipe.spec), 0
+    if begin_with is not None:
+        recipe = dataclasses.replace(recipe, config=recipe.further)
+        params, first = load(begin_with).params, len(recipe.stages)
     print(f"{name}: {count(params):,} parameters")
-    source = Curriculum(recipe.stages, read, recipe.spec, review_examples=32)
+    source = Curriculum(recipe.stages, read, recipe.spec, review_examples=32, first=first)
     run = train(Model(separate(params), recipe.spec), source, recipe.config, directory=directory)
     ship(name, run, recipe, directory / "assets", out / name)
 

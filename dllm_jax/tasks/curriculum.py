@@ -64,6 +64,8 @@ class Curriculum(Options, Source):
       seed: of the examples.
       rehearsal: fraction of batches drawn from any of the stages so far, the current one included, by weight.
       review_examples: examples per review.
+      first: the stage to begin with, for a model that has learnt those before it; len(stages) means that all
+        are rehearsed from the first batch on.
     """
 
     stages: Annotated[tuple[Stage, ...], MinLen(1)]
@@ -72,16 +74,19 @@ class Curriculum(Options, Source):
     seed: NonNegativeInt = 0
     rehearsal: Fraction = 0.3
     review_examples: PositiveInt = 64
+    first: NonNegativeInt = 0
 
     def __post_init__(self):
         super().__post_init__()
         if self.spec.eot_id is None:
             raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
+        if self.first > len(self.stages):
+            raise ValueError(f"first={self.first} must be 0 to {len(self.stages)}, the number of stages")
 
     @override
     def begin(self) -> Memory:
         """The memory of the first stage; `accuracy` is that of the last review."""
-        return {"stage": 0, "accuracy": 0.0}
+        return {"stage": self.first, "accuracy": 0.0}
 
     @override
     def batch(self, memory: Memory, step: int) -> Batch:
