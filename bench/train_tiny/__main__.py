@@ -176,8 +176,8 @@ def main(
     Args:
       name: of the recipe, e.g. tiny-llada.
       runs: where checkpoints and the log of the run are kept.
-      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the first
-        step on, for as many steps as the recipe's `further` says. From nothing by default.
+      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
+        first step on, for as many steps as the recipe's `further` says. From nothing by default.
       out: where the finished model goes, in a directory of its name; the package's data by default.
     """
     if name not in RECIPES:
