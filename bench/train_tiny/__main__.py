@@ -128,8 +128,8 @@ def training(steps: int, decay: int) -> TrainConfig:
 
 
 RECIPES = {
-    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(4500, 3000)),
-    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(6500, 4000)),
+    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(3000, 2000)),
+    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(5000, 3500)),
 }
 
 
