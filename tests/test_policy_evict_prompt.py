@@ -94,7 +94,6 @@ def test_pairs_are_chosen_anew_or_kept():
         (policies.ElasticCache(), r"policy=ElasticCache\(.* in a way of its own"),
         (policies.D2Cache(), r"policy=D2Cache\(.* in a way of its own"),
         (policies.EvictPrompt(), r"policy=EvictPrompt\(.* in a way of its own"),
-        (0.5, "policy=0.5 must be a Policy"),
     ],
 )
 def test_policies_that_store_in_a_way_of_their_own_are_refused(under, message):
