@@ -31,6 +31,10 @@ from dllm_jax.decoding.warmup import warmup
 # Scoring
 from dllm_jax.decoding.likelihood import log_likelihood
 
+# Seeing inside
+from dllm_jax import analysis
+from dllm_jax.analysis import Capture, capture
+
 # Models that ship with the package, published settings
 from dllm_jax import embedded
 from dllm_jax.published.presets import presets
@@ -41,13 +45,16 @@ from dllm_jax.published.shapes import abstract
 __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
+    "Capture",
     "Layout",
     "MeshRules",
     "Model",
     "ModelSpec",
     "Output",
     "abstract",
+    "analysis",
     "buckets",
+    "capture",
     "chat",
     "embedded",
     "eviction",
