@@ -11,11 +11,11 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.analysis.passes import Chosen, Seen, keep
+from dllm_jax.analysis.passes import Chosen, Seen, by_canvas, chosen_layers, filled, in_one_batch, keep
 from dllm_jax.analysis.source import Source, canvases
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.places import Indices, distinct, indices, within
+from dllm_jax.nn.places import Indices, indices, within
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, shown
 from dllm_jax.state import host
@@ -167,16 +167,10 @@ def _names(what: Any) -> tuple[What, ...]:
 
 def _chosen(what: tuple[What, ...], layers: Indices | None, spec: ModelSpec) -> Chosen:
     """Where a pass looks for what is to be captured."""
-    nothing = np.zeros(0, np.int32)
-    ends = spec.layers, spec.layers + 1
-    if layers is None:
-        of_layers, stream = (np.arange(end, dtype=np.int32) for end in ends)
-    else:
-        of_layers = stream = np.asarray(indices("layers", layers))
-        distinct("layers", stream)
-        within("layers", stream, ends[what == ("residual",)], "the model has layers")
-    only = what == ("residual",)
-    return Chosen(nothing if only else of_layers, stream if "residual" in what else nothing)
+    nothing, only = np.zeros(0, np.int32), what == ("residual",)
+    stream = chosen_layers(layers, spec.layers + (only or layers is None))
+    of_layers = nothing if only else chosen_layers(layers, spec.layers)
+    return Chosen(of_layers, stream if "residual" in what else nothing)
 
 
 def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.ndarray, "b j"] | None:
@@ -188,12 +182,6 @@ def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.nda
     if at.ndim == 2 and len(at) != batch:
         raise ValueError(f"positions has shape {at.shape}; expected (j,) or ({batch}, j)")
     return np.broadcast_to(at, (batch, at.shape[-1]))
-
-
-def filled(tokens: Int[np.ndarray, "t b l"], count: int) -> tuple[Int[np.ndarray, "c b l"], int]:
-    """A chunk of `count` canvases, the last one again for those that are missing, and how many are real."""
-    missing = count - len(tokens)
-    return np.concatenate([tokens, np.repeat(tokens[-1:], missing, axis=0)]), len(tokens)
 
 
 @functools.partial(jax.jit, static_argnames="what")
@@ -215,23 +203,6 @@ def _captured(
     kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at))
     arrays = kept.layers | ({"residual": kept.stream} if "residual" in what else {})
     return {name: by_canvas(array, len(tokens)) for name, array in arrays.items()}
-
-
-def in_one_batch(tokens: Int[Array, "c b l"], *of_sequences: Any) -> tuple[Any, ...]:
-    """Canvases as the sequences of one batch [b c], those of a sequence side by side, as a mesh splits them.
-
-    Args:
-      tokens: the canvases.
-      *of_sequences: arrays [b ..], each repeated for all canvases of a sequence; None stays None.
-    """
-    flat = jnp.swapaxes(tokens, 0, 1).reshape(-1, tokens.shape[2])
-    again = lambda a: None if a is None else jnp.repeat(a, len(tokens), axis=0)
-    return flat, *map(again, of_sequences)
-
-
-def by_canvas(array: Shaped[Array, "n bc *rest"], count: int) -> Shaped[Array, "c n b *rest"]:
-    """What `in_one_batch` put into one batch, with an axis of its own for canvases, the first one."""
-    return jnp.moveaxis(array.reshape(len(array), -1, count, *array.shape[2:]), 2, 0)
 
 
 def _attention(seen: Seen, at: Int[Array, "b j"] | None) -> Float[Array, "b h j l"]:

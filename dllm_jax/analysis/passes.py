@@ -1,18 +1,19 @@
 """Full passes over canvases that keep a part of what the chosen layers compute, and nothing of the others."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.attention import Mask, attention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass
+from dllm_jax.nn.places import Indices, distinct, indices, within
 from dllm_jax.policies.parts.control import when
 
 
@@ -60,6 +61,39 @@ class Chosen(NamedTuple):
 
     layers: Int[Array | np.ndarray, "i"]
     stream: Int[Array | np.ndarray, "r"]
+
+
+def chosen_layers(layers: Indices | None, count: int) -> Int[np.ndarray, "n"]:
+    """The chosen ones of `count` layers; None for all."""
+    if layers is None:
+        return np.arange(count, dtype=np.int32)
+    found = np.asarray(indices("layers", layers))
+    distinct("layers", found)
+    within("layers", found, count, "the model has layers")
+    return found
+
+
+def filled(tokens: Int[np.ndarray, "t b l"], count: int) -> tuple[Int[np.ndarray, "c b l"], int]:
+    """A chunk of `count` canvases, the last one again for those that are missing, and how many are real."""
+    missing = count - len(tokens)
+    return np.concatenate([tokens, np.repeat(tokens[-1:], missing, axis=0)]), len(tokens)
+
+
+def in_one_batch(tokens: Int[Array, "c b l"], *of_sequences: Any) -> tuple[Any, ...]:
+    """Canvases as the sequences of one batch [b c], those of a sequence side by side, as a mesh splits them.
+
+    Args:
+      tokens: the canvases.
+      *of_sequences: arrays [b ..], each repeated for all canvases of a sequence; None stays None.
+    """
+    flat = jnp.swapaxes(tokens, 0, 1).reshape(-1, tokens.shape[2])
+    again = lambda a: None if a is None else jnp.repeat(a, len(tokens), axis=0)
+    return flat, *map(again, of_sequences)
+
+
+def by_canvas(array: Shaped[Array, "n bc *rest"], count: int) -> Shaped[Array, "c n b *rest"]:
+    """What `in_one_batch` put into one batch, with an axis of its own for canvases, the first one."""
+    return jnp.moveaxis(array.reshape(len(array), -1, count, *array.shape[2:]), 2, 0)
 
 
 def keep(
