@@ -8,71 +8,19 @@ show it for LLaDA-8B and Dream-7B: dKV-Cache (arXiv:2505.15781, figure 2), dLLM-
 Elastic-Cache (arXiv:2510.14973), d2Cache (arXiv:2509.23094).
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
-from jaxtyping import Array, Bool, Float, Int
 
 import dllm_jax as dj
 from bench.policies.workloads import ASKED, Asked
 from bench.shared import runner
+from dllm_jax.analysis import step_similarity
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.nn.arithmetic import cosine, rope_table
-from dllm_jax.nn.layer import Layer, walk
 from dllm_jax.tasks import examples, prompt_arrays
 
-KINDS = ("prompt", "decoded", "new", "masked")
-
-
-@jax.jit
-def keys_and_values(model: dj.Model, tokens: Int[Array, "b l"]) -> Float[Array, "2 n b l k d"]:
-    """Keys (rotated) and values of every layer in a full pass."""
-    spec, (b, length) = model.spec, tokens.shape
-    stream = dj.hidden_states(model, tokens)
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (b, length))
-
-    def run(layer: Layer, pairs: Float[Array, "2 n b l k d"]) -> Float[Array, "2 n b l k d"]:
-        x = stream[layer.index]
-        return pairs.at[:, layer.index].set(jnp.stack([layer.qk(x, position)[1], layer.value(x)]))
-
-    pairs = jnp.zeros((2, spec.layers, b, length, spec.kv_heads, spec.head), stream.dtype)
-    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, pairs)
-
-
-def kinds(
-    before: Int[Array, "b l"], after: Int[Array, "b l"], prompt: int, mask_id: int
-) -> Bool[Array, "4 b l"]:
-    """Which positions are of each of `KINDS` in a step from one canvas to the next."""
-    in_prompt = jnp.broadcast_to(jnp.arange(before.shape[1]) < prompt, before.shape)
-    was, still = before == mask_id, after == mask_id
-    return jnp.stack([in_prompt, ~in_prompt & ~was, was & ~still, still])
-
-
-def similarities(
-    model: dj.Model, tokens: Int[np.ndarray, "t b l"], prompt: int
-) -> Float[np.ndarray, "2 n 4"]:
-    """Mean cosine similarity of K and V between adjacent canvases, by layer and kind; NaN if there is none.
-
-    Args:
-      model: the model.
-      tokens: canvases of adjacent steps, `Trace.tokens` of the exact decoder.
-      prompt: length of the prompts, which are not padded.
-    """
-    alike = jax.jit(jax.vmap(jax.vmap(cosine)))
-    total, count = np.zeros((2, model.spec.layers, len(KINDS))), np.zeros(len(KINDS))
-    last = keys_and_values(model, jnp.asarray(tokens[0]))
-    for before, after in itertools.pairwise(tokens):
-        now = keys_and_values(model, jnp.asarray(after))
-        of = kinds(jnp.asarray(before), jnp.asarray(after), prompt, model.spec.mask_id)
-        total += np.einsum("pnbl,kbl->pnk", np.asarray(alike(last, now)), np.asarray(of, np.float64))
-        count += np.sum(of, axis=(1, 2))
-        last = now
-    return np.where(count, total / np.maximum(count, 1), np.nan)
+KINDS = ("prompt", "decoded", "new", "masked")  # those of dllm_jax.analysis, as the results call them
 
 
 def rows(name: str, title: str, asked: Asked, prompts: int) -> Iterator[runner.Row]:
@@ -82,16 +30,15 @@ def rows(name: str, title: str, asked: Asked, prompts: int) -> Iterator[runner.R
     drawn = examples(asked.task, 31, asked.size, prompts, "held_out")
     prompt, _ = prompt_arrays(tokenizer, drawn, model.spec.eos_id)
     out = dj.generate(model, prompt, length=asked.length, trace=True)
-    assert out.trace is not None, "asked for above"
-    found = similarities(model, np.asarray(out.trace.tokens), prompt.shape[1])
+    found = step_similarity(model, out).by_kind()
     for layer in range(model.spec.layers):
         of = lambda values: dict(zip(KINDS, (round(float(v), 4) for v in values), strict=True))
         yield {
             "model": name,
             "task": title,
             "layer": layer,
-            "k": of(found[0, layer]),
-            "v": of(found[1, layer]),
+            "k": of(found.k[layer]),
+            "v": of(found.v[layer]),
         }
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 # isort: off
 
 # Models
-from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint import load, save_hf
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model, forward, hidden_states
 from dllm_jax.nn.spec import ModelSpec
@@ -29,7 +29,11 @@ from dllm_jax.decoding import buckets
 from dllm_jax.decoding.warmup import warmup
 
 # Scoring
-from dllm_jax.decoding.likelihood import log_likelihood
+from dllm_jax.decoding.likelihood import log_likelihood, token_log_likelihoods
+
+# Seeing inside
+from dllm_jax import analysis
+from dllm_jax.analysis import Capture, capture
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded
@@ -41,13 +45,16 @@ from dllm_jax.published.shapes import abstract
 __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
+    "Capture",
     "Layout",
     "MeshRules",
     "Model",
     "ModelSpec",
     "Output",
     "abstract",
+    "analysis",
     "buckets",
+    "capture",
     "chat",
     "embedded",
     "eviction",
@@ -62,7 +69,9 @@ __all__ = [
     "policies",
     "presets",
     "samplers",
+    "save_hf",
     "state",
+    "token_log_likelihoods",
     "warmup",
 ]
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "eviction": STATE | {"eviction"},
     "policies": POLICIES,
     "decoding": POLICIES | {"samplers", "decoding"},
+    "analysis": POLICIES | {"decoding", "analysis"},
 }
 
 

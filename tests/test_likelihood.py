@@ -150,6 +150,61 @@ def test_the_chunk_changes_nothing():
     np.testing.assert_allclose(*by_chunk, rtol=1e-6)
 
 
+RAGGED = np.arange(ANSWER) < np.array([[3], [2]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_contributions_of_tokens_add_up(family):
+    model, (prompt, answer) = tiny(family), texts(family)
+    masks = masks_for(5)
+    options = dict(prompt_mask=PADDING, masks=jnp.asarray(masks), chunk=2)
+    ours = np.asarray(dj.token_log_likelihoods(model, prompt, answer, **options))
+    np.testing.assert_allclose(ours.sum(1), dj.log_likelihood(model, prompt, answer, **options), rtol=1e-5)
+    everything = np.ones((1, B, ANSWER), bool)
+    of_all = dj.token_log_likelihoods(model, prompt, answer, prompt_mask=PADDING, masks=everything)
+    entropy = token_cross_entropy(model, prompt, answer, PADDING, jnp.asarray(everything[0]))
+    np.testing.assert_allclose(of_all, -entropy, rtol=1e-5)
+    assert (ours[~masks.any(axis=0)] == 0).all()
+
+
+@pytest.mark.parametrize(("family", "cfg_scale"), [("llada", 0.7), ("dream", 0.0)])
+def test_ragged_answers_equal_each_alone(family, cfg_scale):
+    """Whatever their padding holds, mask ids included."""
+    model, (prompt, answer) = tiny(family), texts(family)
+    masks = np.array([[True, False, True], [False, True, True], [True, True, False]])[:, None] & RAGGED
+    padded = jnp.where(RAGGED, answer, model.spec.mask_id)
+    options = dict(prompt_mask=PADDING, answer_mask=RAGGED, masks=masks, cfg_scale=cfg_scale)
+    ours = dj.token_log_likelihoods(model, prompt, padded, **options)
+    assert ours[1, 2] == 0
+    np.testing.assert_allclose(ours.sum(1), dj.log_likelihood(model, prompt, padded, **options), rtol=1e-5)
+    for b, length in enumerate(RAGGED.sum(1)):
+        alone = dj.token_log_likelihoods(
+            model,
+            prompt[b : b + 1, PADS[b] :],
+            answer[b : b + 1, :length],
+            masks=masks[:, b : b + 1, :length],
+            cfg_scale=cfg_scale,
+        )
+        np.testing.assert_allclose(ours[b, :length], alone[0], rtol=5e-5)
+
+
+def test_draws_mask_each_answer_within_its_own_length():
+    real = jnp.arange(6) < 4
+    draw = jax.vmap(lambda key: stratified_masks(key, 6, 8, real))
+    masks = np.asarray(draw(jax.random.split(jax.random.key(1), 50)))
+    assert not masks[..., 4:].any()
+    for group in masks.sum(-1):
+        grid = np.round(group[0] + np.arange(8) * 4 / 8).astype(int)  # half to even
+        assert group.tolist() == ((grid - 1) % 4 + 1).tolist()
+    model, (prompt, answer) = tiny("llada"), texts("llada")
+    whole, ragged = (
+        dj.log_likelihood(model, prompt, answer, answer_mask=m, draws=6, strata=3, key=jax.random.key(2))
+        for m in (np.ones((B, ANSWER), bool), RAGGED)
+    )
+    np.testing.assert_allclose(whole[0], ragged[0], rtol=1e-5)  # as long as the others' padding
+    assert whole[1] != ragged[1]
+
+
 MASK_ID, VOCAB = tiny("llada").spec.mask_id, tiny("llada").spec.vocab
 KEYED = {"key": jax.random.key(0)}
 REFUSED = {
@@ -167,6 +222,16 @@ REFUSED = {
     r"masks have shape \(4, 2, 4\); expected \(draws, 2, 3\)": {"masks": np.ones((4, B, ANSWER + 1), bool)},
     r"masks have shape \(0, 2, 3\)": {"masks": np.ones((0, B, ANSWER), bool)},
     "every draw must mask at least one token": {"masks": np.zeros((4, B, ANSWER), bool)},
+    r"answer_mask has shape \(2, 2\); expected \(2, 3\)": {"answer_mask": np.ones((B, 2)), **KEYED},
+    "answer_mask of sequence 1 is not right padding: zeros only stand behind ones": {
+        "answer_mask": np.array([[1, 1, 0], [0, 1, 1]]),
+        **KEYED,
+    },
+    "answer_mask hides every token of sequence 0": {"answer_mask": ~RAGGED[:, ::-1] & False, **KEYED},
+    r"masks\[0, 1, 2\] masks a token that answer_mask leaves out": {
+        "masks": np.ones((1, B, ANSWER), bool),
+        "answer_mask": RAGGED,
+    },
 }
 
 

@@ -87,7 +87,7 @@ Tokens = Int[Array, "b l"] | Int[np.ndarray, "b l"]
 Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
 
 
-def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
+def full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
     """Positions, attention mask and rotary tables of a pass over the full canvas."""
     length = tokens.shape[1]
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
@@ -171,7 +171,7 @@ def _stream(
     tokens = constrain(tokens, model.rules, "bl")
     spec, x = model.spec, embed(model.params, tokens)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
-    position, mask, rope = _full_pass(spec, tokens, valid)
+    position, mask, rope = full_pass(spec, tokens, valid)
 
     def run(layer: Layer, stream):
         x = exact_layer(layer, stream[layer.index], position, mask)
@@ -197,7 +197,7 @@ def encode(
     `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does.
     """
     tokens = constrain(tokens, model.rules, "bl")
-    position, mask, rope = _full_pass(model.spec, tokens, valid)
+    position, mask, rope = full_pass(model.spec, tokens, valid)
     if within is not None:
         mask = within if mask is None else mask & within
 

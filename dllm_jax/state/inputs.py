@@ -64,6 +64,17 @@ def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> B
     Raises:
       ValueError: wrong shape or dtype, a sequence without any token, or padding that is not on the left.
     """
+    return _padding(mask, shape, name, left=True)
+
+
+def right_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> Bool[Array, "b p"] | None:
+    """`left_padding` of what is padded on the right."""
+    return _padding(mask, shape, name, left=False)
+
+
+def _padding(
+    mask: ArrayLike | None, shape: tuple[int, ...], name: str, left: bool
+) -> Bool[Array, "b p"] | None:
     if mask is None:
         return None
     mask = _array(mask, name, "a mask [batch, positions]")
@@ -74,7 +85,7 @@ def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> B
     if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"{name} has dtype {mask.dtype}; expected bool or 0/1 integers")
     if (known := host.readable(mask)) is not None:
-        _check_left_padding(known, name)
+        _check_padding(known, name, left)
         # Of a global mask no process knows the whole: it always counts as padding.
         if known.astype(bool).all() and not host.is_global(mask):
             return None
@@ -89,14 +100,16 @@ def _array(value: Ids, name: str, rule: str) -> Array | np.ndarray:
         raise ValueError(f"{name}={shown(value)} must be {rule}") from error
 
 
-def _check_left_padding(mask: np.ndarray, name: str):
+def _check_padding(mask: np.ndarray, name: str, left: bool):
     if not np.isin(mask, (0, 1)).all():
         raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
     mask = mask.astype(bool)
     if not mask.any(axis=1).all():
         raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
-    holes = ~np.all(mask[:, 1:] >= mask[:, :-1], axis=1)
+    step = mask[:, 1:].astype(int) - mask[:, :-1]
+    holes = np.any(step < 0 if left else step > 0, axis=1)
     if holes.any():
+        side, order = ("left", "before") if left else ("right", "behind")
         raise ValueError(
-            f"{name} of sequence {int(np.argmax(holes))} is not left padding: zeros only stand before ones"
+            f"{name} of sequence {int(np.argmax(holes))} is not {side} padding: zeros only stand {order} ones"
         )

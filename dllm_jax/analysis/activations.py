@@ -1,0 +1,218 @@
+"""Residual streams, branch outputs, attention maps, keys and values, by layer and denoising step."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from dllm_jax.analysis.passes import Chosen, Seen, by_canvas, chosen_layers, filled, in_one_batch, keep
+from dllm_jax.analysis.source import Source, canvases
+from dllm_jax.nn.attention import weights
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.places import Indices, indices, within
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.state import host
+from dllm_jax.state.rows import gather
+
+What = Literal["residual", "attention", "attention_output", "mlp_output", "k", "v"]
+
+AXES: Mapping[What, tuple[str, ...]] = {
+    "residual": ("step", "layer", "batch", "position", "width"),
+    "attention": ("step", "layer", "batch", "head", "position", "key"),
+    "attention_output": ("step", "layer", "batch", "position", "width"),
+    "mlp_output": ("step", "layer", "batch", "position", "width"),
+    "k": ("step", "layer", "batch", "position", "kv_head", "head_width"),
+    "v": ("step", "layer", "batch", "position", "kv_head", "head_width"),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Capture:
+    """What a model computes of some canvases, on the host; None where it was not asked for.
+
+    Axes (`AXES` names them): t captured steps, n captured layers, b sequences, j captured positions, l canvas
+    positions. Arrays have the model's dtype; attention is float32. What stands at padding is meaningless.
+
+    Attributes:
+      residual: the stream that enters each layer; of all layers, also what the last one returns (n + 1).
+      attention: weights of each query head, from the captured positions to all positions; 0 to padding.
+      attention_output: what the attention branch adds to the stream.
+      mlp_output: what the MLP branch adds to the stream.
+      k: keys, rotated, of each kv head.
+      v: values of each kv head.
+      steps: which canvases: i is the one before denoising step i, the last one the finished canvas.
+      layers: which layers, of all arrays but the residual stream.
+      stream: which places of the residual stream: i enters layer i, n leaves the last one.
+      positions: which positions of the canvas, padding counted.
+      predicts: the position whose token the output at each of them predicts: itself, or its right neighbour
+        where the head is shifted (Dream); l means none. (A first token, which has no left neighbour, is
+        predicted at its own position as well, see `Canvas.predictor`.)
+      valid: which of them are not padding.
+      tokens: the canvases.
+    """
+
+    residual: Float[np.ndarray, "t r b j m"] | None
+    attention: Float[np.ndarray, "t n b h j l"] | None
+    attention_output: Float[np.ndarray, "t n b j m"] | None
+    mlp_output: Float[np.ndarray, "t n b j m"] | None
+    k: Float[np.ndarray, "t n b j k d"] | None
+    v: Float[np.ndarray, "t n b j k d"] | None
+    steps: Int[np.ndarray, "t"]
+    layers: Int[np.ndarray, "n"]
+    stream: Int[np.ndarray, "r"]
+    positions: Int[np.ndarray, "b j"]
+    predicts: Int[np.ndarray, "b j"]
+    valid: Bool[np.ndarray, "b j"]
+    tokens: Int[np.ndarray, "t b l"]
+
+    def coordinates(self, what: What) -> dict[str, Any]:
+        """The axes of one of the arrays by name, in order, and what each index along them means.
+
+        Steps and layers are those of the record; positions [b j] may differ by sequence; other axes count
+        from 0.
+
+        Raises:
+          ValueError: no such array, or one that was not captured.
+        """
+        array = getattr(self, check_argument("what", what, What))
+        if array is None:
+            raise ValueError(f"{what} was not captured: ask capture for what=({what!r},)")
+        layer = self.stream if what == "residual" else self.layers
+        known = {"step": self.steps, "layer": layer, "position": self.positions}
+        sizes = zip(AXES[what], array.shape, strict=True)
+        return {name: known.get(name, np.arange(size)) for name, size in sizes}
+
+
+def capture(
+    model: Model,
+    source: Source,
+    what: What | tuple[What, ...] = ("residual", "attention", "k", "v"),
+    *,
+    layers: Indices | None = None,
+    steps: Indices | None = None,
+    positions: Indices | None = None,
+    prompt_mask: ArrayLike | None = None,
+    chunk: int = 8,
+) -> Capture:
+    """What the network computes of the canvas at each denoising step, in full passes.
+
+    Every chosen canvas goes through the network once, as the exact decoder would compute it, whatever policy
+    decoded it. Layers, steps and positions are chosen before anything is stored: the devices hold what is
+    chosen of `chunk` canvases, the host all of it. Other layers, steps or positions of the same number
+    compile nothing anew.
+
+    Args:
+      model: from `load`.
+      source: an `Output` of `generate(.., trace=True)` or its trace, or token ids: Int[b l] (one canvas) or
+        Int[t b l].
+      what: which of the arrays of `Capture`. Attention is the largest: h l numbers a position.
+      layers: which layers, from 0. "residual" alone has one more, n: what the last layer returns. None: all.
+      steps: which canvases, from 0; a trace of t steps has t + 1, the last being the finished one. None: all.
+      positions: which positions of the canvas, from 0, padding counted (for attention: of the queries).
+        Int[j], or Int[b j], each sequence its own. None: all.
+      prompt_mask: Bool[b p] as given to `generate`: False at the left padding of the first p positions. A
+        trace does not say what is padding.
+      chunk: canvases computed at once; memory grows with b * chunk.
+
+    Returns:
+      the record, on the host.
+
+    Raises:
+      ValueError: an output without a trace, or an argument out of range.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    chunk = check_argument("chunk", chunk, PositiveInt)
+    what = _names(what)
+    found = canvases(model, source, steps, prompt_mask)
+    batch, length = found.tokens.shape[1:]
+    chosen = _chosen(what, layers, model.spec)
+    at = _positions(positions, batch, length)
+
+    parts = []
+    for start in range(0, len(found.steps), chunk):
+        tokens, count = filled(found.tokens[start : start + chunk], min(chunk, len(found.steps)))
+        of_chunk = _captured(model, tokens, found.valid, chosen, at, what)
+        parts.append({name: host.everywhere(array)[:count] for name, array in of_chunk.items()})
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
+
+    at = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length)) if at is None else at
+    valid = np.ones((batch, length), bool) if found.valid is None else found.valid
+    return Capture(
+        **{name: arrays.get(name) for name in AXES},
+        steps=found.steps,
+        layers=np.asarray(chosen.layers),
+        stream=np.asarray(chosen.stream),
+        positions=at,
+        predicts=at + np.int32(model.spec.shifted),
+        valid=np.take_along_axis(valid, at, axis=1),
+        tokens=found.tokens,
+    )
+
+
+def _names(what: Any) -> tuple[What, ...]:
+    """What is to be captured; raises ValueError for anything that there is not."""
+    names = (what,) if isinstance(what, str) else what
+    known = tuple(AXES)
+    if not isinstance(names, tuple | list) or not names or any(name not in known for name in names):
+        raise ValueError(f"what={shown(what)} must be some of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def _chosen(what: tuple[What, ...], layers: Indices | None, spec: ModelSpec) -> Chosen:
+    """Where a pass looks for what is to be captured."""
+    nothing, only = np.zeros(0, np.int32), what == ("residual",)
+    stream = chosen_layers(layers, spec.layers + (only or layers is None))
+    of_layers = nothing if only else chosen_layers(layers, spec.layers)
+    return Chosen(of_layers, stream if "residual" in what else nothing)
+
+
+def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.ndarray, "b j"] | None:
+    """The chosen positions of each sequence; None for all."""
+    if positions is None:
+        return None
+    at = np.asarray(indices("positions", positions, ndim=2))
+    within("positions", at, length, "the canvas has positions")
+    if at.ndim == 2 and len(at) != batch:
+        raise ValueError(f"positions has shape {at.shape}; expected (j,) or ({batch}, j)")
+    return np.broadcast_to(at, (batch, at.shape[-1]))
+
+
+@functools.partial(jax.jit, static_argnames="what")
+def _captured(
+    model: Model,
+    tokens: Int[Array, "c b l"],
+    valid: Bool[Array, "b l"] | None,
+    chosen: Chosen,
+    at: Int[Array, "b j"] | None,
+    what: tuple[What, ...],
+) -> dict[str, Float[Array, "c n b ..."]]:
+    """What is captured of a chunk of canvases, by name."""
+    flat, valid, at = in_one_batch(tokens, valid, at)
+
+    def of_layer(seen: Seen) -> dict[str, Array]:
+        part = lambda name: _attention(seen, at) if name == "attention" else _taken(getattr(seen, name), at)
+        return {name: part(name) for name in what if name != "residual"}
+
+    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at))
+    arrays = kept.layers | ({"residual": kept.stream} if "residual" in what else {})
+    return {name: by_canvas(array, len(tokens)) for name, array in arrays.items()}
+
+
+def _attention(seen: Seen, at: Int[Array, "b j"] | None) -> Float[Array, "b h j l"]:
+    """Weights of the chosen queries alone."""
+    mask = seen.mask
+    if mask is not None and mask.shape[2] > 1:
+        mask = jnp.swapaxes(_taken(jnp.swapaxes(mask, 1, 2), at), 1, 2)
+    return weights(_taken(seen.q, at), seen.k, mask)
+
+
+def _taken(array: Shaped[Array, "b l *rest"], at: Int[Array, "b j"] | None) -> Shaped[Array, "b j *rest"]:
+    """The array at the chosen positions."""
+    return array if at is None else gather(array, at)

@@ -1,0 +1,88 @@
+"""The canvases of a recorded generation, or of token arrays: what is looked at step by step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.decoding.generate import Output
+from dllm_jax.decoding.stats import Trace
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.places import Indices, indices, within
+from dllm_jax.state import host, inputs
+
+Source = Output | Trace | Int[Array, "..."] | Int[np.ndarray, "..."]
+
+
+class Canvases(NamedTuple):
+    """Chosen canvases on the host.
+
+    Attributes:
+      tokens: ids, in the order in which the steps were asked for.
+      valid: False at padding; None where nothing is.
+      steps: which canvas each is: i is the one before denoising step i.
+      taken: how many denoising steps each sequence had taken part in before, which is i where no sequence
+        had to wait for its batch mates.
+    """
+
+    tokens: Int[np.ndarray, "t b l"]
+    valid: Bool[np.ndarray, "b l"] | None
+    steps: Int[np.ndarray, "t"]
+    taken: Int[np.ndarray, "t b"]
+
+
+def canvases(
+    model: Model, source: Any, steps: Indices | None = None, prompt_mask: ArrayLike | None = None
+) -> Canvases:
+    """The canvases of a source that are asked for; arguments and errors are those of `capture`."""
+    tokens, taken = _all(model, source)
+    count, batch, length = tokens.shape
+    if steps is None:
+        chosen = np.arange(count, dtype=np.int32)
+    else:
+        chosen = np.asarray(indices("steps", steps))
+        within("steps", chosen, count, f"there are {count} canvases")
+    return Canvases(tokens[chosen], _valid(prompt_mask, batch, length), chosen, taken[chosen])
+
+
+def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.ndarray, "t b"]]:
+    """All canvases of a source, and the steps that each sequence had taken part in before each of them."""
+    if isinstance(source, Output):
+        if source.trace is None:
+            raise ValueError("the output has no trace: generate(.., trace=True) records the canvases")
+        source = source.trace
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, source))):
+        raise ValueError("models and tokens are looked into outside of jit: what is found lies on the host")
+    if isinstance(source, Trace):
+        tokens, active = host.everywhere(source.tokens), host.everywhere(source.active)
+        taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
+        return tokens, taken.astype(np.int32)
+    if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):
+        raise ValueError(
+            f"expected an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {_kind(source)}"
+        )
+    known = source if isinstance(source, np.ndarray) else host.everywhere(source)
+    flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "tokens")
+    tokens = host.everywhere(flat).reshape(-1, *known.shape[-2:])
+    return tokens, np.broadcast_to(np.arange(len(tokens), dtype=np.int32)[:, None], tokens.shape[:2])
+
+
+def _kind(source: Any) -> str:
+    return f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
+
+
+def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.ndarray, "b l"] | None:
+    """Which positions of the canvas are not padding; None if none is."""
+    if prompt_mask is None:
+        return None
+    shape = np.shape(prompt_mask)[-1:]
+    if shape and shape[0] > length:
+        raise ValueError(f"prompt_mask has {shape[0]} positions; the canvas has {length}")
+    mask = inputs.left_padding(prompt_mask, (batch, *shape), "prompt_mask")
+    if mask is None:
+        return None
+    known = host.everywhere(mask)
+    return np.pad(known, ((0, 0), (0, length - known.shape[1])), constant_values=True)

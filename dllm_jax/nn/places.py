@@ -1,0 +1,67 @@
+"""Places inside of the network by name, and the layers, positions and steps that are meant there.
+
+`residual` is the stream that enters a layer: `residual` at layer i + 1 is what layer i returns, and at layer
+n (behind the last one) what the final norm reads. Keys are rotated, as caches hold them. The outputs of both
+branches are what is added to the stream.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Int
+
+from dllm_jax.options import shown
+
+Indices = int | Sequence[int] | range | Int[np.ndarray, "..."] | Int[Array, "..."]
+
+
+def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | Int[Array, "..."]:
+    """Whole numbers that choose layers, positions or steps, as int32; one number becomes a line of one.
+
+    Args:
+      name: what the user calls them.
+      value: what was given.
+      ndim: the most axes that are allowed.
+
+    Raises:
+      ValueError: no whole numbers of at least 0, or of too many axes, or none at all.
+    """
+    rule = f"{name}={shown(value)} must be whole numbers of at least 0: one, or a sequence of them"
+    rule += " (or one sequence per sequence of the batch)" if ndim == 2 else ""
+    try:
+        array = value if isinstance(value, Tracer) else np.asarray(value)
+    except ValueError as error:
+        raise ValueError(rule) from error
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > ndim or not array.size:
+        raise ValueError(rule)
+    if isinstance(array, jax.Array):
+        return jnp.atleast_1d(array).astype(jnp.int32)
+    if array.min() < 0:
+        raise ValueError(rule)
+    return np.atleast_1d(array).astype(np.int32)
+
+
+def within(name: str, array: Int[np.ndarray, "..."] | Int[Array, "..."], end: int, what: str):
+    """Refuses numbers beyond what there is; of traced ones nothing is known.
+
+    Args:
+      name: what the user calls them.
+      array: from `indices`.
+      end: how many there are.
+      what: they are, for the message.
+
+    Raises:
+      ValueError: a number of at least `end`.
+    """
+    if isinstance(array, np.ndarray) and array.max() >= end:
+        raise ValueError(f"{name} hold {array.max()}; {what} in [0, {end - 1}]")
+
+
+def distinct(name: str, array: Int[np.ndarray, "..."] | Int[Array, "..."]):
+    """Raises ValueError if a line of indices holds a number twice."""
+    if isinstance(array, np.ndarray) and any(len(set(line)) < len(line) for line in np.atleast_2d(array)):
+        raise ValueError(f"{name}={array.tolist()} hold a number twice")

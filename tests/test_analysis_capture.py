@@ -1,0 +1,182 @@
+"""`dj.capture`: what the network computes at each step, against its own functions layer by layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.analysis import activations
+from dllm_jax.nn.layer import walk
+from dllm_jax.nn.model import full_pass
+from tests.models import FAMILIES, random_tokens, separate, tiny
+from tests.programs import compilations
+from tests.test_policies import prompts
+
+LENGTH = 4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(request):
+    """A model, left-padded prompts, their mask, and a traced generation under a policy with a cache."""
+    model = tiny(request.param)
+    prompt, mask = prompts(model, (7, 4))
+    policy = dj.policies.DualCache()
+    out = dj.generate(model, prompt, prompt_mask=mask, length=LENGTH, block=2, policy=policy, trace=True)
+    return model, mask, out
+
+
+def by_hand(model, tokens, valid):
+    """Residual streams, weights, K and V of all layers from the layer's own functions, softmax in float64."""
+    position, mask, rope = full_pass(model.spec, tokens, valid)
+    stream = dj.hidden_states(model, tokens, valid)
+    found = {"residual": np.asarray(stream), "attention": [], "k": [], "v": []}
+
+    def one(layer, x):
+        q, k = (np.asarray(a, np.float64) for a in layer.qk(stream[layer.index], position))
+        k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+        scores = np.einsum("bqhd,bshd->bhqs", q, k) / np.sqrt(q.shape[-1])
+        if mask is not None:
+            scores = np.where(np.asarray(mask), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+        found["attention"].append(weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30))
+        found["k"].append(np.asarray(layer.qk(stream[layer.index], position)[1]))
+        found["v"].append(np.asarray(layer.value(stream[layer.index])))
+        return x
+
+    walk(separate(model).params, model.spec, rope, one, ())
+    return {name: np.stack(parts) for name, parts in found.items()}
+
+
+def test_everything_of_every_step_is_what_the_layers_compute(run):
+    model, mask, out = run
+    tokens = np.asarray(out.trace.tokens)
+    valid = np.pad(mask, ((0, 0), (0, LENGTH)), constant_values=True)
+    seen = dj.capture(model, out, prompt_mask=mask, chunk=2)  # the last chunk is not full
+    assert seen.steps.tolist() == list(range(len(tokens)))
+    assert seen.residual.shape[1] == model.spec.layers + 1
+    assert seen.attention_output is seen.mlp_output is None
+    np.testing.assert_array_equal(seen.tokens, tokens)
+    np.testing.assert_array_equal(seen.valid, valid)
+    for step in (0, 2, len(tokens) - 1):
+        wanted = by_hand(model, jnp.asarray(tokens[step]), jnp.asarray(valid))
+        for name, array in wanted.items():
+            ours = getattr(seen, name)[step]
+            axis = 2 if name == "attention" else 1  # of positions, behind those of layers and heads
+            for sequence in range(2):
+                pick = lambda a, s=sequence, axis=axis: np.compress(valid[s], a[:, s], axis=axis)
+                np.testing.assert_allclose(pick(ours), pick(array), atol=2e-5, err_msg=name)
+    assert (seen.attention[:, :, 1, :, 3:, :3] == 0).all()  # nothing attends to padding
+
+
+def test_what_is_chosen_is_a_part_of_everything(run):
+    model, mask, out = run
+    everything = activations.AXES
+    every = dj.capture(model, out, tuple(everything), prompt_mask=mask)
+    at = np.array([[0, 6, 9], [3, 8, 10]])
+    some = dj.capture(
+        model, out, tuple(everything), layers=1, steps=(3, 0), positions=at, prompt_mask=mask, chunk=1
+    )
+    sequence = np.arange(2)[:, None]
+    for name in everything:
+        whole = getattr(every, name)[np.array([3, 0])][:, 1:2]
+        moved = np.moveaxis(whole, {"attention": 4}.get(name, 3), 3)  # [t n b l ..]
+        picked = np.moveaxis(moved[:, :, sequence, at], 3, {"attention": 4}.get(name, 3))
+        np.testing.assert_allclose(getattr(some, name), picked, atol=1e-5, err_msg=name)
+        assert list(some.coordinates(name)) == list(everything[name])
+    assert some.coordinates("k")["layer"].tolist() == [1]
+    assert every.coordinates("residual")["layer"].tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(some.steps, [3, 0])
+    np.testing.assert_array_equal(some.predicts - some.positions, int(model.spec.shifted))
+    np.testing.assert_allclose(
+        every.residual[:, 1] - every.residual[:, 0],
+        every.attention_output[:, 0] + every.mlp_output[:, 0],
+        atol=1e-5,
+    )
+
+
+def test_a_sequence_of_a_batch_is_as_alone(run):
+    model, mask, out = run
+    tokens = np.asarray(out.trace.tokens)
+    batch = dj.capture(model, out.trace, steps=1, prompt_mask=mask)
+    alone = dj.capture(model, tokens[:, 1:, 3:], steps=1)
+    for name in ("residual", "k", "v"):
+        theirs = getattr(alone, name)
+        if name == "k":  # rotated by other angles: lengths and products are the same
+            continue
+        np.testing.assert_allclose(getattr(batch, name)[:, :, 1:, 3:], theirs, atol=1e-4, err_msg=name)
+    np.testing.assert_allclose(batch.attention[:, :, 1:, :, 3:, 3:], alone.attention, atol=1e-4)
+
+
+def test_token_arrays_and_separate_layers():
+    model = tiny("dream")
+    tokens = random_tokens(model.spec, 3, 6)
+    one = dj.capture(model, tokens, "k")
+    assert one.k.shape == (1, 2, 3, 6, 2, 8)
+    assert one.attention is None
+    apart = dj.capture(separate(model), jnp.asarray(tokens), ("k",))
+    np.testing.assert_allclose(apart.k, one.k, atol=1e-5)
+    last = dj.capture(model, tokens, ("residual",), layers=2)
+    np.testing.assert_allclose(last.residual[0, 0], dj.hidden_states(model, tokens)[-1], atol=1e-5)
+
+
+def test_other_layers_steps_and_positions_compile_nothing():
+    model = tiny("llada")
+    tokens = random_tokens(model.spec, 5, 1, 6)
+    options = dict(what=("attention",), chunk=2)
+    dj.capture(model, tokens, layers=0, positions=(1, 2), **options)
+    with compilations() as compiled:
+        dj.capture(model, tokens, layers=1, steps=(4, 1, 2), positions=(0, 5), **options)
+    assert not compiled
+
+
+def test_layers_that_are_not_chosen_take_no_memory():
+    model, tokens = tiny("llada", layers=12), jnp.zeros((2, 1, 64), jnp.int32)
+
+    def temporary(layers: int) -> int:
+        chosen = activations.Chosen(np.arange(layers), np.zeros(0, np.int32))
+        program = activations._captured.lower(model, tokens, None, chosen, None, ("attention",))
+        memory = program.compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    one_map = 2 * 4 * 64 * 64 * 4
+    assert temporary(12) - temporary(1) > 10 * one_map
+    assert temporary(1) < 6 * one_map
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(layers=2), r"layers hold 2; the model has layers in \[0, 1\]"),
+        (dict(layers=3, what=("residual",)), r"layers hold 3; the model has layers in \[0, 2\]"),
+        (dict(layers=-1), "layers=-1 must be whole numbers of at least 0"),
+        (dict(layers=(0, 0)), r"layers=\[0, 0\] hold a number twice"),
+        (dict(layers=()), r"layers=\(\) must be whole numbers"),
+        (dict(layers=True), "layers=True must be whole numbers"),
+        (dict(steps=1), r"steps hold 1; there are 1 canvases in \[0, 0\]"),
+        (dict(positions=6), r"positions hold 6; the canvas has positions in \[0, 5\]"),
+        (dict(positions=[[1], [2], [3]]), r"positions has shape \(3, 1\); expected \(j,\) or \(2, j\)"),
+        (dict(what=("keys",)), r"what=\('keys',\) must be some of residual, attention, "),
+        (dict(chunk=0), "chunk=0 must be a whole number of at least 1"),
+        (dict(prompt_mask=np.ones((2, 9))), "prompt_mask has 9 positions; the canvas has 6"),
+        (dict(source=np.zeros(4, int)), r"expected an Output .*got shape \(4,\)"),
+        (dict(source="text"), "expected an Output .*got str"),
+        (dict(source=np.full((1, 4), 99)), "tokens holds id 99, outside the vocabulary"),
+    ],
+)
+@pytest.mark.usefixtures("unannotated")
+def test_bad_input_is_refused(options, message):
+    model = tiny("llada")
+    options = {"source": np.ones((2, 6), int)} | options
+    with pytest.raises(ValueError, match=message):
+        dj.capture(model, **options)
+
+
+def test_an_output_needs_its_trace():
+    model = tiny("llada")
+    out = dj.generate(model, np.ones((1, 3), int), length=2)
+    with pytest.raises(ValueError, match="the output has no trace"):
+        dj.capture(model, out)
+    tokens = jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.jit(lambda t: dj.capture(model, t).k)(tokens)
