@@ -20,9 +20,12 @@ from dllm_jax import eviction, nn, policies, samplers, state
 
 # Decoding
 from dllm_jax.state.layout import Layout
-from dllm_jax.decoding.generate import Output, generate, infill
+from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.explain import explain
 from dllm_jax.decoding.chat import chat
+
+# Looking at generations
+from dllm_jax.decoding.output import Output, show, side_by_side
 
 # Few compiled programs for requests of all lengths
 from dllm_jax.decoding import buckets
@@ -70,6 +73,8 @@ __all__ = [
     "presets",
     "samplers",
     "save_hf",
+    "show",
+    "side_by_side",
     "state",
     "token_log_likelihoods",
     "warmup",

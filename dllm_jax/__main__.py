@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import jax
-import numpy as np
 import rich.console
 import tyro
 
@@ -17,6 +16,8 @@ from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.watch.grid import END, grid
+from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import show
 from dllm_jax.demo.measure import Questions, Row, measure
 from dllm_jax.nn.model import Model
@@ -118,10 +119,8 @@ def _denoising(
     prompt, mask = questions.prompt[:1], questions.mask[:1]
     out = generate(model, prompt, prompt_mask=mask, length=setting.length, block=setting.block, trace=True)
     text = f"[bold]{questions.examples[0].prompt}[/]"
-    console.print(f"\n{text}  is answered (blocks of {setting.block}; {show.END} ends it):\n")
-    assert out.trace is not None, "trace=True"
-    response = np.asarray(out.trace.tokens)[:, 0, prompt.shape[1] :]
-    console.print(show.grid(response, model.spec.mask_id, tokenizer))
+    console.print(f"\n{text}  is answered (blocks of {setting.block}; {END} ends it):\n")
+    console.print(grid(Recording.of(out.trace, 0), tokenizer))
 
 
 def _report(name: str, setting: TaskSetting, model: Model, questions: Questions, rows: list[Row]) -> dict:

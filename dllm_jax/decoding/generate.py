@@ -1,15 +1,13 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import (
     Inputs,
     Keys,
@@ -20,7 +18,7 @@ from dllm_jax.decoding.request import (
     plan_for,
     prepare,
 )
-from dllm_jax.decoding.stats import NonFinite, Stats, Trace, cut, report
+from dllm_jax.decoding.stats import NonFinite, cut, report
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -29,25 +27,6 @@ from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import fixed_at
-
-
-class Output(NamedTuple):
-    """The result of a generation.
-
-    Attributes:
-      tokens: prompt (padding included) and response.
-      stats: cost per sequence, see `Stats`.
-      trace: every step if asked for, see `Trace`; else None.
-    """
-
-    tokens: Int[Array, "b l"]
-    stats: Stats
-    trace: Trace | None
-
-
-# Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
-for _result in (Output, Stats, Trace):
-    export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
 
 
 def generate(
