@@ -30,6 +30,7 @@ from dllm_jax.decoding.warmup import warmup
 
 # Scoring
 from dllm_jax.decoding.likelihood import log_likelihood
+from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded
@@ -63,6 +64,7 @@ __all__ = [
     "presets",
     "samplers",
     "state",
+    "trajectory_log_probs",
     "warmup",
 ]
 
