@@ -37,6 +37,8 @@ from dllm_jax.decoding.likelihood import log_likelihood, token_log_likelihoods
 # Seeing inside
 from dllm_jax import analysis
 from dllm_jax.analysis import Capture, capture
+from dllm_jax.decoding.likelihood import log_likelihood
+from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded
@@ -77,6 +79,7 @@ __all__ = [
     "side_by_side",
     "state",
     "token_log_likelihoods",
+    "trajectory_log_probs",
     "warmup",
 ]
 
