@@ -33,12 +33,11 @@ from dllm_jax.decoding.warmup import warmup
 
 # Scoring
 from dllm_jax.decoding.likelihood import log_likelihood, token_log_likelihoods
+from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Seeing inside
 from dllm_jax import analysis
 from dllm_jax.analysis import Capture, capture
-from dllm_jax.decoding.likelihood import log_likelihood
-from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded
