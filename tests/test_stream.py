@@ -1,11 +1,15 @@
 """Generations that are watched while they run: the same values as at once, in pieces of one program."""
 
+import dataclasses
+import re
+
 import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.resume import begin, resume
 from dllm_jax.decoding.stats import NonFiniteWarning
 from tests.models import FAMILIES, separate, tiny
@@ -69,6 +73,21 @@ def test_pieces_of_all_lengths_are_one_program():
         *_, last = dj.stream(model, prompt, every=every, policy=policies.DualCache(), **LAYOUT)
     assert (begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]) == (1, 1)
     assert last.output.trace is None
+
+
+@pytest.mark.usefixtures("unannotated", "optimised")
+def test_the_cache_is_written_in_place_from_piece_to_piece():
+    """Donated, and never copied: neither in the loops nor on the way in and out."""
+    model = tiny("llada")
+    prompt, _ = prompts(model, (7, 7))
+    request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
+    layout, plan = request.layout, dataclasses.replace(request.plan, confidence=True)
+    state = begin(model, *request.inputs, layout=layout, plan=plan)
+    program = resume.lower(model, state, None, np.int32(9), layout=layout, plan=plan).compile()
+    text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
+    assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"
+    assert not re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
+    assert program.memory_analysis().alias_size_in_bytes >= 2 * state.cache.layers.k.nbytes
 
 
 def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
