@@ -23,6 +23,7 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.explain import explain
 from dllm_jax.decoding.chat import chat
+from dllm_jax.decoding.stream import Snapshot, stream
 
 # Looking at generations
 from dllm_jax.decoding.output import Output, show, side_by_side
@@ -55,6 +56,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Output",
+    "Snapshot",
     "abstract",
     "analysis",
     "buckets",
@@ -77,6 +79,7 @@ __all__ = [
     "show",
     "side_by_side",
     "state",
+    "stream",
     "token_log_likelihoods",
     "trajectory_log_probs",
     "warmup",

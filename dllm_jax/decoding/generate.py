@@ -1,13 +1,13 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.output import Output, completed
+from dllm_jax.decoding.progress import watched
 from dllm_jax.decoding.request import (
     Inputs,
     Keys,
@@ -18,7 +18,7 @@ from dllm_jax.decoding.request import (
     plan_for,
     prepare,
 )
-from dllm_jax.decoding.stats import NonFinite, cut, report
+from dllm_jax.decoding.stats import NonFinite, report
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -46,6 +46,7 @@ def generate(
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
+    progress: bool = False,
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
@@ -78,6 +79,8 @@ def generate(
       nonfinite: what to do about sequences whose logits held NaN or infinity. They end at that step
         (`Stats.finite`), their batch mates go on. "warn" and "raise" look at the statistics, so the call
         returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
+      progress: draw a bar on standard error while it runs; the loop then runs in pieces, as `stream` runs it,
+        with the same results.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
@@ -103,7 +106,9 @@ def generate(
         buckets=buckets,
         nonfinite=nonfinite,
     )
-    return _run(model, request, current_mesh((model.params, prompt)))
+    return _run(
+        model, request, current_mesh((model.params, prompt)), check_argument("progress", progress, bool)
+    )
 
 
 def infill(
@@ -120,6 +125,7 @@ def infill(
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     nonfinite: NonFinite = "warn",
+    progress: bool = False,
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
@@ -140,12 +146,13 @@ def infill(
       trace: as in `generate`.
       widths: as in `generate`.
       nonfinite: as in `generate`.
+      progress: as in `generate`.
 
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
       FloatingPointError: as in `generate`.
     """
-    check_kinds(model, policy, sampler, nonfinite, trace=trace)
+    check_kinds(model, policy, sampler, nonfinite, trace=trace, progress=progress)
     block = check_argument("block", block, PositiveInt | None)
     mesh = current_mesh((model.params, tokens))
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
@@ -161,20 +168,20 @@ def infill(
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
-    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite), mesh)
+    request = Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite)
+    return _run(model, request, mesh, progress)
 
 
-def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
-    spread, batch = over_devices(request.inputs, model, mesh)
-    plan = host.numbers(request.plan, mesh)
-    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
-
-    # What was added is taken off again: sequences that the mesh needed, positions of a bucket.
-    own = slice(batch)
-    tokens = host.part(tokens, own, slice(request.extra, None), batch=0)
-    stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
-    report(stats.finite, request.nonfinite, stacklevel=3)
-    return Output(tokens, stats, None if steps is None else cut(steps, batch, request.extra))
+def _run(model: Model, request: Request, mesh: AnyMesh | None, progress: bool) -> Output:
+    if progress:
+        output = watched(model, request, mesh)
+    else:
+        spread, batch = over_devices(request.inputs, model, mesh)
+        plan = host.numbers(request.plan, mesh)
+        tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
+        output = completed(tokens, stats, steps, batch, request.extra)
+    report(output.stats.finite, request.nonfinite, stacklevel=3)
+    return output
 
 
 def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:

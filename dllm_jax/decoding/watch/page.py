@@ -68,7 +68,7 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
 
 
 def _part(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+    return (resources.files("dllm_jax.decoding.watch") / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

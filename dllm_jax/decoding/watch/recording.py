@@ -59,15 +59,14 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran; a sequence that waits for its
         # batch mates does not take part in all that did.
-        whole = Trace(*map(values, trace))
-        own = np.flatnonzero(whole.active[: int(whole.steps), sequence])
-        of_steps = lambda array: array[own, sequence]
+        tokens, computed, proposed, score, active, steps = map(values, trace)
+        own = np.flatnonzero(active[: int(steps), sequence])
         return cls(
-            tokens=whole.tokens[np.concatenate([[0], own + 1]), sequence],
-            computed=of_steps(whole.computed),
-            proposed=of_steps(whole.proposed),
-            score=of_steps(whole.score),
-            mask_id=_mask_id(whole),
+            tokens=tokens[np.concatenate([[0], own + 1]), sequence],
+            computed=computed[own, sequence],
+            proposed=proposed[own, sequence],
+            score=score[own, sequence],
+            mask_id=_mask_id(tokens, proposed, score),
         )
 
     @property
@@ -116,15 +115,15 @@ def values(array: Any) -> np.ndarray:
     return host.everywhere(array) if isinstance(array, jax.Array) else np.asarray(array)
 
 
-def _mask_id(trace: Trace) -> int:
+def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray) -> int:
     """The mask token, which an output does not name: what positions held that a step decoded.
 
     If nothing was decoded it stands where no candidate was proposed; -1 if there is no such position either.
     """
-    step, sequence, position = np.nonzero(trace.tokens[1:] != trace.tokens[:-1])
+    step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
     if len(step):
-        return int(trace.tokens[step[0], sequence[0], position[0]])
-    unscored = trace.proposed[np.isneginf(trace.score)]
+        return int(tokens[step[0], sequence[0], position[0]])
+    unscored = proposed[np.isneginf(score)]
     return int(unscored[0]) if len(unscored) else -1
 
 
@@ -170,7 +169,10 @@ def _text(tokenizer: Any, token: int) -> str:
 
 def printable(text: str) -> str:
     """The text on one line, without characters that a terminal would obey."""
-    visible = {"\n": "⏎", "\t": "→", " ": "␣"}
-    return "".join(
-        visible.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text
-    )
+    return harmless(text.translate({ord("\n"): "⏎", ord("\t"): "→", ord(" "): "␣"}))
+
+
+def harmless(text: str) -> str:
+    """The text without characters that a terminal would obey, but for the ends of lines and tabs."""
+    kept = lambda c: c.isprintable() or c in "\n\t"
+    return "".join(c if kept(c) else c.encode("unicode_escape").decode() for c in text)
