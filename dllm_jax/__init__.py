@@ -32,6 +32,9 @@ from dllm_jax.decoding.warmup import warmup
 from dllm_jax.decoding.likelihood import log_likelihood
 from dllm_jax.decoding.trajectory import trajectory_log_probs
 
+# Low-rank adapters
+from dllm_jax import lora
+
 # Models that ship with the package, published settings
 from dllm_jax import embedded
 from dllm_jax.published.presets import presets
@@ -59,6 +62,7 @@ __all__ = [
     "infill",
     "load",
     "log_likelihood",
+    "lora",
     "nn",
     "policies",
     "presets",
