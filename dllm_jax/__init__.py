@@ -40,6 +40,9 @@ from dllm_jax.decoding.trajectory import trajectory_log_probs
 from dllm_jax import analysis
 from dllm_jax.analysis import Capture, capture
 
+# Low-rank adapters
+from dllm_jax import lora
+
 # Models that ship with the package, published settings
 from dllm_jax import embedded
 from dllm_jax.published.presets import presets
@@ -71,6 +74,7 @@ __all__ = [
     "infill",
     "load",
     "log_likelihood",
+    "lora",
     "nn",
     "policies",
     "presets",

@@ -29,3 +29,5 @@ from dllm_jax.training.state import model_of as model_of
 from dllm_jax.training.state import train_step as train_step
 from dllm_jax.training.trainable import Optimizer as Optimizer
 from dllm_jax.training.trainable import Trainable as Trainable
+from dllm_jax.training.trainable import joined as joined
+from dllm_jax.training.trainable import split as split

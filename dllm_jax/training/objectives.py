@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Key
 
@@ -136,7 +137,9 @@ def vrpo_loss(
     return dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
 
 
-def group_advantages(rewards: Float[Array, "b"], group: int, normalise: bool = True) -> Float[Array, "b"]:
+def group_advantages(
+    rewards: Float[Array, "b"] | Float[np.ndarray, "b"], group: int, normalise: bool = True
+) -> Float[Array, "b"]:
     """Advantages relative to the group: (reward - mean) / standard deviation (GRPO, arXiv:2402.03300, 4.1.2).
 
     Args:
