@@ -56,7 +56,8 @@ class Options:
     `__post_init__`, after `super().__post_init__()`.
 
     Every derived class is a pytree: its leaves are the numbers marked `Traced`, its own and those of the
-    options in its fields (`split`). Nothing is checked when a tree is put together again (`joined`).
+    options in its fields, and `Arrays` there (`split`). Nothing is checked when a tree is put together again
+    (`joined`).
 
     Raises:
       ValueError: at construction, with the name, the value and the valid range of the field.
@@ -72,6 +73,13 @@ class Options:
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
 
 
+class Arrays:
+    """Base of what holds arrays in a field of options: hashable by their numbers, and a pytree of its own.
+
+    Its leaves are arguments of programs, as the traced numbers of the options are.
+    """
+
+
 SHOWN = 500  # characters of a value in an error message
 Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
@@ -80,13 +88,13 @@ def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]],
     """Options as a node of a pytree.
 
     Returns:
-      the traced numbers and the options among the fields, with keys; and what is static, hashable: the names
-      of the former, and the other fields by name.
+      the traced numbers, options and arrays among the fields, with keys; and what is static, hashable: the
+      names of the former, and the other fields by name.
     """
     rules, parts, rest = _rules(type(options)), {}, {}
     for field in dataclasses.fields(options):
         value, rule = getattr(options, field.name), rules.get(field.name)
-        if isinstance(value, Options):
+        if isinstance(value, Options | Arrays):
             parts[field.name] = value
         elif rule is not None and rule.argument is not None and (number := rule.argument(value)) is not None:
             parts[field.name] = number
@@ -138,6 +146,7 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 TracedPositiveInt = Annotated[Count, Ge(1), Int32(), Traced()]
 TracedNonNegativeInt = Annotated[Count, Ge(0), Int32(), Traced()]
 TracedPositiveFloat = Annotated[Number, Gt(0), Traced()]
+TracedNonNegativeFloat = Annotated[Number, Ge(0), Traced()]
 TracedWidth = Annotated[Number, Ge(1e-18), Traced()]  # of a Gaussian: its square is not 0 in float32
 TracedFraction = Annotated[Number, Interval(ge=0, le=1), Traced()]
 TracedUnlessZero = Annotated[Number, Ge(0), Traced(unless=0)]

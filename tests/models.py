@@ -72,6 +72,12 @@ def tiny(family: str, **spec_changes) -> dj.Model:
     return dj.Model(jax.tree.unflatten(tree, params), described)
 
 
+def frequencies(vocab: int = _COMMON["vocab"]) -> dj.samplers.TokenFrequencies:
+    """A corpus in which the n-th token is as common as 1 / n, in a random order of tokens."""
+    rank = 1 + np.random.default_rng(5).permutation(vocab)
+    return dj.samplers.TokenFrequencies(1 / rank / (1 / rank).sum())
+
+
 def separate(model: dj.Model) -> dj.Model:
     """The same model with a list of layers."""
     return dataclasses.replace(model, params=parameters.separate(model.params))

@@ -93,12 +93,25 @@ def _confidence(sampler, spec, logits, kept, allowed, token) -> float:
             return -math.log(len(logits)) if alg == "entropy" else 0.0
         kept = kept - ends
     p = softmax(restricted(logits, kept))
+    if isinstance(sampler, samplers.PCSampler):
+        return min(-p[token] * math.log(sampler.frequencies.values[token] + 1e-10), sampler.clip)
     if alg == "entropy":
         return -entropy(p)
     if alg == "margin":
         best, second = sorted((p[t] for t in allowed), reverse=True)[:2]
         return best - second
     return p[token]
+
+
+def distribution(sampler, spec, logits: np.ndarray) -> np.ndarray:
+    """Probabilities of one position after the filters, which see the temperature, and the switches."""
+    logits = np.asarray(logits, np.float64)
+    tempered = logits / sampler.temperature if sampler.temperature else logits
+    ruled_out = {spec.eos_id} if sampler.logits_eos_inf else set()
+    if sampler.confidence_eos_eot_inf:
+        ruled_out |= {spec.eos_id, spec.eot_id}
+    kept = survivors(tempered, sampler.top_p, sampler.top_k) - ruled_out
+    return softmax(restricted(logits, kept))
 
 
 # -- how many and which -----------------------------------------------------------------------------
@@ -137,6 +150,37 @@ def factor_count(scores, factor: float) -> int:
     return max(passing, default=1)
 
 
+def bounded_count(scores: Scores, entropies: Scores, gamma: float) -> int:
+    """The largest n whose n surest positions have entropies of sum - maximum <= gamma; at least 1."""
+    ranked = [entropies[i] for i in sorted(scores, key=lambda i: (-scores[i], i))]
+    passing = [n for n in range(1, len(ranked) + 1) if sum(ranked[:n]) - max(ranked[:n]) <= gamma]
+    return max(passing, default=1)
+
+
+def divergence(p: np.ndarray, before: np.ndarray) -> float:
+    """KL(p || before) in nats, with the reference's offset."""
+    return float(sum(a * (math.log(a + 1e-12) - math.log(b + 1e-12)) for a, b in zip(p, before, strict=True)))
+
+
+def stable(predicted: list[np.ndarray], threshold: float, history: int) -> bool:
+    """Whether each of the last `history` predictions differs little from the one before it."""
+    pairs = list(zip(predicted[1:], predicted[:-1], strict=True))[-history:]
+    return len(pairs) == history and all(divergence(p, before) < threshold for p, before in pairs)
+
+
+def wide_in(scores: Scores, sampler) -> set[int]:
+    """All that reach the threshold, the surest in any case; of too many, the best."""
+    limit = min(max(math.floor(sampler.fraction * len(scores)), sampler.fewest), sampler.most)
+    reached = at_least_one(scores, sampler.wide_in)
+    return reached if len(reached) <= limit else largest(scores, limit)
+
+
+def narrow_out(beliefs: Scores, threshold: float, decoded: int) -> set[int]:
+    """The least likely of the tokens below the threshold, fewer than are newly decoded."""
+    failing = sorted((belief, i) for i, belief in beliefs.items() if belief < threshold)
+    return {i for _, i in failing[: max(decoded - 1, 0)]}
+
+
 def density(known: np.ndarray, sigma: float) -> np.ndarray:
     """Share of known tokens around each response position, by direct summation.
 
@@ -165,6 +209,7 @@ class Row:
     step: int = 0
     block_step: int = 0
     block_masks: int = 0
+    predicted: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @property
     def masks(self) -> list[int]:
@@ -195,7 +240,13 @@ def decode(
             logits = logits_of(row.tokens, row.step)
             found = {i: _candidate_at(sampler, row, i, logits, noise) for i in row.masks}
             order = None if noise is None else noise[1][row.step]
-            chosen = transfer(sampler, row, {i: score for i, (_, score) in found.items()}, order)
+            beliefs = {
+                int(i): distribution(sampler, spec, logits[i])
+                for i in np.flatnonzero(row.tokens == spec.mask_id)
+            }
+            for i, belief in beliefs.items():
+                row.predicted.setdefault(i, []).append(belief)
+            chosen = transfer(sampler, row, {i: score for i, (_, score) in found.items()}, order, beliefs)
             for i in chosen:
                 row.tokens[i] = found[i][0]
             row.step, row.block_step = row.step + 1, row.block_step + 1
@@ -211,7 +262,8 @@ def _candidate_at(sampler, row: Row, i: int, logits: np.ndarray, noise) -> tuple
 
 
 def _until_done(sampler) -> bool:
-    return isinstance(sampler, samplers.Threshold | samplers.Factor) or (
+    several = samplers.Threshold | samplers.Factor | samplers.EBSampler | samplers.KLASS | samplers.WINO
+    return isinstance(sampler, several) or (
         isinstance(sampler, samplers.CertaintyPrior) and sampler.threshold is not None
     )
 
@@ -220,12 +272,21 @@ def _finished(sampler, row: Row) -> bool:
     return not row.masks if _until_done(sampler) else row.block_step >= row.layout.steps_per_block
 
 
-def transfer(sampler, row: Row, scores: Scores, order=None) -> set[int]:
-    """Which of the scored positions are decoded in this step."""
+def transfer(sampler, row: Row, scores: Scores, order=None, beliefs=None) -> set[int]:
+    """Which of the scored positions are decoded in this step; `beliefs` are their distributions."""
     if isinstance(sampler, samplers.Threshold):
         return at_least_one(scores, sampler.threshold)
     if isinstance(sampler, samplers.Factor):
         return largest(scores, factor_count(scores.values(), sampler.factor))
+    if isinstance(sampler, samplers.WINO):
+        return wide_in(scores, sampler)
+    if isinstance(sampler, samplers.KLASS):
+        sure = {i for i in scores if scores[i] >= sampler.confidence_threshold}
+        settled = {i for i in sure if stable(row.predicted[i], sampler.divergence, sampler.history)}
+        return settled or largest(scores, 1)
+    if isinstance(sampler, samplers.EBSampler):
+        entropies = {i: entropy(beliefs[i]) for i in scores}
+        return largest(scores, bounded_count(scores, entropies, sampler.gamma))
     if isinstance(sampler, samplers.DreamSchedule):
         return _dream(sampler, row, scores, order)
     if isinstance(sampler, samplers.CertaintyPrior):
@@ -234,6 +295,9 @@ def transfer(sampler, row: Row, scores: Scores, order=None) -> set[int]:
         scores = {i: score * weight[i - prompt] for i, score in scores.items()}
         if sampler.threshold is not None:
             return at_least_one(scores, sampler.threshold)
+    if isinstance(sampler, samplers.PCSampler):
+        start = row.layout.prompt
+        scores = {i: score * math.exp(-sampler.decay * (i - start)) for i, score in scores.items()}
     return largest(scores, even_counts(row.block_masks, row.layout.steps_per_block)[row.block_step])
 
 

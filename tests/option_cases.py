@@ -11,16 +11,18 @@ from dllm_jax.options import Options
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware
 from dllm_jax.tasks import Stage
 from dllm_jax.training import TrainConfig
-from tests.models import spec
+from tests.models import frequencies, spec
 
 WITHOUT_NEEDS: tuple[type[Options], ...] = (
     *map(type, policies.ALL), eviction.PyramidKV, eviction.BoundaryMiddle, eviction.OnlineLayers,
     eviction.PromptPreference, eviction.AdaKV, eviction.PositionVotes, eviction.SnapKV, samplers.Confidence,
     samplers.RandomOrder, samplers.CertaintyPrior, samplers.DreamSchedule, samplers.Threshold,
-    samplers.Factor, Assumed, dj.MeshRules, tasks.Recall, tasks.Chain, tasks.FewShot, tasks.Sorting,
+    samplers.Factor, samplers.EBSampler, samplers.KLASS, samplers.WINO, Assumed, dj.MeshRules, tasks.Recall,
+    tasks.Chain, tasks.FewShot, tasks.Sorting,
 )  # fmt: skip
 OPTIONS: dict[type[Options], dict[str, Any]] = {kind: {} for kind in WITHOUT_NEEDS} | {
     eviction.SqueezeAttention: {"cosine": (0.5,)},
+    samplers.PCSampler: {"frequencies": frequencies()},
     dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
     ModelSpec: dataclasses.asdict(spec("llada")),
     TrainConfig: {"steps": 400},

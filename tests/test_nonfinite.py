@@ -17,7 +17,7 @@ from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, frequencies, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.test_policies import short
 from tests.traces import assert_same_run, of_sequence
@@ -29,6 +29,9 @@ KINDS = (
     samplers.RandomOrder(),
     samplers.CertaintyPrior(tokens_per_step=2),
     samplers.Factor(top_p=0.9),
+    samplers.EBSampler(2.0),
+    samplers.PCSampler(frequencies()),
+    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
     samplers.DreamSchedule(alg="entropy", alg_temp=0.5),
 )
 

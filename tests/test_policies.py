@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from tests.models import FAMILIES, cast, in_int8, separate, tiny
+from tests.models import FAMILIES, cast, frequencies, in_int8, separate, tiny
 from tests.policy_cases import CACHED, CASES, EVERY, KEY, suited
 from tests.traces import assert_same_run, of_sequence, partial_steps
 
@@ -21,6 +21,9 @@ SAMPLER_CASES = (
     samplers.CertaintyPrior(),
     samplers.CertaintyPrior(tokens_per_step=2),
     samplers.Factor(),
+    samplers.EBSampler(3.0),
+    samplers.PCSampler(frequencies()),
+    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
     SEVERAL_AT_ONCE,
     samplers.DreamSchedule(),
     samplers.DreamSchedule(alg="origin"),

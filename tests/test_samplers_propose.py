@@ -10,7 +10,7 @@ import pytest
 from dllm_jax import samplers
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, RandomOrder, RecordedNoise, Threshold
 from tests import numpy_sampler as plain
-from tests.models import canvas, spec
+from tests.models import canvas, frequencies, spec
 
 B, C, V = 2, 6, 61
 SPEC = spec("llada")
@@ -18,7 +18,7 @@ MASK, EOS, EOT = SPEC.mask_id, SPEC.eos_id, SPEC.eot_id
 INDEX = jnp.tile(jnp.arange(C, dtype=jnp.int32), (B, 1))
 CANVAS = canvas(np.ones((B, C)))
 
-propose = jax.jit(lambda s, logits, noise: s.propose(logits, INDEX, CANVAS, noise), static_argnums=0)
+propose = jax.jit(lambda s, logits, noise: s.propose(logits, INDEX, CANVAS, noise)[1:3], static_argnums=0)
 
 
 def random_logits(seed: int) -> np.ndarray:
@@ -49,6 +49,7 @@ CASES = [
     RandomOrder(temperature=0.5),
     Threshold(0.9, top_k=1),
     CertaintyPrior(alg="entropy", temperature=0.5),
+    samplers.PCSampler(frequencies(), clip=1.0, confidence_eos_eot_inf=True),
     DreamSchedule(alg="entropy", temperature=0.4, top_p=0.9),
     DreamSchedule(alg="topk_margin", temperature=2.0, top_k=4),
     DreamSchedule(alg="maskgit_plus", temperature=0.4, allow_mask_token=True),
@@ -73,7 +74,7 @@ def test_candidates_and_confidences(sampler):
 
 
 @pytest.mark.parametrize("extreme", [0.0, 80.0, 1e4])
-@pytest.mark.parametrize("sampler", CASES[:10] + CASES[14:17], ids=str)
+@pytest.mark.parametrize("sampler", CASES[:10] + CASES[14:18], ids=str)
 def test_confidences_are_never_infinite_or_nan(sampler, extreme):
     """A candidate must stay one: -inf means that there is none, and NaN is never chosen."""
     logits = np.zeros((B, C, V), np.float32)
@@ -163,7 +164,7 @@ def test_temperature_draws_from_the_tempered_softmax(temperature):
     logits[..., :6] = law
     noise = samplers.KeyNoise(jax.random.split(jax.random.key(1), 1))
     c, index = canvas(np.ones((1, count))), jnp.arange(count, dtype=jnp.int32)[None]
-    token, _ = Confidence(temperature=temperature).propose(jnp.asarray(logits), index, c, noise)
+    token = Confidence(temperature=temperature).propose(jnp.asarray(logits), index, c, noise).token
     seen = np.bincount(np.asarray(token)[0], minlength=V)
     expected = count * plain.softmax(law / temperature)
     assert seen[6:].sum() == 0

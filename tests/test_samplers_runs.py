@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import (
+    KLASS,
     CertaintyPrior,
     Confidence,
     DreamSchedule,
+    EBSampler,
     Factor,
+    PCSampler,
     RandomOrder,
     RecordedNoise,
     Threshold,
@@ -27,7 +30,7 @@ from dllm_jax.samplers import (
 from dllm_jax.state.canvas import begin, write
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
-from tests.models import random_tokens, spec
+from tests.models import frequencies, random_tokens, spec
 
 B, PROMPT, RESPONSE, V, LIMIT = 2, 3, 12, 61, 24
 LENGTH = PROMPT + RESPONSE
@@ -43,6 +46,12 @@ RUNS = [  # sampler, block, steps
     (Threshold(0.5), 6, 2),
     (Threshold(0.2, alg="margin"), 12, 1),
     (Factor(1.2), 6, 2),
+    (EBSampler(2.0), 6, 2),
+    (EBSampler(0.6, alg="entropy", top_p=0.8, temperature=0.5), 12, 1),
+    (KLASS(confidence_threshold=0.3, divergence=9.0), 6, 2),
+    (KLASS(confidence_threshold=0.2, divergence=12.0, history=1, top_k=30), 4, 3),
+    (PCSampler(frequencies()), 12, 6),
+    (PCSampler(frequencies(), decay=0.0, clip=1.5, top_k=9, temperature=0.7), 4, 6),
     (CertaintyPrior(sigma=2.0), 12, 6),
     (CertaintyPrior(sigma=3.0, threshold=0.3, temperature=0.5), 6, 2),
     (DreamSchedule(), 12, 12),
@@ -56,16 +65,20 @@ RUNS = [  # sampler, block, steps
 def run(sampler, layout: Layout, tokens, logits, noise: RecordedNoise):
     """Tokens before the first and after every step [t + 1, b, l], and who was active [t, b]."""
 
-    def step(canvas, _):
-        index = jnp.tile(jnp.arange(LENGTH, dtype=jnp.int32), (B, 1))
+    def step(carry, _):
+        canvas, memory = carry
+        candidate = canvas.masked & canvas.active[:, None]
+        index = jnp.where(candidate, jnp.arange(LENGTH, dtype=jnp.int32), LENGTH)
         at = logits[canvas.step, jnp.arange(B)]
-        token, score = sampler.propose(at, index, canvas, noise)
-        chosen = sampler.transfer(jnp.where(canvas.eligible, score, -jnp.inf), index, canvas, noise)
-        after = advance(write(canvas, chosen & canvas.active[:, None], token), Policy(), sampler, False)
-        return after, (after.tokens, canvas.active)
+        proposed = sampler.propose(at, index, canvas, noise)
+        offered = proposed._replace(score=jnp.where(canvas.eligible, proposed.score, -jnp.inf))
+        chosen, memory, _ = sampler.decide(offered, memory, canvas, noise)
+        after = write(canvas, chosen & canvas.active[:, None], proposed.token)
+        after = advance(after, Policy(), sampler, False)
+        return (after, memory), (after.tokens, canvas.active)
 
     canvas = advance(begin(tokens, jnp.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler, False)
-    _, (states, active) = jax.lax.scan(step, canvas, length=LIMIT)
+    _, (states, active) = jax.lax.scan(step, (canvas, sampler.init(canvas)), length=LIMIT)
     return jnp.concatenate([tokens[None], states]), active
 
 

@@ -5,11 +5,34 @@ import math
 import pytest
 
 from dllm_jax import samplers
-from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Factor, RandomOrder, Threshold
+from dllm_jax.samplers import (
+    KLASS,
+    WINO,
+    CertaintyPrior,
+    Confidence,
+    DreamSchedule,
+    EBSampler,
+    Factor,
+    PCSampler,
+    RandomOrder,
+    Threshold,
+)
+from tests.option_cases import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
-EVERY = [Confidence, RandomOrder, CertaintyPrior, DreamSchedule, Threshold, Factor]
+EVERY = [
+    Confidence,
+    RandomOrder,
+    CertaintyPrior,
+    DreamSchedule,
+    Threshold,
+    Factor,
+    EBSampler,
+    PCSampler,
+    KLASS,
+    WINO,
+]
 SHARED = [
     ("temperature", -0.1),
     ("temperature", math.inf),
@@ -32,6 +55,22 @@ OWN = [
     (Factor, "factor", 0.0),
     (Factor, "factor", -1.0),
     (Factor, "factor", math.nan),
+    (EBSampler, "gamma", -0.01),
+    (EBSampler, "gamma", math.nan),
+    (EBSampler, "alg", "origin"),
+    (PCSampler, "decay", -0.1),
+    (PCSampler, "clip", 0.0),
+    (PCSampler, "frequencies", None),
+    (KLASS, "confidence_threshold", 1.1),
+    (KLASS, "divergence", -1.0),
+    (KLASS, "divergence", math.nan),
+    (KLASS, "history", 0),
+    (WINO, "wide_in", -0.1),
+    (WINO, "narrow_out", 1.1),
+    (WINO, "fraction", 1.5),
+    (WINO, "fewest", 0),
+    (WINO, "most", 0),
+    (WINO, "most", 4),
     (CertaintyPrior, "sigma", 0.0),
     (CertaintyPrior, "sigma", -2.0),
     (CertaintyPrior, "sigma", math.nan),
@@ -52,7 +91,7 @@ OWN = [
 )
 def test_out_of_range(kind, field, value):
     with pytest.raises(ValueError, match=f"{field}={value!r}"):
-        kind(**{field: value})
+        kind(**OPTIONS[kind] | {field: value})
 
 
 def test_alg_temp_needs_a_confidence():
@@ -79,8 +118,9 @@ def test_ends_cannot_come_last_in_an_order_without_confidence(kind, options):
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_edges_are_allowed(kind):
-    sampler = kind(temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0)
-    assert hash(sampler) == hash(kind(temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0))
+    make = lambda: kind(**OPTIONS[kind], temperature=0.0, top_p=1.0, top_k=1, cfg_scale=0.0)
+    assert hash(make()) == hash(make())
+    assert make() == make()
 
 
 def test_fields_after_the_main_one_are_named():
@@ -98,6 +138,9 @@ def test_fields_after_the_main_one_are_named():
         (RandomOrder(), True),
         (Threshold(), False),
         (Factor(temperature=1.0), True),
+        (EBSampler(), False),
+        (KLASS(), False),
+        (WINO(temperature=0.5), True),
         (CertaintyPrior(), False),
         (DreamSchedule(), False),
         (DreamSchedule(alg="origin"), True),

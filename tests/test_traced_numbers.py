@@ -15,9 +15,10 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import likelihood
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
-from dllm_jax.options import Options
+from dllm_jax.options import Arrays, Options
 from dllm_jax.traced import Traced
-from tests.models import tiny
+from tests.models import frequencies, tiny
+from tests.option_cases import OPTIONS
 from tests.programs import compilations
 from tests.test_options import kind_of
 from tests.test_policies import KEY, prompts, short
@@ -33,6 +34,10 @@ CASES = [
     ),
     (policies.DKVDecode(refresh_every=3, delay=2), samplers.Factor(1.7)),
     (policies.DKVPD(refresh_every=3), samplers.CertaintyPrior(tokens_per_step=2)),
+    (policies.PrefixCache(), samplers.EBSampler(2.5, temperature=0.4)),
+    (policies.PrefixCache(), samplers.KLASS(confidence_threshold=0.125, divergence=0.5)),
+    (policies.DualCache(), samplers.WINO(wide_in=0.125, narrow_out=0.25)),
+    (policies.DualCache(), samplers.PCSampler(frequencies(), decay=0.125, clip=2.5)),
     (policies.DKVGreedy(refresh_every=3), samplers.RandomOrder(temperature=1.3)),
     (policies.DLLMCache(prompt_every=4, response_every=2), samplers.Confidence(temperature=0.3)),
     (
@@ -44,6 +49,14 @@ CASES = [
 ]
 TEN = {
     "thresholds": [(policies.DualCache(), samplers.Threshold(t)) for t in np.linspace(0, 1, 10)],
+    "entropy bounds": [(policies.DualCache(), samplers.EBSampler(g)) for g in np.linspace(0, 9, 10)],
+    "divergences": [
+        (policies.Policy(), samplers.KLASS(confidence_threshold=0.05, divergence=d))
+        for d in np.linspace(0, 2, 10)
+    ],
+    "doubts": [
+        (policies.DualCache(), samplers.WINO(wide_in=0.0, narrow_out=n)) for n in np.linspace(0, 1, 10)
+    ],
     "gammas": [(policies.ElasticCache(4, g), samplers.Confidence()) for g in np.linspace(-1, 1.5, 10)],
     "temperatures": [(policies.Policy(), samplers.Confidence(temperature=t / 5)) for t in range(1, 11)],
 }
@@ -97,6 +110,11 @@ TRACED = [(cls, name, mark) for cls in dict.fromkeys(library()) for name, mark i
 every_traced_field = pytest.mark.parametrize(
     ("cls", "name", "mark"), TRACED, ids=lambda x: getattr(x, "__name__", str(x))
 )
+
+
+def made(cls: type, name: str, value) -> Options:
+    """An instance with this value of one field."""
+    return cls(**OPTIONS.get(cls, {}) | {name: value})
 
 
 def two_values(cls: type, name: str) -> tuple:
@@ -182,7 +200,7 @@ def parts_of(options: Options) -> Iterator[Options]:
 @every_traced_field
 def test_a_traced_field_is_a_leaf_unless_it_changes_the_structure(cls, name, mark):
     value, other = two_values(cls, name)
-    options, structure = cls(**{name: value}), lambda value: jax.tree.structure(cls(**{name: value}))
+    options, structure = made(cls, name, value), lambda value: jax.tree.structure(made(cls, name, value))
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(options)}
     assert leaves[f".{name}"] == value
     assert leaves[f".{name}"].dtype == {int: np.int32, float: np.float32}[type(value)]
@@ -200,8 +218,17 @@ def test_static_fields_stay_whatever_the_leaves_become(options):
         assert type(part) is type(again)
         for field in dataclasses.fields(part):
             value, kept = getattr(part, field.name), getattr(again, field.name)
-            assert kept == value or type(kept) is object or isinstance(value, Options)
+            assert kept == value or type(kept) is object or isinstance(value, Options | Arrays)
             assert (type(kept) is object) <= (field.name in traced_fields(type(part)))
+
+
+def test_a_table_is_an_argument_of_the_program_too():
+    tables = [frequencies(), samplers.TokenFrequencies(np.full(61, 1 / 61))]
+    run(policies.DualCache(), samplers.PCSampler(tables[0], decay=0.0))
+    with compilations() as compiled:
+        other = run(policies.DualCache(), samplers.PCSampler(tables[1], decay=0.0))
+    assert not compiled
+    assert not same(run(policies.DualCache(), samplers.PCSampler(tables[0], decay=0.0)), other)
 
 
 def test_switching_a_feature_off_is_another_program():
@@ -257,13 +284,13 @@ def test_options_pass_through_jit_and_are_stacked_for_vmap():
 def test_a_traced_field_takes_a_traced_scalar_and_checks_python_numbers(cls, name, mark):
     value, _ = two_values(cls, name)
     seen = []
-    jax.jit(lambda x: seen.append(cls(**{name: x})))(value)
+    jax.jit(lambda x: seen.append(made(cls, name, x)))(value)
     number = getattr(seen[0], name)
     assert isinstance(number, Tracer)
     assert number.dtype == {int: jnp.int32, float: jnp.float32}[type(value)]
-    known = cls(**{name: jnp.asarray(value)})
-    assert known == cls(**{name: value})
-    assert repr(known) == repr(cls(**{name: value}))
+    known = made(cls, name, jnp.asarray(value))
+    assert known == made(cls, name, value)
+    assert repr(known) == repr(made(cls, name, value))
 
 
 @pytest.mark.usefixtures("unannotated")
@@ -273,10 +300,10 @@ def test_what_is_no_number_is_refused_traced_or_not(cls, name, mark):
     wrong = [jnp.asarray([value]), jnp.asarray(True), jnp.asarray(jnp.nan)]
     for array in wrong:
         with pytest.raises(ValueError, match=f"{name}=.* must be"):
-            cls(**{name: array})
+            made(cls, name, array)
     for array in wrong[:2]:
         with pytest.raises(ValueError, match=f"{name}=.* must be"):
-            jax.jit(lambda x: cls(**{name: x}).__class__.__name__)(array)
+            jax.jit(lambda x: made(cls, name, x).__class__.__name__)(array)
 
 
 @pytest.mark.usefixtures("unannotated")

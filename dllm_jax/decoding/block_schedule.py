@@ -29,7 +29,9 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
-        canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas))
+        # Tokens that may be revoked are final when their block is finished.
+        final = sampler.finished(canvas) if sampler.verifies else True
+        canvas = dataclasses.replace(canvas, done=canvas.done | (ended(canvas) & final))
     return jax.lax.while_loop(
         lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.length), next_block, settle(canvas)
     )

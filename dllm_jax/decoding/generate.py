@@ -61,8 +61,9 @@ def generate(
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
       steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
-        Samplers that decode until a block is done (`Threshold`, `Factor`, `CertaintyPrior` with a threshold
-        or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the same.
+        Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`, `KLASS`, `WINO`;
+        `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the
+        same.
       policy: what is recomputed and cached; the default is exact.
       sampler: which tokens are decoded when.
       key: a jax.random key, or one per sequence ([b], so that its draws do not depend on its batch mates);

@@ -11,12 +11,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.shadow import check_policy
 from dllm_jax.decoding.stats import NonFinite
 from dllm_jax.decoding.step import Plan
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
@@ -166,7 +166,8 @@ def plan_for(
     Raises:
       ValueError: they do not go together.
     """
-    sampler_fits(sampler, model.spec)
+    sampler.check_model(model.spec)
+    check_policy(sampler, policy)
     return Plan(policy, sampler, step_widths(policy, model.spec, layout, widths), stop_at_eos, trace)
 
 
@@ -246,12 +247,3 @@ def typed_key(key: Any, name: str = "key") -> Key[Array, "..."]:
         return jax.random.wrap_key_data(key)
     except TypeError as error:
         raise ValueError(f"{name} of dtype {key.dtype} and shape {key.shape} {rule}") from error
-
-
-def sampler_fits(sampler: Sampler, spec: ModelSpec):
-    """Raises ValueError if the sampler needs a token id that the model does not have."""
-    if sampler.confidence_eos_eot_inf and spec.eot_id is None:
-        raise ValueError(
-            "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
-            "name: use model.replace_spec(eot_id=...)"
-        )

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.shadow import Shadow, network_with_shadow, to_verify
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
@@ -16,9 +17,10 @@ from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, begin, repeat, stream, write
+from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact, compact_rows, full_rows, gather, scatter
@@ -66,12 +68,14 @@ class State(NamedTuple):
       cache: the policy's storage, for streams * b sequences.
       need: positions the coming step computes, for streams * b sequences.
       record: statistics and trace.
+      memory: what the sampler keeps between steps; most keep nothing.
     """
 
     canvas: Canvas
     cache: Cache
     need: Bool[Array, "streams_b l"]
     record: Record
+    memory: PyTree = ()
 
 
 def initial(
@@ -90,7 +94,8 @@ def initial(
     cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
     cache = split_cache(cache, model, plan.streams * tokens.shape[0])
     record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None, plan.confidence)
-    return State(canvas, cache, needed(plan, cache, canvas, noise), record)
+    memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
+    return State(canvas, cache, needed(plan, cache, canvas, noise), record, memory)
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -133,15 +138,21 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width)
     cache = policy.before_layers(state.cache, streams, rows)
-    hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache)
+    tokens, shadow = _inputs(plan, streams), None
+    if sampler.verifies:
+        hidden, cache, shadow = network_with_shadow(model, rope, policy, tokens, streams, rows, cache)
+    else:
+        hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    index, token, score, finite = _propose(model, plan, canvas, own, hidden, noise)
+    candidates, finite = _propose(model, plan, canvas, own, hidden, shadow, noise)
+    index, _, score, _ = candidates
     eligible = gather(policy.eligible(canvas), index)
-    chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
+    offered = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
+    chosen, memory, revoked = sampler.decide(offered, state.memory, canvas, noise)
     proposal = Proposal(
-        scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
+        scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, candidates.token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
     )
 
@@ -149,6 +160,8 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen & finite[:, None])
     after = write(canvas, chosen, proposal.token)
+    if revoked is not None:
+        after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
 
     # A sequence without finite logits ends as it is: no sampler could finish its block, for which its batch
     # mates would wait.
@@ -159,7 +172,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     computed = own.mask()
     extra = policy.extra_positions(cache, canvas, computed)
     record = state.record.add(canvas, after, computed, extra, finite, proposal)
-    return State(after, cache, needed(plan, cache, after, noise), record)
+    return State(after, cache, needed(plan, cache, after, noise), record, memory)
 
 
 def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
@@ -215,9 +228,10 @@ def _propose(
     canvas: Canvas,
     rows: Rows,
     hidden: Float[Array, "streams_b q m"],
+    shadow: Shadow | None,
     noise: Noise | None,
-) -> tuple[Int[Array, "b c"], Int[Array, "b c"], Float[Array, "b c"], Bool[Array, "b"]]:
-    """Position, token and score of the candidates: scored positions whose predictor was computed.
+) -> tuple[Candidates, Bool[Array, "b"]]:
+    """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
     And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
     would decode; those of padding may be anything.
@@ -228,6 +242,7 @@ def _propose(
       canvas: state before the step.
       rows: what the conditional stream computed.
       hidden: the residual stream after the last layer, of all streams.
+      shadow: that of the shadow block, if the sampler verifies tokens, which are then candidates too.
       noise: source of random numbers.
     """
     spec, layout, sampler, policy = canvas.spec, canvas.layout, plan.sampler, plan.policy
@@ -236,25 +251,41 @@ def _propose(
     # computed.
     predictor = canvas.predictor
     predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
-    scored = policy.eligible(canvas) if policy.scored == "block" else canvas.masked
+    response_scored = "response" in (policy.scored, sampler.scored)
+    scored = canvas.masked if response_scored else policy.eligible(canvas)
 
     # Only candidates meet the vocabulary; they are compacted to a static number first. Masks outside of the
-    # block are candidates only if the policy scores the response, or if earlier blocks were left with masks.
-    everywhere = sampler.allow_mask_token or policy.scored == "response"
+    # block are candidates only if the response is scored, or if earlier blocks were left with masks.
+    everywhere = sampler.allow_mask_token or response_scored
     upper_bound = layout.response if everywhere else layout.block
-    index = compact(scored & predicted, min(upper_bound, rows.index.shape[1]))
+    candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
+    if shadow is not None:
+        # What is verified is in the shadow, whether or not the step computes it.
+        candidates, most = candidates | to_verify(canvas), upper_bound
+    index = compact(candidates, most)
 
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
     padded = jnp.pad(predictor, ((0, 0), (0, 1)), constant_values=layout.length)
     slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
-    logits = unembed(model.params, spec, gather(hidden, repeat(slot, plan.streams)))
+    read = gather(hidden, repeat(slot, plan.streams))
+
+    # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
+    verified = jnp.zeros_like(index, bool)
+    if shadow is not None:
+        verified = gather(to_verify(canvas), index) & (index < layout.length)
+        at, of_shadow = repeat((index, verified), plan.streams)
+        read = jnp.where(of_shadow[..., None], shadow.take(at), read)
+    logits = unembed(model.params, spec, read)
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:
         conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
-    token, score = sampler.propose(logits, index, canvas, noise)
+    proposed = sampler.propose(logits, index, canvas, noise)
     candidate = index < layout.length
-    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(score)
+    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
     finite = jnp.all(finite | ~candidate, axis=1)
-    return index, token, jnp.where(candidate, score, -jnp.inf), finite
+
+    # What is verified is not offered again: it has neither a score nor a token.
+    score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
+    return proposed._replace(score=score, token=jnp.where(verified, spec.mask_id, proposed.token)), finite

@@ -7,11 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 from annotated_types import Interval
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.arithmetic import divided
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
+from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
@@ -26,6 +28,7 @@ class Sampler(Options, abc.ABC):
     """Chooses a token for every scored position, and the positions that a denoising step decodes.
 
     A subclass defines `transfer`, the remasking rule: every position that it does not choose stays masked.
+    One whose rule reads more than scores, or remembers earlier steps, also overrides `decide`.
 
     Attributes:
       temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
@@ -51,6 +54,13 @@ class Sampler(Options, abc.ABC):
     allow_mask_token: bool = False
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
+    scored: ClassVar[Literal["block", "response"]] = "block"
+    """Masks that get logits, a candidate token and a score if they can be predicted, as `Policy.scored`:
+    those of the block, or all of the response, for a sampler that remembers predictions of later blocks. Only
+    those of the block are decoded in either case."""
+    verifies: ClassVar[bool] = False
+    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
+    of their own, which do not see the token (`decoding.shadow`); `decide` may revoke them."""
 
     # -- defined by each sampler ----------------------------------------------------------------------
 
@@ -66,6 +76,25 @@ class Sampler(Options, abc.ABC):
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.
         """
+
+    def init(self, canvas: Canvas) -> PyTree:
+        """What the sampler keeps between steps, before the first one; nothing by default.
+
+        It is in the loop's carry: arrays of fixed shapes, whose first axis is that of the sequences.
+        """
+        return ()
+
+    def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:
+        """The decision of a step; the default is `transfer`, and remembers nothing.
+
+        Args:
+          candidates: what may be decoded, and the logits.
+          memory: what the last step's decision left; that of a sequence that waits for its batch mates, which
+            has no candidates, must stay as it is.
+          canvas: state before the step.
+          noise: random numbers; None if the sampler does not draw.
+        """
+        return Decision(self.transfer(candidates.score, candidates.index, canvas, noise), memory)
 
     @property
     def criterion(self) -> Alg:
@@ -109,11 +138,19 @@ class Sampler(Options, abc.ABC):
         """Whether the sampler needs random numbers."""
         return not fixed_at(self.temperature, 0)
 
+    def check_model(self, spec: ModelSpec):
+        """Raises ValueError if the sampler does not go with a model."""
+        if self.confidence_eos_eot_inf and spec.eot_id is None:
+            raise ValueError(
+                "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
+                "name: use model.replace_spec(eot_id=...)"
+            )
+
     # -- the same for all samplers ---------------------------------------------------------------------------
 
     def propose(
         self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> tuple[Int[Array, "b c"], Float[Array, "b c"]]:
+    ) -> Candidates:
         """The candidate token of each position and its confidence.
 
         Args:
@@ -121,9 +158,6 @@ class Sampler(Options, abc.ABC):
           index: canvas positions, l = padding.
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.
-
-        Returns:
-          token ids int32, and confidences float32.
         """
         # The references take the softmax in bf16, float32 or float64; float32 avoids the ties that bf16
         # makes.
@@ -147,7 +181,8 @@ class Sampler(Options, abc.ABC):
             scored = jnp.where(keep, scored, -jnp.inf)
         if self.confidence_eos_eot_inf:
             scored = _ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
-        return token, self.confidence(scored, token, index, canvas, noise)
+        score = self.confidence(scored, token, index, canvas, noise)
+        return Candidates(index, token, score, scored)
 
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         """The candidate token among the survivors `keep` of the filters (None: all tokens)."""

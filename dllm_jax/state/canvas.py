@@ -228,6 +228,15 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     )
 
 
+def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
+    """Masks these decoded positions again."""
+    return dataclasses.replace(
+        canvas,
+        tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
+        decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
+    )
+
+
 def repeat(tree: Streamed, streams: int) -> Streamed:
     """Arrays of sequences with each sequence once per stream (conditional and unconditional, for guidance).
 

@@ -18,7 +18,7 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.policies.parts.drift import HeadCosine, KeyCosine
 from tests.campaigns.verdicts import Case, Outcome, Verdict
-from tests.models import FAMILIES, separate, tiny
+from tests.models import FAMILIES, frequencies, separate, tiny
 
 NAME = "generations"
 SAMPLE = 5
@@ -100,6 +100,8 @@ def drawn_setting(rng: np.random.Generator) -> Setting:
         "logits_eos_inf": pick(rng, False, True),
     }
     kinds = [samplers.RandomOrder] if isinstance(chosen, policies.DKVGreedy) else list(SAMPLERS)
+    if family == "dream" or type(chosen).layer is not policies.Policy.layer:
+        kinds = [kind for kind in kinds if not kind.verifies]
     kind = pick(rng, *kinds)
     length, block = pick(rng, (4, 4), (8, 4), (8, 2), (6, 3))
     options = {
@@ -279,6 +281,19 @@ SAMPLERS: dict[type[samplers.Sampler], Callable[[np.random.Generator], dict[str,
         "threshold": pick(rng, 0.0, 0.2, 0.4, 1.0), "alg": pick(rng, "prob", "margin")
     },
     samplers.Factor: lambda rng: {"factor": pick(rng, 0.5, 1.0, 2.0)},
+    samplers.EBSampler: lambda rng: {
+        "gamma": pick(rng, 0.0, 0.5, 5.0), "alg": pick(rng, "prob", "margin", "entropy")
+    },
+    samplers.PCSampler: lambda rng: {
+        "frequencies": frequencies(), "decay": pick(rng, 0.0, 0.25, 5.0), "clip": pick(rng, 1.0, 10.0)
+    },
+    samplers.KLASS: lambda rng: {
+        "confidence_threshold": pick(rng, 0.0, 0.1), "divergence": pick(rng, 0.01, 1.0),
+        "history": pick(rng, 1, 2),
+    },
+    samplers.WINO: lambda rng: {
+        "wide_in": pick(rng, 0.0, 0.1), "narrow_out": pick(rng, 0.1, 0.5), "fewest": pick(rng, 1, 5)
+    },
     samplers.CertaintyPrior: lambda rng: {"sigma": pick(rng, 0.5, 10.0)} | pick(
         rng, {}, {"threshold": 0.2}, {"tokens_per_step": 2}, {"alg": "entropy"},
         {"alg": "margin", "threshold": 0.1},

@@ -7,7 +7,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
-from tests.replay import d2cache, dkv, dllm_cache, elastic, longbench, maskkv, sparse_dllm
+from tests.replay import d2cache, dkv, dllm_cache, elastic, longbench, maskkv, samplers, sparse_dllm
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
@@ -145,7 +145,7 @@ def fast_dllm(case: Case):
 def research_dllm(case: Case):
     """d2Cache's repository: its vanilla strategy, certainty prior and prefix cache."""
     s, arrays, d = case.settings, case.arrays, case.settings["decoding"]
-    sampler = research_sampler(d)
+    sampler = research_sampler(d, arrays.get("token_freq"))
     s.describes("steps")
     policy = dj.policies.Policy()
     if s["cache"]:
@@ -181,10 +181,13 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "prefix-cache": research_dllm,
     "certainty-prior": research_dllm,
     "sampler-confidence": research_dllm,
+    "sampler-eb-fixed": research_dllm,
     "sampler-entropy": research_dllm,
     "sampler-factor": research_dllm,
     "sampler-margin": research_dllm,
+    "sampler-pc": research_dllm,
     "sampler-threshold": research_dllm,
+    **samplers.METHODS,
     **sparse_dllm.METHODS,
     **dllm_cache.METHODS,
     **maskkv.METHODS,

@@ -1,0 +1,37 @@
+"""What a denoising step may decode, and what a sampler decides about it."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+
+class Candidates(NamedTuple):
+    """Positions that may be decoded, each with the token that it would get.
+
+    Attributes:
+      index: canvas positions, l = padding.
+      token: the candidate token of each.
+      score: the sampler's confidence in it, float32; -inf where it may not be decoded.
+      logits: those that the confidence was taken from, float32: after temperature only where the sampler says
+        so (`Sampler.tempered_confidence`), and -inf where filters and switches rule a token out.
+    """
+
+    index: Int[Array, "b c"]
+    token: Int[Array, "b c"]
+    score: Float[Array, "b c"]
+    logits: Float[Array, "b c v"]
+
+
+class Decision(NamedTuple):
+    """What a sampler decides in one denoising step.
+
+    Attributes:
+      chosen: candidates that are decoded; all others stay masked.
+      memory: what the sampler keeps for later steps, of the structure that `Sampler.init` returned.
+      revoked: candidates whose token becomes a mask again, where the sampler verifies (`Sampler.verifies`);
+        else None.
+    """
+
+    chosen: Bool[Array, "b c"]
+    memory: PyTree
+    revoked: Bool[Array, "b c"] | None = None

@@ -1,0 +1,99 @@
+"""KLASS, KL-adaptive stability sampling: decodes what is sure and has settled (arXiv:2511.05664)."""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
+
+from dllm_jax.options import PositiveInt, TracedFraction, TracedNonNegativeFloat
+from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import gather, scatter
+from dllm_jax.state.selection import best
+
+
+class Predictions(NamedTuple):
+    """What KLASS remembers of each response position.
+
+    Attributes:
+      last: its last predicted distribution, float32; 0 before the first one.
+      divergences: KL divergences, in nats, of its last h predictions from the ones before each, the newest
+        first; infinite where there was none.
+    """
+
+    last: Float[Array, "b r v"]
+    divergences: Float[Array, "b r h"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLASS(UntilDone):
+    """Decodes every position that is sure and stable; the surest one if there is none.
+
+    A position is stable if the KL divergence of its prediction from its previous one was below a threshold in
+    each of its last `history` predictions. Masks of later blocks are predicted and remembered too. A position
+    that a step does not predict, as cache policies leave some out, keeps what it had: its next prediction is
+    compared with the last one there was.
+
+    The distributions are in the loop's carry: response x vocabulary float32 numbers per sequence, 130 MB for
+    256 positions of LLaDA; and logits are computed for all masks of the response that a step predicts.
+
+    Exact limit: divergence=0 decodes one position per step, the surest.
+
+    Attributes:
+      confidence_threshold: in [0, 1]; a confidence equal to it is accepted.
+      divergence: threshold of the KL divergence in nats; a smaller one is stable. The released settings for
+        LLaDA are 0.01 (MATH) and 0.015 (GSM8K).
+      history: how many divergences must be below it.
+    """
+
+    confidence_threshold: TracedFraction = 0.6
+    divergence: TracedNonNegativeFloat = 0.01
+    history: PositiveInt = 2
+
+    scored: ClassVar[Literal["block", "response"]] = "response"
+
+    @override
+    def init(self, canvas: Canvas) -> Predictions:
+        """Nothing predicted yet."""
+        shape = (canvas.tokens.shape[0], canvas.layout.response)
+        return Predictions(jnp.zeros((*shape, canvas.spec.vocab)), jnp.full((*shape, self.history), jnp.inf))
+
+    @override
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
+    ) -> Bool[Array, "b c"]:
+        """The surest position, which is decoded where no position is sure and stable."""
+        return best(score, jnp.ones(score.shape[:1], jnp.int32))
+
+    @override
+    def decide(
+        self, candidates: Candidates, memory: Predictions, canvas: Canvas, noise: Noise | None
+    ) -> Decision:
+        """All sure and stable positions; and what has been predicted now."""
+        index, _, score, logits = candidates
+        response = canvas.layout.response
+        slot = jnp.where(index < canvas.layout.length, index - canvas.layout.prompt, response)
+
+        # Algorithm 1: the divergence of this prediction joins those of the last ones.
+        p = jax.nn.softmax(logits, axis=-1)
+        newest = kl_divergence(p, gather(memory.last, slot))
+        earlier = gather(memory.divergences, slot)[..., :-1]
+        divergences = jnp.concatenate([newest[..., None], earlier], axis=-1)
+
+        # -inf, no candidate, reaches no threshold.
+        settled = jnp.all(divergences < self.divergence, axis=-1) & (score >= self.confidence_threshold)
+        surest = self.transfer(score, index, canvas, noise)
+        chosen = jnp.where(jnp.any(settled, axis=1, keepdims=True), settled, surest)
+        seen = Predictions(scatter(memory.last, slot, p), scatter(memory.divergences, slot, divergences))
+        return Decision(chosen, seen)
+
+
+def kl_divergence(p: Float[Array, "*b v"], before: Float[Array, "*b v"]) -> Float[Array, "*b"]:
+    """KL(p || before) in nats, with the reference's offset of 1e-12; infinite if `before` is 0 everywhere."""
+    divergence = jnp.sum(p * (jnp.log(p + 1e-12) - jnp.log(before + 1e-12)), axis=-1)
+    return jnp.where(jnp.any(before > 0, axis=-1), divergence, jnp.inf)

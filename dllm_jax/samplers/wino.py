@@ -1,0 +1,95 @@
+"""WINO, wide in and narrow out: decodes many tokens and takes back what it doubts (arXiv:2507.18578)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+from typing_extensions import override
+
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Fraction, PositiveInt, TracedFraction
+from dllm_jax.samplers import scores
+from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import gather
+from dllm_jax.state.selection import best, fraction_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WINO(UntilDone):
+    """Decodes with a low threshold and verifies with a high one: what fails is masked again.
+
+    Each step also computes a shadow block, `dllm_jax.decoding.shadow`: the block's positions as if they were
+    masked, each blind to the token that it verifies; statistics do not count it. A token that was decoded in
+    an earlier step of the block and whose probability there is below `narrow_out` becomes a mask again, the
+    least likely first; of n newly decoded tokens at most n - 1 are taken back, so that a block of m masks
+    takes at most m steps. A block is finished when nothing in it is masked; its tokens then stay.
+
+    Goes with policies whose layers are the exact decoder's, over all positions' keys and values: `Policy`,
+    `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPD`. Others are refused, and so is a shifted head (Dream),
+    where no position's output verifies its own token.
+
+    Neighbour limit: narrow_out=0 is `Threshold(wide_in)`, but for the largest number of tokens per step.
+
+    Attributes:
+      wide_in: confidence from which a token is decoded; the surest one always is.
+      narrow_out: probability below which it is taken back.
+      fraction: of the masks of the block that one step may decode, rounded down.
+      fewest: positions that a step may always decode.
+      most: positions that a step never decodes more than.
+    """
+
+    wide_in: TracedFraction = 0.6
+    narrow_out: TracedFraction = 0.9
+    fraction: Fraction = 0.7
+    fewest: PositiveInt = 5
+    most: PositiveInt = 20
+
+    verifies: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fewest > self.most:
+            raise ValueError(f"fewest={self.fewest} must be at most most={self.most}")
+        if self.confidence_eos_eot_inf:
+            raise ValueError(
+                "confidence_eos_eot_inf=True: WINO would take back every end-of-text that it decodes; use "
+                "logits_eos_inf"
+            )
+
+    @override
+    def check_model(self, spec: ModelSpec):
+        super().check_model(spec)
+        if spec.shifted:
+            raise ValueError(
+                f"WINO verifies a token by the output of its own position, and the head of {spec.family} is "
+                "shifted: its left neighbour predicts it. Use another sampler, such as Threshold"
+            )
+
+    @override
+    def transfer(
+        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
+    ) -> Bool[Array, "b c"]:
+        """Wide in: the positions that reach the threshold, up to a limit, and the surest in any case."""
+        masks = jnp.sum(score > -jnp.inf, axis=1, dtype=jnp.int32)
+        limit = jnp.clip(fraction_of(masks, self.fraction, score.shape[1]), self.fewest, self.most)
+        reached = jnp.where(score >= self.wide_in, score, -jnp.inf)
+        return best(reached, limit) | best(score, jnp.ones_like(limit))
+
+    @override
+    def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:
+        """Wide in and narrow out, both by the outputs of this step."""
+        index, _, score, logits = candidates
+        chosen = self.transfer(score, index, canvas, noise)
+
+        # A candidate that is no mask holds a token to be verified; its logits are those of its shadow.
+        holds_token = (index < canvas.layout.length) & ~gather(canvas.masked, index)
+        belief = scores.probability(logits, gather(canvas.tokens, index))
+        doubt = jnp.where(holds_token & (belief < self.narrow_out), -belief, -jnp.inf)
+
+        # Fewer are taken back than decoded, so that every step leaves fewer masks.
+        at_most = jnp.sum(chosen, axis=1, dtype=jnp.int32) - 1
+        return Decision(chosen, memory, revoked=best(doubt, jnp.maximum(at_most, 0)))

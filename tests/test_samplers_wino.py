@@ -1,0 +1,217 @@
+"""WINO: the shadow block, what is taken back, batches, caches, and what it does not go with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies
+from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.attention import attention
+from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.samplers import WINO, Threshold
+from tests import numpy_sampler as plain
+from tests.models import separate, tiny
+from tests.policy_cases import EVERY, KEY
+from tests.test_policies import prompts, short
+from tests.traces import assert_same_run, of_sequence, partial_steps
+
+LENGTH, BLOCK = 12, 6
+SOME = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)  # takes tokens back in tiny models
+DEFAULT_LAYERS = [
+    policies.Policy(),
+    policies.PrefixCache(),
+    policies.DualCache(),
+    policies.DKVDecode(refresh_every=3),
+    policies.DKVPD(refresh_every=3),
+]
+
+
+def run(policy=policies.Policy(), sampler=SOME, model=None, seed=0, **options):
+    """Two prompts of unequal length; their padding is the end-of-text of the original model."""
+    prompt, mask = prompts(tiny("llada"), (9, 6), seed)
+    model = model or tiny("llada")
+    options = dict(prompt_mask=mask, length=LENGTH, block=BLOCK, trace=True) | options
+    return dj.generate(model, prompt, policy=policy, sampler=sampler, **options)
+
+
+def taken_back(out) -> int:
+    """How many tokens became masks again."""
+    tokens, mask_id = np.asarray(out.trace.tokens), tiny("llada").spec.mask_id
+    return int(((tokens[:-1] != mask_id) & (tokens[1:] == mask_id)).sum())
+
+
+@jax.jit
+def extended(model: dj.Model, tokens, valid, start):
+    """Logits of one sequence [l v] and of its shadow [block v], over one input with one mask for both."""
+    length = len(tokens)
+    position = jnp.concatenate([jnp.arange(length), start + jnp.arange(BLOCK)])[None]
+    of_shadow = jnp.arange(length + BLOCK) >= length
+    sees_shadow = of_shadow[:, None] & of_shadow[None]
+    own = position[0][:, None] == position[0][None]
+    sees_canvas = ~of_shadow[None] & jnp.pad(valid, (0, BLOCK))[None] & ~(of_shadow[:, None] & own)
+    mask = (sees_shadow | sees_canvas)[None, None]
+
+    def layer(layer, x):
+        q, k = layer.qk(x, position)
+        return layer.finish(x, attention(q, k, layer.value(x), mask)[0])
+
+    inputs = jnp.concatenate([tokens, jnp.full(BLOCK, model.spec.mask_id)])[None]
+    rope = rope_table(length, model.spec.head, model.spec.rope_base)
+    x = walk(model.params, model.spec, rope, layer, embed(model.params, inputs))
+    logits = unembed(model.params, model.spec, x)[0]
+    return logits[:length], logits[length:]
+
+
+def decode(sampler, model, tokens, valid) -> list[np.ndarray]:
+    """The sequence before the first step and after every one, by numpy's rules."""
+    spec, states = model.spec, [tokens.copy()]
+    for start in range(len(tokens) - LENGTH, len(tokens), BLOCK):
+        block = range(start, start + BLOCK)
+        while any(tokens[i] == spec.mask_id for i in block):
+            logits, shadow = map(np.asarray, extended(model, jnp.asarray(tokens), jnp.asarray(valid), start))
+            masks = [i for i in block if tokens[i] == spec.mask_id]
+            found = {i: plain.candidate(sampler, spec, logits[i]) for i in masks}
+            chosen = plain.wide_in({i: score for i, (_, score) in found.items()}, sampler)
+            beliefs = {i: plain.softmax(shadow[i - start])[tokens[i]] for i in block if i not in masks}
+            revoked = plain.narrow_out(beliefs, sampler.narrow_out, len(chosen))
+            for i in chosen:
+                tokens[i] = found[i][0]
+            for i in revoked:
+                tokens[i] = spec.mask_id
+            states.append(tokens.copy())
+    return states
+
+
+def test_every_step_equals_numpy_over_an_extended_input():
+    """Two prompts of unequal length in a batch; numpy decodes them one at a time."""
+    out, model = run(), tiny("llada")
+    assert taken_back(out) > 1, "nothing was taken back: the test proves nothing"
+    tokens, active = np.asarray(out.trace.tokens), np.asarray(out.trace.active)
+    _, mask = prompts(model, (9, 6))
+    for b in range(2):
+        valid = np.concatenate([mask[b], np.ones(LENGTH, bool)])
+        expected = decode(SOME, model, tokens[0, b].copy(), valid)
+        ours = np.concatenate([tokens[:1, b], tokens[1:, b][active[:, b]]])
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("policy", DEFAULT_LAYERS, ids=short)
+def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
+    batch = run(policy)
+    assert taken_back(batch)
+    assert bool(partial_steps(batch)) == policy.reuses
+    model = tiny("llada")
+    prompt, _ = prompts(model, (9, 6))
+    options = dict(length=LENGTH, block=BLOCK, trace=True, policy=policy, sampler=SOME)
+    alone = dj.generate(model, prompt[1:, 3:], **options)
+    assert_same_run(of_sequence(batch.trace, 1, 6 + LENGTH), alone.trace, computed=True)
+    for ours, single in zip(batch.stats, alone.stats, strict=True):
+        np.testing.assert_allclose(ours[1], single[0], rtol=1e-6)
+
+
+def test_a_cache_that_is_always_refreshed_is_exact():
+    assert_same_run(run(policies.DKVDecode(refresh_every=1)).trace, run().trace)
+    one_block = dict(length=BLOCK, sampler=dataclasses.replace(SOME, wide_in=0.0, narrow_out=0.0, fewest=6))
+    assert_same_run(run(policies.DualCache(), **one_block).trace, run(**one_block).trace)
+    stale, exact = run(policies.DualCache()), run()
+    assert not np.array_equal(stale.trace.tokens, exact.trace.tokens), "the cache makes no difference"
+
+
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+def test_without_doubt_it_is_the_threshold(policy):
+    sure = WINO(wide_in=0.1, narrow_out=0.0, fewest=BLOCK)
+    out = run(policy, sure)
+    assert not taken_back(out)
+    assert_same_run(out.trace, run(policy, Threshold(0.1)).trace)
+
+
+@pytest.mark.parametrize("narrow_out", [0.2, 1.0])
+def test_every_step_leaves_fewer_masks(narrow_out):
+    out = run(policies.DualCache(), WINO(wide_in=0.0, narrow_out=narrow_out, fewest=3))
+    masks = (np.asarray(out.trace.tokens) == tiny("llada").spec.mask_id).sum(axis=2)
+    assert (np.diff(masks, axis=0)[np.asarray(out.trace.active)] < 0).all()
+    assert (masks[-1] == 0).all()
+    assert (np.asarray(out.stats.nfe) <= LENGTH).all()
+
+
+def test_narrow_steps_verify_the_whole_block():
+    """Under dKV-Cache a step computes masks alone, fewer than there are tokens to verify."""
+    policy = policies.DKVDecode(refresh_every=None, delay=0)
+    usual, narrow = run(policy), run(policy, widths=(1, 2, 3, 5))
+    assert taken_back(usual)
+    assert partial_steps(usual)
+    assert_same_run(narrow.trace, usual.trace, computed=True)
+
+
+def test_separate_layers_widths_and_guidance_decode_alike():
+    usual = run(policies.DualCache())
+    assert_same_run(run(policies.DualCache(), model=separate(tiny("llada"))).trace, usual.trace)
+    assert_same_run(run(policies.DualCache(), widths=(8, 15)).trace, usual.trace, computed=True)
+    faint = run(policies.DualCache(), dataclasses.replace(SOME, cfg_scale=1e-12))
+    assert_same_run(faint.trace, usual.trace)
+    strong = run(policies.DualCache(), dataclasses.replace(SOME, cfg_scale=3.0))
+    assert not np.array_equal(strong.tokens, usual.tokens)
+
+
+def test_a_given_token_is_never_taken_back():
+    model = tiny("llada")
+    template = np.tile(np.arange(12), (2, 1))
+    template[0, [1, 2, 3, 4, 5, 7, 8, 9]] = template[1, [0, 3, 6, 9, 10]] = model.spec.mask_id
+    doubtful = WINO(wide_in=0.0, narrow_out=1.0, fewest=2)
+    out = dj.infill(model, template, block=6, sampler=doubtful, trace=True)
+    given = template != model.spec.mask_id
+    assert taken_back(out)
+    np.testing.assert_array_equal(
+        np.asarray(out.trace.tokens)[:, given], np.tile(template[given], (len(out.trace.tokens), 1))
+    )
+    assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
+
+
+def test_an_end_of_text_ends_nothing_while_it_may_be_taken_back():
+    """The end-of-text is a token that is decoded at the first response position, and taken back there."""
+    first, doubtful = -LENGTH, WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
+    for seed in range(40):
+        usual = run(sampler=doubtful, seed=seed)
+        here = np.asarray(usual.trace.tokens)[:, 0, first]
+        masked = here == tiny("llada").spec.mask_id
+        if (back := np.flatnonzero(~masked[:-1] & masked[1:])).size:
+            break
+    assert back.size, "nothing was taken back at the first position"
+    model = tiny("llada").replace_spec(eos_id=int(here[back[0]]))
+    full, stopped = (
+        run(sampler=doubtful, seed=seed, model=model, stop_at_eos=stop) for stop in (False, True)
+    )
+    for before, after in zip(np.asarray(full.tokens), np.asarray(stopped.tokens), strict=True):
+        ends = np.flatnonzero(before[first:] == model.spec.eos_id)
+        kept = len(before) - LENGTH + (ends[0] + 1 if len(ends) else LENGTH)
+        np.testing.assert_array_equal(before[:kept], after[:kept])
+
+
+def test_temperature_draws():
+    sampler = dataclasses.replace(SOME, temperature=1.0)
+    once, again = (run(sampler=sampler, key=KEY).tokens for _ in range(2))
+    np.testing.assert_array_equal(once, again)
+    assert not np.array_equal(once, run(sampler=sampler, key=jax.random.key(3)).tokens)
+
+
+@pytest.mark.parametrize("policy", [p for p in EVERY if type(p) not in map(type, DEFAULT_LAYERS)], ids=short)
+def test_policies_with_other_layers_are_refused_by_name(policy):
+    name = type(policy).__name__
+    with pytest.raises(ValueError, match=f"which {name} does not keep|use RandomOrder"):
+        run(policy)
+
+
+def test_a_shifted_head_is_refused_by_name():
+    with pytest.raises(ValueError, match="the head of dream is shifted"):
+        dj.generate(tiny("dream"), [[1, 2]], length=4, sampler=WINO())
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="fewest=21 must be at most most=20"):
+        WINO(fewest=21)
+    with pytest.raises(ValueError, match="confidence_eos_eot_inf=True: WINO would take back"):
+        WINO(confidence_eos_eot_inf=True)
