@@ -111,6 +111,7 @@ function drawMap(panel) {
   canvas.width = across * length;
   canvas.height = down * (steps + 1);
   canvas.style.height = `${canvas.height}px`;
+  canvas.parentElement.style.maxWidth = `${24 * length}px`;
   panel.rowHeight = down;
   const draw = canvas.getContext("2d");
   const cell = (x, y, colour, inset = 0) => {
