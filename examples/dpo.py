@@ -16,9 +16,9 @@ import tyro
 
 from dllm_jax import lora
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.tasks import Example, encode_batch
+from dllm_jax.tasks import Example
 from dllm_jax.training import Batch, vrpo_loss
-from examples.learning import LENGTH, Curve, drawn, held_out, learner, pretrained, updating
+from examples.learning import Curve, drawn, encoded, held_out, learner, pretrained, updating
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -32,8 +32,7 @@ def pairs(tokenizer: Any, spec: ModelSpec, step: int, count: int) -> tuple[Batch
         shown = {item[-1] for item in example.prompt.split(";")[:-1]} - {example.answer}
         return Example(example.prompt, str(rng.choice(sorted(shown))))
 
-    encode = lambda questions: encode_batch(tokenizer, questions, LENGTH, spec.eos_id, spec.eot_id or 0)
-    return encode(right), encode([wrong(example) for example in right])
+    return encoded(tokenizer, spec, right), encoded(tokenizer, spec, [wrong(example) for example in right])
 
 
 def main(

@@ -16,11 +16,12 @@ from transformers import AutoTokenizer
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.provenance import device, now, versions
-from dllm_jax.tasks import Example, FewShot, Task, accuracy, examples
-from dllm_jax.training import joined, split
+from dllm_jax.tasks import Example, FewShot, accuracy, encode_batch, examples
+from dllm_jax.training import Batch, joined, split
 
-# Eight kinds of three examples each, of which one lies: hard for the embedded models, easy to check.
-TASK, SIZE, LENGTH = FewShot(kinds=8, wrong=1), 3, 2  # the answer is a digit and the end of the turn
+# One task for all three, hard for the embedded models and easy to check: which class do most examples of an
+# item's kind have? There are nine kinds of three examples each, of which one lies.
+TASK, SIZE, LENGTH = FewShot(kinds=9, wrong=1), 3, 2  # the answer is a digit and the end of the turn
 HELD_OUT = 99  # seed of the questions that accuracy is measured on
 
 
@@ -30,16 +31,19 @@ def pretrained(name: str) -> tuple[dj.Model, Any]:
     return dj.load(path), AutoTokenizer.from_pretrained(path)
 
 
-def drawn(step: int, count: int, task: Task = TASK, size: int = SIZE) -> list[Example]:
+def drawn(step: int, count: int) -> list[Example]:
     """Questions to learn from; none of them is ever among those that are held out."""
-    return examples(task, (1, step), size, count, "train")
+    return examples(TASK, (1, step), SIZE, count, "train")
 
 
-def held_out(
-    model: dj.Model, tokenizer: Any, count: int, task: Task = TASK, size: int = SIZE, length: int = LENGTH
-) -> float:
+def encoded(tokenizer: Any, spec: dj.ModelSpec, questions: list[Example]) -> Batch:
+    """Questions with their answers as token ids."""
+    return encode_batch(tokenizer, questions, LENGTH, spec.eos_id, spec.eot_id or 0)
+
+
+def held_out(model: dj.Model, tokenizer: Any, count: int) -> float:
     """Fraction of held-out questions that the exact decoder answers exactly."""
-    return accuracy(model, tokenizer, examples(task, HELD_OUT, size, count, "held_out"), length=length)
+    return accuracy(model, tokenizer, examples(TASK, HELD_OUT, SIZE, count, "held_out"), length=LENGTH)
 
 
 class Learner(NamedTuple):
