@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.nn.attention import attention, weights
-from dllm_jax.policies.parts.control import read_before_write, when
+from dllm_jax.nn.memory import read_before_write
+from dllm_jax.policies.parts.control import when
 from dllm_jax.policies.parts.drift import members, most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny

@@ -15,6 +15,7 @@ from tests import numpy_sampler as plain
 from tests.models import canvas, tiny
 from tests.replay.stepping import states
 from tests.test_policies import prompts, short
+from tests.test_policies_as_programs import cache_copies_in_loops, lowered
 from tests.traces import assert_same_run, of_sequence
 
 V = 61
@@ -113,3 +114,12 @@ def test_other_samplers_remember_nothing():
     assert not jax.tree.leaves(first.memory)
     remembered = next(states(model, prompt, length=4, sampler=KLASS(history=3))).memory
     assert [leaf.shape for leaf in remembered] == [(1, 4, V), (1, 4, 3)]
+
+
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+def test_what_is_remembered_is_not_copied_in_the_loop(policy, optimised):
+    traced, spec, layout = lowered(policy, SOME)
+    text = traced.lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": True}).as_text()
+    shape = f"f32[2,{layout.response},{spec.vocab}]"
+    assert shape in text
+    assert not cache_copies_in_loops(text, shape)

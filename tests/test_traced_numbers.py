@@ -55,7 +55,8 @@ TEN = {
         for d in np.linspace(0, 2, 10)
     ],
     "doubts": [
-        (policies.DualCache(), samplers.WINO(wide_in=0.0, narrow_out=n)) for n in np.linspace(0, 1, 10)
+        (policies.DualCache(), samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2))
+        for n in np.linspace(0, 1, 10)
     ],
     "gammas": [(policies.ElasticCache(4, g), samplers.Confidence()) for g in np.linspace(-1, 1.5, 10)],
     "temperatures": [(policies.Policy(), samplers.Confidence(temperature=t / 5)) for t in range(1, 11)],

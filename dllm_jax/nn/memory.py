@@ -11,8 +11,9 @@ split; without them, nothing is stated over a mesh.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from dllm_jax.nn.mesh import MeshRules, partitioned_over
 
@@ -57,3 +58,13 @@ def _as_named(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _heads_first(x: Float[Array, "*n b s k d"]) -> Float[Array, "*n b s k d"]:
     order = tuple(range(x.ndim))
     return with_layout_constraint(x, Layout((*order[:-3], order[-2], order[-3], order[-1])))
+
+
+def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
+    """The inputs of a write, unchanged, but available only after `read`, which must not hold infinity.
+
+    For reading old values of an array before it is overwritten in place: unless the write depends on the
+    read, XLA (jaxlib 0.10) copies the whole array first. `lax.optimization_barrier` does not prevent that.
+    """
+    never = jnp.any(read == jnp.inf)
+    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), inputs)

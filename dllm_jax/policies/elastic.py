@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.memory import read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
-from dllm_jax.policies.parts.control import read_before_write
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.parts.widening import InputStore, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache

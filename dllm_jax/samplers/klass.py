@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.memory import read_before_write
 from dllm_jax.options import PositiveInt, TracedFraction, TracedNonNegativeFloat
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.noise import Noise
@@ -80,8 +81,8 @@ class KLASS(UntilDone):
         slot = jnp.where(index < canvas.layout.length, index - canvas.layout.prompt, response)
 
         # Algorithm 1: the divergence of this prediction joins those of the last ones.
-        p = jax.nn.softmax(logits, axis=-1)
-        newest = kl_divergence(p, gather(memory.last, slot))
+        p, before = jax.nn.softmax(logits, axis=-1), gather(memory.last, slot)
+        newest = kl_divergence(p, before)
         earlier = gather(memory.divergences, slot)[..., :-1]
         divergences = jnp.concatenate([newest[..., None], earlier], axis=-1)
 
@@ -89,6 +90,9 @@ class KLASS(UntilDone):
         settled = jnp.all(divergences < self.divergence, axis=-1) & (score >= self.confidence_threshold)
         surest = self.transfer(score, index, canvas, noise)
         chosen = jnp.where(jnp.any(settled, axis=1, keepdims=True), settled, surest)
+
+        # XLA must finish reading the last distributions before they are overwritten in place.
+        slot = read_before_write(before, slot)
         seen = Predictions(scatter(memory.last, slot, p), scatter(memory.divergences, slot, divergences))
         return Decision(chosen, seen)
 

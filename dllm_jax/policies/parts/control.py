@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 REFRESH = "refresh"  # name scope of what a partial step runs only where a refresh is due
 
@@ -23,13 +23,3 @@ def when(
             return jnp.bool_(False), change(state[1])
 
     return jax.lax.while_loop(lambda state: state[0], trip, (condition, carry))[1]
-
-
-def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
-    """The inputs of a write, unchanged, but available only after `read`, which must not hold infinity.
-
-    For reading old values of an array before it is overwritten in place: unless the write depends on the
-    read, XLA (jaxlib 0.10) copies the whole array first. `lax.optimization_barrier` does not prevent that.
-    """
-    never = jnp.any(read == jnp.inf)
-    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), inputs)
