@@ -1,5 +1,6 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ from dllm_jax.decoding.request import (
     Keys,
     Request,
     check_kinds,
+    intervening,
     noise_for,
     over_devices,
     plan_for,
     prepare,
 )
 from dllm_jax.decoding.stats import NonFinite, Stats, Trace, cut, report
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -67,6 +70,7 @@ def generate(
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
+    interventions: Sequence[Intervention] = (),
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
@@ -99,6 +103,8 @@ def generate(
       nonfinite: what to do about sequences whose logits held NaN or infinity. They end at that step
         (`Stats.finite`), their batch mates go on. "warn" and "raise" look at the statistics, so the call
         returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
+      interventions: other values at named places of the network (`Intervention`), in the order in which they
+        act. Data of the program: other values, layers, positions or steps compile nothing anew.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
@@ -123,6 +129,7 @@ def generate(
         widths=widths,
         buckets=buckets,
         nonfinite=nonfinite,
+        interventions=interventions,
     )
     return _run(model, request, current_mesh((model.params, prompt)))
 
@@ -141,6 +148,7 @@ def infill(
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     nonfinite: NonFinite = "warn",
+    interventions: Sequence[Intervention] = (),
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
@@ -161,6 +169,7 @@ def infill(
       trace: as in `generate`.
       widths: as in `generate`.
       nonfinite: as in `generate`.
+      interventions: as in `generate`.
 
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
@@ -181,6 +190,7 @@ def infill(
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
+    plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0])
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
     return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite), mesh)
 

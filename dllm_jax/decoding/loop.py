@@ -9,6 +9,7 @@ device. Consecutive steps of one variant run in an inner `while_loop`, not in a 
 copies a cache that is carried through several branches, but not one that is carried through nested loops.
 """
 
+import dataclasses
 import functools
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.step import Plan, State, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers.noise import Noise
@@ -71,6 +73,8 @@ def _denoise(
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
     limit = plan.step_limit(layout)
+    interventions = for_sequences(plan.interventions, len(tokens), plan.streams)
+    plan = dataclasses.replace(plan, interventions=interventions)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
     rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))

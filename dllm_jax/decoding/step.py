@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.closures import Constants
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
+from dllm_jax.nn.intervention import IntervenedLayer, Intervention, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
@@ -38,6 +40,8 @@ class Plan:
       widths: static widths of the partial steps to compile, ascending.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
+      interventions: other values at named places of the network; data, as the numbers are.
+      constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
     """
 
     policy: Policy
@@ -45,6 +49,8 @@ class Plan:
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(metadata={"static": True})
     trace: bool = dataclasses.field(metadata={"static": True})
+    interventions: tuple[Intervention, ...] = ()
+    constants: Constants = dataclasses.field(default=(), metadata={"static": True})
 
     def step_limit(self, layout: Layout) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
@@ -131,7 +137,8 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width)
     cache = policy.before_layers(state.cache, streams, rows)
-    hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache)
+    tokens = _inputs(plan, streams)
+    hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache, plan.interventions)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
@@ -173,6 +180,7 @@ def network(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Float[Array, "b q m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -184,18 +192,25 @@ def network(
       canvas: state before the step.
       rows: which positions are computed.
       cache: the policy's, after `Policy.before_layers`.
+      interventions: for the sequences of all streams.
 
     Returns:
       the residual stream at the rows after the last layer, and the changed cache.
+
+    Raises:
+      ValueError: `layer` never passes a place that an intervention changes.
     """
 
     def run(weights: Layer, carry):
         x, cache = carry
+        weights = intervened(weights, interventions, rows.index, canvas.step)
         x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.rules), rows, canvas)
+        if isinstance(weights, IntervenedLayer):
+            weights.check_reached(getattr(layer, "__qualname__", "the layer"))
         return x, view.into(cache, weights.index)
 
-    carry = embed(model.params, rows.take(tokens)), cache
-    return walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
+    x = embedded(interventions, embed(model.params, rows.take(tokens)), rows.index, canvas.step)
+    return walk(model.params, model.spec, rope, run, (x, cache), model.kernels, where_used=True)
 
 
 def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
