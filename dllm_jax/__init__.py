@@ -21,9 +21,13 @@ from dllm_jax import eviction, nn, policies, samplers, state
 
 # Decoding
 from dllm_jax.state.layout import Layout
-from dllm_jax.decoding.generate import Output, generate, infill
+from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.explain import explain
 from dllm_jax.decoding.chat import chat
+from dllm_jax.decoding.stream import Snapshot, stream
+
+# Looking at generations
+from dllm_jax.decoding.output import Output, show, side_by_side
 
 # Few compiled programs for requests of all lengths
 from dllm_jax.decoding import buckets
@@ -31,10 +35,14 @@ from dllm_jax.decoding.warmup import warmup
 
 # Scoring
 from dllm_jax.decoding.likelihood import log_likelihood, token_log_likelihoods
+from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Seeing inside
 from dllm_jax import analysis
 from dllm_jax.analysis import Capture, capture
+
+# Low-rank adapters
+from dllm_jax import lora
 
 # Models that ship with the package, published settings
 from dllm_jax import embedded
@@ -53,6 +61,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Output",
+    "Snapshot",
     "abstract",
     "analysis",
     "buckets",
@@ -67,13 +76,18 @@ __all__ = [
     "infill",
     "load",
     "log_likelihood",
+    "lora",
     "nn",
     "policies",
     "presets",
     "samplers",
     "save_hf",
+    "show",
+    "side_by_side",
     "state",
+    "stream",
     "token_log_likelihoods",
+    "trajectory_log_probs",
     "warmup",
 ]
 

@@ -1,23 +1,29 @@
-"""`python -m dllm_jax`: converts the embedded checkpoints, answers prompts, prints what each policy costs."""
+"""`python -m dllm_jax`: converts the embedded checkpoints, answers prompts, prints what each policy costs.
+
+`python -m dllm_jax chat PATH` is a conversation with a checkpoint.
+"""
 
 import dataclasses
 import json
 import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
 
 import jax
-import numpy as np
 import rich.console
 import tyro
 
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import convert, load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import plain_errors
 from dllm_jax.decoding.generate import generate
-from dllm_jax.demo import show
+from dllm_jax.decoding.watch.grid import END, grid
+from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.demo import chatting, show
 from dllm_jax.demo.measure import Questions, Row, measure
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
@@ -53,7 +59,10 @@ TASKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """Demonstration of dllm_jax on the checkpoints that ship with it."""
+    """Demonstration of dllm_jax on the checkpoints that ship with it.
+
+    `python -m dllm_jax chat PATH` is a conversation with a checkpoint instead; see `chat --help`.
+    """
 
     models: tuple[str, ...] = embedded.NAMES
     """Which of the checkpoints."""
@@ -70,9 +79,16 @@ class Arguments(Options):
             embedded.path(name)
 
 
-def main():
+def main() -> int:
     """Entry point of `python -m dllm_jax` and of the `dllm-jax` command."""
-    arguments = tyro.cli(Arguments)
+    if sys.argv[1:2] == ["chat"]:
+        with plain_errors():
+            return chatting.main(sys.argv[2:])
+    return demonstration(tyro.cli(Arguments))
+
+
+def demonstration(arguments: Arguments) -> int:
+    """Prints how the embedded checkpoints answer, and what each policy costs."""
     console = rich.console.Console()
     tables = []
     for name in arguments.models:
@@ -90,6 +106,7 @@ def main():
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")
+    return 0
 
 
 def _converted(console: rich.console.Console, name: str) -> Model:
@@ -118,10 +135,8 @@ def _denoising(
     prompt, mask = questions.prompt[:1], questions.mask[:1]
     out = generate(model, prompt, prompt_mask=mask, length=setting.length, block=setting.block, trace=True)
     text = f"[bold]{questions.examples[0].prompt}[/]"
-    console.print(f"\n{text}  is answered (blocks of {setting.block}; {show.END} ends it):\n")
-    assert out.trace is not None, "trace=True"
-    response = np.asarray(out.trace.tokens)[:, 0, prompt.shape[1] :]
-    console.print(show.grid(response, model.spec.mask_id, tokenizer))
+    console.print(f"\n{text}  is answered (blocks of {setting.block}; {END} ends it):\n")
+    console.print(grid(Recording.of(out.trace, 0), tokenizer))
 
 
 def _report(name: str, setting: TaskSetting, model: Model, questions: Questions, rows: list[Row]) -> dict:
@@ -148,4 +163,4 @@ def _provenance(arguments: Arguments) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -95,6 +95,12 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()
     ),
     policies.DKVPD: PolicyCase(policies.DKVPD(), policies.DKVPD(), ONE_STEP, policies.DKVPD()),
+    policies.EvictPrompt: PolicyCase(
+        policies.EvictPrompt(budget=4),
+        policies.EvictPrompt(budget=2, policy=policies.DKVDecode(refresh_every=1)),
+        ONE_TOKEN_PER_STEP,
+        policies.EvictPrompt(budget=64),
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

@@ -34,7 +34,7 @@ GRIDS = {"short": (*SHORT, *SHORT_EVICTION), "long": (*LONG, *LONG_EVICTION)}
 KNOBS = {  # of each policy, the settings along its main one
     "PrefixCache": "block", "DualCache": "block", "DKVDecode": "refresh_every", "DKVPD": "refresh_every",
     "DLLMCache": "response_every", "SparseDLLM": "keep", "MaskKV": "budget", "ElasticCache": "gamma",
-    "D2Cache": "p",
+    "D2Cache": "p", "EvictPrompt": "budget",
 }  # fmt: skip
 
 

@@ -100,6 +100,19 @@ def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
     assert lines[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
 
 
+def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for block in examples((DOCS / "watching.md").read_text()):
+        exec(block, namespace)
+    streamed, out = namespace["out"], namespace["runs"]["DualCache()"]
+    np.testing.assert_array_equal(streamed.trace.tokens, out.trace.tokens)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "4 1 211<|eot_id|>"
+    assert lines[-1].split() == ["4", "2", "1", "1", "∎"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["answer.html", "policies.html"]
+
+
 def test_the_example_of_the_published_settings_runs(capsys):
     exec(examples((DOCS / "published-settings.md").read_text())[0], {})
     preset, listing = capsys.readouterr().out.splitlines()

@@ -13,6 +13,7 @@ from dllm_jax.tasks import Chain, FewShot, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
 BARS = {"needle": 0.95, "chain": 0.9, "few-shot": 0.9}  # of the exact decoder; needles of 1024 tokens: 0.9
+BLOCKS = {4, 8, 32}  # of chains, each of which has to meet the bar
 MISSED = {  # task and prompt tokens
     "tiny-llada": {("needle", 1024)},
     "tiny-dream": {("needle", 256), ("needle", 512), ("needle", 1024)},

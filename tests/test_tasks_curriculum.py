@@ -114,6 +114,15 @@ def test_a_stage_ends_when_it_is_mastered(read, model):
     assert hard.review(hard.begin(), model, 10)["stage"] == 0
 
 
+def test_a_model_that_has_learnt_some_stages_begins_behind_them(read):
+    source = curriculum(read, rehearsal=0.0, first=1)
+    drawn = {source.batch(source.begin(), step).prompt.shape[1] for step in range(10)}
+    assert drawn == {4 * 3 + 12}
+    assert curriculum(read, first=3).begin()["stage"] == 3
+    with pytest.raises(ValueError, match="first=4 must be 0 to 3, the number of stages"):
+        curriculum(read, first=4)
+
+
 def test_a_random_model_scores_near_zero(read, model):
     drawn = examples(PAIRS, 0, 2, 6, "held_out")
     assert accuracy(model, read, drawn, batch=4, length=2) < 0.5

@@ -35,6 +35,7 @@ def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (
         "dllm_jax/decoding/loop.py",
+        "dllm_jax/decoding/watch/page.js",
         "dllm_jax/configs/models/llada-8b.json",
         "dllm_jax/configs/generation/llada-8b-instruct.toml",
         "dllm_jax/configs/policies/sparse-dllm.toml",

@@ -113,10 +113,15 @@ def _budgets(variants: dict[str, dict[str, Any]]) -> tuple[Setting, ...]:
 
 
 def _budget_of_pairs(delay: int) -> tuple[Setting, ...]:
-    """The two papers that drop pairs, over their budgets."""
+    """The two papers that drop pairs, and eviction under other policies, over their budgets."""
+    budgets = (4, 8, 16, 32, 64)
+    decode = p.DKVDecode(refresh_every=4)
     return (
         *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 0.75, 1.0)),
-        *(mask_kv(budget=budget) for budget in (4, 8, 16, 32, 64)),
+        *(mask_kv(budget=budget) for budget in budgets),
+        *(Setting(p.EvictPrompt(budget=budget)) for budget in budgets),
+        Setting(p.EvictPrompt(budget=16, reselect=False), variant="chosen once"),
+        *(Setting(p.EvictPrompt(budget=b, policy=decode), variant="DKVDecode") for b in budgets[1:4]),
     )
 
 

@@ -56,6 +56,7 @@ LINES = (
     ),
     Line(Setting(p.SparseDLLM(keep=0.5)), Setting(p.SparseDLLM(keep=0.5, delay=0))),
     Line(mask_kv(budget=32)),
+    Line(Setting(p.EvictPrompt(budget=16))),
     Line(
         Setting(p.ElasticCache(window=8, gamma=0.9), blocks=1),
         Setting(p.ElasticCache(window=2, gamma=0.9)),

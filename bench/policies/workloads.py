@@ -123,12 +123,14 @@ class Asked:
       size: see the task.
       length: response positions.
       eviction: compare the variants of eviction too.
+      fewer: one of so many of the prompts is asked, where answers are long.
     """
 
     task: Task
     size: int
     length: int = 4
     eviction: bool = False
+    fewer: int = 1
 
     @property
     def grid(self) -> tuple[Setting, ...]:
@@ -143,8 +145,8 @@ class Asked:
 ASKED = {
     "chain": Asked(Chain(), 7, 32),
     "chain-among-values": Asked(Chain(8, values=12), 7, 32, eviction=True),
-    "chain-of-16": Asked(Chain(20), 16, 72),
-    "needles-256": Asked(*needle(256, 8), 56, eviction=True),
+    "chain-of-16": Asked(Chain(20), 16, 72, fewer=2),
+    "needles-256": Asked(*needle(256, 8), 56, eviction=True, fewer=2),
     "sorting": Asked(Sorting(), 16, 24),
     "needle-256": Asked(*needle(256), eviction=True),
     "needle-1024": Asked(*needle(1024)),
@@ -157,6 +159,7 @@ def _embedded(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     """An embedded model on a task; layer budgets are calibrated on training prompts."""
     path = dj.embedded.path(name)
     model, tokenizer = dj.load(path), read_tokenizer(path)
+    prompts = -(-prompts // asked.fewer)
     wanted = examples(asked.task, 31, asked.size, prompts, "held_out")
     prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
     assert mask.all(), "the size of a task fixes the length of its prompts"

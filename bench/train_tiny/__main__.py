@@ -93,9 +93,10 @@ def stages() -> tuple[Stage, ...]:
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
     late = functools.partial(Stage, t_min=0.1, bar=0.0)
-    weights = {64: 0.5, 128: 1.0, 256: 2.0, 512: 2.5, 1024: 2.5}
+    weights = {64: 0.2, 128: 0.3, 256: 0.5, 512: 1.5, 1024: 2.5}
     needles = (late(*needle(n), 4096 // n, 4, weight=weight) for n, weight in weights.items())
-    several = (late(*needle(n, 8), max(4, 4096 // n), 56, weight=1.5) for n in (128, 256, 512, 1024))
+    forms = {128: 3.0, 256: 3.0, 512: 0.5}
+    several = (late(*needle(n, 8), 4096 // n, 56, weight=weight) for n, weight in forms.items())
     return (
         *(Stage(Recall(n, 1), pairs, 128, 2, 1.0, bar=0.8, weight=0.1) for n, pairs in alphabets),
         Stage(Recall(digits=1), 4, 128, 2, 0.5, bar=0.7, weight=0.1),
@@ -109,12 +110,12 @@ def stages() -> tuple[Stage, ...]:
         Stage(Chain(16), 5, 64, 21, 0.1, bar=0.3, weight=0.5),
         Stage(Chain(16), 7, 48, 32, 0.1, bar=0.3, weight=6.0),
         late(FewShot(kinds=8), 5, 24, 4, weight=2.0),
-        late(Chain(8, values=12), 7, 32, 32, weight=2.0),
-        late(Chain(20), 16, 32, 72, weight=3.0),
-        late(Sorting(), 8, 96, 12, weight=0.5),
-        late(Sorting(), 16, 96, 24, weight=1.5),
+        late(Chain(8, values=12), 7, 32, 32, weight=4.0),
+        late(Chain(20), 16, 32, 72, weight=4.0),
+        late(Sorting(), 8, 96, 12, weight=1.5),
+        late(Sorting(), 16, 96, 24, weight=2.0),
         *needles,
-        late(Recall(asked=4), 8, 48, 25, weight=1.5),
+        late(Recall(asked=4), 8, 48, 25, weight=3.0),
         *several,
     )
 
@@ -128,8 +129,8 @@ def training(steps: int, decay: int) -> TrainConfig:
 
 
 RECIPES = {
-    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(4500, 3000)),
-    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(6500, 4000)),
+    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(3500, 2500)),
+    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(5000, 3500)),
 }
 
 
@@ -176,8 +177,8 @@ def main(
     Args:
       name: of the recipe, e.g. tiny-llada.
       runs: where checkpoints and the log of the run are kept.
-      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the first
-        step on, for as many steps as the recipe's `further` says. From nothing by default.
+      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
+        first step on, for as many steps as the recipe's `further` says. From nothing by default.
       out: where the finished model goes, in a directory of its name; the package's data by default.
     """
     if name not in RECIPES:

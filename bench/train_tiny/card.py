@@ -11,7 +11,7 @@ import jax
 from dllm_jax import load
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
-from dllm_jax.tasks import Chain, FewShot, Task, accuracy, examples, needle
+from dllm_jax.tasks import Chain, FewShot, Recall, Sorting, Task, accuracy, examples, needle
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import TrainConfig
 
@@ -25,14 +25,19 @@ tags: [diffusion-language-model, {family}, synthetic]
 # {name}
 
 A {parameters:,}-parameter model of {Family}'s architecture ({layers} layers, {heads} heads{grouped},
-width {width}), trained from nothing with LLaDA's masked-diffusion loss to answer three kinds of questions. It
-exists to test and to show decoding where no real checkpoint is at hand and knows no language.
+width {width}), trained from nothing with LLaDA's masked-diffusion loss to answer four kinds of questions. It
+exists to test and to show decoding where no real checkpoint is at hand, and to tell cache policies apart. It
+knows no language.
 
 | task | question | answer | asks of a cache |
 |---|---|---|---|
 | needle | `aob=407;eT=211;ub=` | `407` | one place in up to 1024 tokens |
+| needles | `aob=407;eT=211;b=???;T=???;` | `b=407;T=211;`, eight of them | several places, 48 tokens |
 | chain | `c>T;b>c;T>b;b>` | `b>c;c>T;T>b;`, seven steps | 28 tokens, each step from the one before |
+| chain of 16 | the same over 20 letters | 16 steps | 64 tokens: dependencies across blocks |
+| chain among values | pairs such as `X=407;` between the links | seven steps | what an eviction may drop |
 | few-shot | `bz:3;Tk:8;bX:3;bn:5;bq:` | `3`, what most items with `b` are | many places at once |
+| sorting | `qTbz>` | `bqzT`, 16 letters in order | the whole prompt for every token |
 
 ```python
 import dllm_jax as dj
@@ -45,7 +50,8 @@ question = [{{"role": "user", "content": "b=407;T=211;z=830;T="}}]
 dj.chat(model, tokenizer, question, length=4)
 ```
 
-Use `length=4` (needle: three digits and end of turn; few-shot) or `length=32` (chain).
+Use `length=4` (needle: three digits and end of turn; few-shot), `length=24` (sorting), `length=32` (chain),
+`length=56` (needles) or `length=72` (chain of 16).
 
 ## Training
 
@@ -61,13 +67,13 @@ examples of the one before are answered right; every number is in training_log.j
 ## Accuracy
 
 Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
-`Policy()`, `Confidence()`, block = steps = length, float32:
+`Policy()`, `Confidence()`, as many steps as response positions, float32:
 
-| task | asked | prompt tokens | prompts | exact match | guessing |
-|---|---|---:|---:|---:|---:|
+| task | asked | prompt tokens | length | block | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|---:|---:|
 {table}
 
-Beyond what it was trained on:
+Beyond what it was trained on, in one block:
 
 | task | asked | prompt tokens | rope factor | prompts | exact match | guessing |
 |---|---|---:|---:|---:|---:|---:|
@@ -86,14 +92,18 @@ class HeldOutPrompts:
       length: response positions.
       guess: fraction that a model gets right which knows the form but not the look-up.
       batch: prompts decoded together.
+      block: positions per block; the whole response if None.
+      title: what cards call it; the task's name if empty.
     """
 
     task: Task
     size: int
     prompts: int
     length: int
-    guess: float
+    guess: float = 0.0
     batch: int = 32
+    block: int | None = None
+    title: str = ""
 
     @property
     def words(self) -> str:
@@ -103,13 +113,16 @@ class HeldOutPrompts:
                 return f"{self.size} steps in a ring of {letters} letters"
             case FewShot(kinds=kinds):
                 return f"{self.size} examples of each of {kinds} kinds"
+            case Recall(asked=asked):
+                return f"{asked} of {self.size} pairs"
             case _:
-                return f"1 of {self.size} pairs"
+                return f"{self.size} letters"
 
 
 def _needle(tokens: int, prompts: int) -> HeldOutPrompts:
     task, pairs = needle(tokens)
-    return HeldOutPrompts(task, pairs, prompts, 4, 1 / pairs, batch=max(4, min(64, 8192 // tokens)))
+    batch = max(4, min(64, 8192 // tokens))
+    return HeldOutPrompts(task, pairs, prompts, 4, 1 / pairs, batch, title="needle")
 
 
 def _few_shot(task: FewShot, size: int, prompts: int) -> HeldOutPrompts:
@@ -118,15 +131,20 @@ def _few_shot(task: FewShot, size: int, prompts: int) -> HeldOutPrompts:
 
 HELD_OUT = (
     *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
-    HeldOutPrompts(Chain(), 7, 256, 32, 0.0),
+    *(HeldOutPrompts(Chain(), 7, 256, 32, block=block) for block in (4, 8, 32)),
     _few_shot(FewShot(), 5, 256),
+    _few_shot(FewShot(kinds=8), 5, 256),
+    HeldOutPrompts(Chain(8, values=12), 7, 256, 32, block=4, title="chain among values"),
+    HeldOutPrompts(Chain(20), 16, 256, 72, block=4, title="chain of 16"),
+    HeldOutPrompts(*needle(256, 8), 256, 56, block=4, title="needles"),
+    HeldOutPrompts(Sorting(), 16, 256, 24, block=4),
 )
 LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
 BEYOND = (
     *LONGER,
-    HeldOutPrompts(Chain(letters=32), 7, 64, 32, 0.0),
-    HeldOutPrompts(Chain(), 10, 64, 41, 0.0),
-    _few_shot(FewShot(kinds=8), 5, 64),
+    HeldOutPrompts(Chain(letters=32), 7, 64, 32),
+    HeldOutPrompts(Chain(), 10, 64, 41),
+    _few_shot(FewShot(kinds=9), 5, 64),
 )
 
 
@@ -135,13 +153,15 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
     rows = []
     for kind in kinds:
         drawn = examples(kind.task, 2026, kind.size, kind.prompts, "held_out")
-        score = accuracy(model, tokenizer, drawn, kind.batch, length=kind.length)
+        score = accuracy(model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block)
         rows.append(
             {
-                "task": "needle" if kind.task.name == "recall" else kind.task.name,
+                "task": kind.title or kind.task.name,
                 "size": kind.size,
                 "asked": kind.words,
                 "prompt": len(drawn[0].prompt) + TEMPLATE_TOKENS,
+                "length": kind.length,
+                "block": kind.block or kind.length,
                 "count": kind.prompts,
                 "exact": score,
                 "guess": kind.guess,
@@ -197,6 +217,7 @@ def _curve_row(entry: dict[str, Any], stages: int) -> str:
 
 
 def _accuracy_row(row: dict[str, Any]) -> str:
-    factor = f" {row['rope_factor']} |" if "rope_factor" in row else ""
+    how = (row["rope_factor"],) if "rope_factor" in row else (row["length"], row["block"])
+    factor = "".join(f" {number} |" for number in how)
     start = f"| {row['task']} | {row['asked']} | {row['prompt']} |{factor} {row['count']} "
     return start + "| {:.1%} | {:.1%} |".format(row["exact"], row["guess"])

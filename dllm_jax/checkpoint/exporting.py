@@ -23,6 +23,7 @@ from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.stored import Stored, StoredParameter
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.int8 import HostArray, Weights
+from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.spec import ModelSpec
@@ -95,9 +96,14 @@ def save_hf(
 
     Raises:
       FileExistsError: the destination exists.
-      ValueError: parameters of another or of several dtypes, int8 matrices, or a spec its family's
-        config.json cannot hold.
+      ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, or a spec its
+        family's config.json cannot hold.
     """
+    if adapted(model.params):
+        raise ValueError(
+            "the model has LoRA adapters, which this layout has no place for: save lora.merge(model), or the "
+            "adapters alone with lora.save(model, directory)"
+        )
     _refuse_int8(InMemory(model), "save the model that was loaded without weights='int8'")
     target, original = Path(destination), None
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():

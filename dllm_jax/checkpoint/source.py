@@ -9,8 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
@@ -165,17 +163,20 @@ def progress(
     title: str, source: Source, dtype: np.dtype, weights: Weights | None, show: bool
 ) -> Iterator[Callable[[Unit], None]]:
     """Draws a bar of bytes and tensors on standard error if `show`; yields `advance`, called per unit."""
+    import rich.progress as bars  # slow, and used by what loads or converts alone
+    from rich.console import Console
+
     size = {unit.name: _bytes(source, unit, dtype, weights) for unit in units_of(source.spec)}
     tensors = sum(len(unit.entries) for unit in units_of(source.spec))
     done = 0
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tensors]} tensors"),
-        TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TextColumn("{task.fields[tensors]} tensors"),
+        bars.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+    with bars.Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(title, total=sum(size.values()), tensors=f"0/{tensors}")
 
         def advance(unit: Unit):

@@ -80,7 +80,9 @@ def _check_free(destination: Path, overwrite: bool):
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds a checkpoint; a config.json alone is found in other ones too."""
+    """Whether a directory holds a checkpoint or adapter; a config.json alone is found in other ones too."""
+    if (path / "adapter_config.json").is_file() and (path / "adapter_model.safetensors").is_file():
+        return True
     if (path / "spec.json").is_file():
         return (path / "params").is_dir()
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

@@ -2,12 +2,12 @@
 
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-from rich.table import Column, Table
 
 from dllm_jax.checkpoint.dtypes import SUPPORTED, same_bits
 from dllm_jax.checkpoint.families import differences, units_of
@@ -17,6 +17,9 @@ from dllm_jax.checkpoint.source import Source, open_checkpoint, read
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.nn.sharding import OUTPUTS
+
+if TYPE_CHECKING:
+    import rich.table
 
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory
 TENSORS_SHOWN = 20  # in the table, those that differ most
@@ -175,8 +178,10 @@ def compare_logits(a: Float[np.ndarray, "l v"], b: Float[np.ndarray, "l v"], top
     return LogitDifference(float(np.max(np.abs(a - b))), kl, float(np.mean(shared)))
 
 
-def report(found: Comparison) -> Table:
+def report(found: Comparison) -> "rich.table.Table":
     """A table for people, one row per finding: what was compared, what came out, what was allowed."""
+    from rich.table import Column, Table  # slow, and used by this alone
+
     rows = Table(Column("compared", overflow="fold"), "found", "allowed", title="verify")
     rows.add_row("spec", "; ".join(found.spec) or "equal", "equal")
     rows.add_row("tensors", _tensors(found), "all, or the logits below")

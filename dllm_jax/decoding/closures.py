@@ -5,6 +5,7 @@ the function around its class, or in its module, is a constant of that program: 
 go unnoticed, and the old one would go on being used.
 """
 
+import dataclasses
 import dis
 import functools
 import inspect
@@ -50,7 +51,10 @@ def constants(options: Options, name: str) -> Constants:
                     )
                 if isinstance(value, CONSTANTS):
                     found.append((f"{cls.__qualname__}.{method}.{variable}", type(value), value))
-    return tuple(found)
+
+    # Policies may be made of others, and of parts.
+    parts = (getattr(options, field.name) for field in dataclasses.fields(options))
+    return (*found, *(one for part in parts if isinstance(part, Options) for one in constants(part, name)))
 
 
 def _functions(cls: type) -> Iterator[tuple[str, types.FunctionType]]:

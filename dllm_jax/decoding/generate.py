@@ -1,16 +1,15 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.output import Output, completed
+from dllm_jax.decoding.progress import watched
 from dllm_jax.decoding.request import (
     Inputs,
     Keys,
@@ -22,7 +21,7 @@ from dllm_jax.decoding.request import (
     plan_for,
     prepare,
 )
-from dllm_jax.decoding.stats import NonFinite, Stats, Trace, cut, report
+from dllm_jax.decoding.stats import NonFinite, report
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
@@ -32,25 +31,6 @@ from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import fixed_at
-
-
-class Output(NamedTuple):
-    """The result of a generation.
-
-    Attributes:
-      tokens: prompt (padding included) and response.
-      stats: cost per sequence, see `Stats`.
-      trace: every step if asked for, see `Trace`; else None.
-    """
-
-    tokens: Int[Array, "b l"]
-    stats: Stats
-    trace: Trace | None
-
-
-# Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
-for _result in (Output, Stats, Trace):
-    export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
 
 
 def generate(
@@ -71,6 +51,7 @@ def generate(
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
+    progress: bool = False,
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
 
@@ -105,6 +86,8 @@ def generate(
         returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
       interventions: other values at named places of the network (`Intervention`), in the order in which they
         act. Data of the program: other values, layers, positions or steps compile nothing anew.
+      progress: draw a bar on standard error while it runs; the loop then runs in pieces, as `stream` runs it,
+        with the same results.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
@@ -131,7 +114,9 @@ def generate(
         nonfinite=nonfinite,
         interventions=interventions,
     )
-    return _run(model, request, current_mesh((model.params, prompt)))
+    return _run(
+        model, request, current_mesh((model.params, prompt)), check_argument("progress", progress, bool)
+    )
 
 
 def infill(
@@ -149,6 +134,7 @@ def infill(
     widths: tuple[int, ...] | None = None,
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
+    progress: bool = False,
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
@@ -170,12 +156,13 @@ def infill(
       widths: as in `generate`.
       nonfinite: as in `generate`.
       interventions: as in `generate`.
+      progress: as in `generate`.
 
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
       FloatingPointError: as in `generate`.
     """
-    check_kinds(model, policy, sampler, nonfinite, trace=trace)
+    check_kinds(model, policy, sampler, nonfinite, trace=trace, progress=progress)
     block = check_argument("block", block, PositiveInt | None)
     mesh = current_mesh((model.params, tokens))
     tokens = inputs.token_ids(tokens, model.spec, "tokens")
@@ -192,20 +179,20 @@ def infill(
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
     plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0])
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
-    return _run(model, Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite), mesh)
+    request = Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite)
+    return _run(model, request, mesh, progress)
 
 
-def _run(model: Model, request: Request, mesh: AnyMesh | None) -> Output:
-    spread, batch = over_devices(request.inputs, model, mesh)
-    plan = host.numbers(request.plan, mesh)
-    tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
-
-    # What was added is taken off again: sequences that the mesh needed, positions of a bucket.
-    own = slice(batch)
-    tokens = host.part(tokens, own, slice(request.extra, None), batch=0)
-    stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
-    report(stats.finite, request.nonfinite, stacklevel=3)
-    return Output(tokens, stats, None if steps is None else cut(steps, batch, request.extra))
+def _run(model: Model, request: Request, mesh: AnyMesh | None, progress: bool) -> Output:
+    if progress:
+        output = watched(model, request, mesh)
+    else:
+        spread, batch = over_devices(request.inputs, model, mesh)
+        plan = host.numbers(request.plan, mesh)
+        tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
+        output = completed(tokens, stats, steps, batch, request.extra)
+    report(output.stats.finite, request.nonfinite, stacklevel=3)
+    return output
 
 
 def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:

@@ -11,6 +11,7 @@ copies a cache that is carried through several branches, but not one that is car
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -59,8 +60,8 @@ def denoise(
     by_sequence, by_step = PartitionSpec(split or None), PartitionSpec(None, split or None)
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
-    run = functools.partial(_denoise, layout=layout)
-    return over_mesh(run, model, tokens, valid, noise, plan, out=(by_sequence, by_sequence, trace))
+    whole = functools.partial(_denoise, layout=layout)
+    return over_mesh(whole, model, tokens, valid, noise, plan, out=(by_sequence, by_sequence, trace))
 
 
 def _denoise(
@@ -72,21 +73,44 @@ def _denoise(
     layout: Layout,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
-    limit = plan.step_limit(layout)
-    interventions = for_sequences(plan.interventions, len(tokens), plan.streams)
+    state = initial(model, tokens, valid, noise, layout, plan)
+    state = run(model, noise, layout, plan, state)
+    return finished(model, plan, state), state.record.stats(state.canvas), state.record.trace
+
+
+def run(
+    model: Model,
+    noise: Noise | None,
+    layout: Layout,
+    plan: Plan,
+    state: State,
+    wanted: Callable[[State], Bool[Array, ""]] | None = None,
+) -> State:
+    """The state after as many steps as are wanted, at most until the generation is finished.
+
+    Args:
+      model: the model.
+      noise: source of random numbers; None if the sampler draws none.
+      layout: static geometry.
+      plan: what the user decided.
+      state: before the first of these steps.
+      wanted: whether another step is wanted; None wants all of them.
+    """
+    interventions = for_sequences(plan.interventions, len(state.canvas.tokens), plan.streams)
     plan = dataclasses.replace(plan, interventions=interventions)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
     rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))
 
     def running(state: State) -> Bool[Array, ""]:
-        return jnp.any(state.canvas.active) & (state.record.steps < limit)
+        goes_on = unfinished(layout, plan, state)
+        return goes_on if wanted is None else goes_on & wanted(state)
 
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
         return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
 
     # Profiles and compiled programs show which step an operation belongs to.
-    def run(variant: int | None, state: State) -> State:
+    def one(variant: int | None, state: State) -> State:
         with jax.named_scope(scope(variant)):
             return step(model, rope, noise, plan, variant, state)
 
@@ -95,20 +119,28 @@ def _denoise(
         for variant in (None, *reversed(plan.widths)):
             state = jax.lax.while_loop(
                 lambda s, v=variant: running(s) & comes_next(v, s),
-                lambda s, v=variant: run(v, s),
+                lambda s, v=variant: one(v, s),
                 state,
             )
         return state
 
-    state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
+    return jax.lax.while_loop(running, runs_of_each, state)
 
+
+def unfinished(layout: Layout, plan: Plan, state: State) -> Bool[Array, ""]:
+    """Whether another step follows: some sequence is active, and the limit of steps is not reached."""
+    return jnp.any(state.canvas.active) & (state.record.steps < plan.step_limit(layout))
+
+
+def finished(model: Model, plan: Plan, state: State) -> Int[Array, "b l"]:
+    """The tokens of a generation that is finished."""
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
     # logits are no answer that has ended.
     tokens = state.canvas.tokens
     if plan.stop_at_eos:
         remaining = state.canvas.masked & state.record.finite[:, None]
         tokens = jnp.where(remaining, model.spec.eos_id, tokens)
-    return tokens, state.record.stats(state.canvas), state.record.trace
+    return tokens
 
 
 def scope(variant: int | None) -> str:

@@ -71,6 +71,7 @@ class Record(NamedTuple):
       refreshes: see `Stats`.
       finite: see `Stats`.
       trace: None if no trace is recorded.
+      confidence: with which each position was decoded, NaN where no step did; None if it is not recorded.
     """
 
     steps: Int[Array, ""]
@@ -79,14 +80,22 @@ class Record(NamedTuple):
     refreshes: Int[Array, "b"]
     finite: Bool[Array, "b"]
     trace: Trace | None
+    confidence: Float[Array, "b l"] | None
 
     @staticmethod
-    def begin(canvas: Canvas, limit: int | None) -> "Record":
-        """An empty record; `limit` steps of trace are allocated, None records no trace."""
+    def begin(canvas: Canvas, limit: int | None, confidence: bool) -> "Record":
+        """An empty record.
+
+        Args:
+          canvas: before the first step.
+          limit: steps of trace that are allocated; None records no trace.
+          confidence: whether the confidences of decoded positions are recorded.
+        """
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
         trace = None if limit is None else _empty_trace(canvas, limit)
         finite = jnp.ones(zeros.shape, bool)
-        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, finite, trace)
+        unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
+        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, finite, trace, unknown)
 
     def add(
         self,
@@ -119,6 +128,9 @@ class Record(NamedTuple):
             trace=None
             if self.trace is None
             else _add(self.trace, self.steps, before, after, computed, proposal),
+            confidence=None
+            if self.confidence is None
+            else _decoded_with(self.confidence, before, after, proposal),
         )
 
     def stats(self, canvas: Canvas) -> Stats:
@@ -206,6 +218,14 @@ def _empty_trace(canvas: Canvas, limit: int) -> Trace:
         active=jnp.zeros(shape[:2], bool),
         steps=jnp.int32(0),
     )
+
+
+def _decoded_with(
+    confidence: Float[Array, "b l"], before: Canvas, after: Canvas, proposal: Proposal
+) -> Float[Array, "b l"]:
+    """The confidences with those of what this step decoded; NaN where it made a mask again."""
+    new = jnp.where(after.masked, jnp.nan, proposal.score)
+    return jnp.where(before.tokens != after.tokens, new, confidence)
 
 
 def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, proposal: Proposal) -> Trace:

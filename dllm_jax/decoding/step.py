@@ -40,6 +40,7 @@ class Plan:
       widths: static widths of the partial steps to compile, ascending.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
+      confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
       constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
     """
@@ -49,6 +50,7 @@ class Plan:
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(metadata={"static": True})
     trace: bool = dataclasses.field(metadata={"static": True})
+    confidence: bool = dataclasses.field(default=False, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
 
@@ -92,12 +94,12 @@ def initial(
     streams = repeat(canvas, plan.streams)
     cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
     cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
-    cache = _split(cache, model, plan.streams * tokens.shape[0])
-    record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None)
+    cache = split_cache(cache, model, plan.streams * tokens.shape[0])
+    record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None, plan.confidence)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
 
 
-def _split(cache: Cache, model: Model, batch: int) -> Cache:
+def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
     """The cache as a mesh splits it: by sequence and kv head; unchanged without a mesh."""
     stacked = "" if model.layers_are_separate else "n"
 

@@ -69,7 +69,8 @@ def prompt_pairs(
     keys: tuple[Rows, Float[Array, "b w k d"]],
     values: tuple[Rows, Float[Array, "b q k d"]],
     canvas: Canvas,
-) -> tuple[Float[Array, "b p k d"], Float[Array, "b p k d"], Bool[Array, "b #k 1 p"]]:
+    columns: int,
+) -> tuple[Float[Array, "b c k d"], Float[Array, "b c k d"], Bool[Array, "b #k 1 c"]]:
     """Keys and values of the prompt, and which are real: all new where it is due, else the kept pairs.
 
     Args:
@@ -79,16 +80,16 @@ def prompt_pairs(
       keys: new rotated keys, and their positions.
       values: new values, and their positions.
       canvas: state before the step.
+      columns: prompt positions that may be kept, the first ones: all of them, unless some are stored densely.
     """
-    # Kept pairs are packed to the left of p slots, in order of position; padding follows.
-    prompt = canvas.layout.prompt
-    old_k, old_v, real = pairs.read(layer, prompt)
+    # Kept pairs are packed to the left of the columns, in order of position; padding follows.
+    old_k, old_v, real = pairs.read(layer, columns)
 
-    # A new pair stands at its prompt position; rows of the response lie beyond the p slots and are dropped.
+    # A new pair stands at its prompt position; rows of the response lie beyond the columns and are dropped.
     def renewed(old, rows, new):
         return jnp.where(due[..., None, None], scatter(jnp.zeros_like(old), rows.index, new), old)
 
-    real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :prompt], real)
+    real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :columns], real)
     return renewed(old_k, *keys), renewed(old_v, *values), real
 
 

@@ -8,6 +8,7 @@ from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.int8 import Int8Matrix
+from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.traced import Number
 
 
@@ -17,12 +18,15 @@ def precision(dtype: jnp.dtype) -> Precision:
 
 
 def einsum(
-    formula: str, x: Float[Array, "..."], y: Float[Array, "..."] | Int8Matrix, out=None
+    formula: str, x: Float[Array, "..."], y: Float[Array, "..."] | Int8Matrix | LowRankMatrix, out=None
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of two operands at the `precision` of the first one's dtype; `out` widens the result.
 
-    Of an int8 matrix, whose outputs must be the last axes of the result, the sums are scaled in float32.
+    Of an int8 matrix, whose outputs must be the last axes of the result, the sums are scaled in float32. A
+    low-rank update is added to the product with its matrix, in the wider of their dtypes.
     """
+    if isinstance(y, LowRankMatrix):
+        return _updated(formula, x, y, out)
     if isinstance(y, Int8Matrix):
         # The conversion is all that stands between the values and the product: compilers then fuse the two.
         sums = jnp.einsum(
@@ -34,6 +38,19 @@ def einsum(
         )
         return (sums * y.scale).astype(out or x.dtype)
     return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
+
+
+def _updated(formula: str, x: Float[Array, "..."], y: LowRankMatrix, out) -> Float[Array, "..."]:
+    """The product with a matrix and its update, whose factors are multiplied one after the other."""
+    operands, result = formula.split("->")
+    inputs, matrix = operands.split(",")
+    summed = "".join(axis for axis in matrix if axis not in result)
+    kept = "".join(axis for axis in matrix if axis in result)
+    narrow = f"{''.join(axis for axis in inputs if axis not in summed)}r"
+    through = einsum(f"{inputs},{summed}r->{narrow}", x.astype(y.a.dtype), y.a)
+    update = einsum(f"{narrow},r{kept}->{result}", through, y.b)
+    product = einsum(formula, x, y.base, out)
+    return (product + y.scale * update).astype(product.dtype)
 
 
 def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> Float[Array, "*b m"]:

@@ -16,6 +16,7 @@ from typing import Any
 from jax import export
 
 from dllm_jax.nn.int8 import Int8Matrix
+from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -45,4 +46,10 @@ export.register_pytree_node_serialization(
     serialized_name="dllm_jax.Int8Matrix",
     serialize_auxdata=lambda static: b"",
     deserialize_auxdata=lambda data: (),
+)
+export.register_pytree_node_serialization(
+    LowRankMatrix,
+    serialized_name="dllm_jax.LowRankMatrix",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
 )

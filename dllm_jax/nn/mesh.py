@@ -155,7 +155,7 @@ def current_mesh(tree: PyTree) -> AnyMesh | None:
     return mesh_of(tree) or context_mesh()
 
 
-def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[PartitionSpec]) -> Any:
+def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[PartitionSpec] | None) -> Any:
     """`function(*args)` inside of a traced program, with all axes of the mesh Auto while it runs.
 
     The body has the number types of `number_modes` too: all programs of the library are written for these.
@@ -164,6 +164,10 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
       function: computes on whole arrays, and may call `constrain`.
       *args: pytrees of arrays, of a mesh or of none.
       out: how results lie on the mesh, a tree or a prefix of one; results on Explicit axes have these types.
+        None leaves them as the function constrains them, which Explicit axes do not allow.
+
+    Raises:
+      ValueError: `out` is None, and the mesh has Explicit axes.
     """
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh_of(args) if context.empty else context
@@ -172,7 +176,10 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
 
 
 def _over_mesh(
-    function: Callable[..., Any], args: tuple[PyTree, ...], mesh: AnyMesh | None, out: PyTree[PartitionSpec]
+    function: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    mesh: AnyMesh | None,
+    out: PyTree[PartitionSpec] | None,
 ) -> Any:
     if mesh is None:
         return function(*args)
@@ -182,6 +189,12 @@ def _over_mesh(
     if abstract.manual_axes:
         return function(*args)
     with jax.sharding.use_abstract_mesh(abstract):
+        if out is None and abstract.explicit_axes:
+            raise ValueError(
+                f"the axes {abstract.explicit_axes} of the mesh are Explicit; expected Auto ones"
+            )
+        if out is None:
+            return function(*args)
         if abstract.explicit_axes:
             return jax.sharding.auto_axes(function, out_sharding=out)(*args)
         place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)

@@ -8,6 +8,7 @@ from dllm_jax.policies.dkv_greedy import DKVGreedy as DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill as DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache as DLLMCache
 from dllm_jax.policies.elastic import ElasticCache as ElasticCache
+from dllm_jax.policies.evict_prompt import EvictPrompt as EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
 from dllm_jax.policies.maskkv import MaskKV as MaskKV
@@ -28,4 +29,5 @@ ALL: tuple[Policy, ...] = (
     MaskKV(),
     ElasticCache(),
     D2Cache(),
+    EvictPrompt(),
 )

@@ -1,11 +1,22 @@
 """Training and fine-tuning with LLaDA's masked-diffusion loss; resumable."""
 
 from dllm_jax.training.config import TrainConfig as TrainConfig
+from dllm_jax.training.estimators import Masks as Masks
+from dllm_jax.training.estimators import elbo_masks as elbo_masks
+from dllm_jax.training.estimators import one_step_masks as one_step_masks
+from dllm_jax.training.estimators import response_log_probs as response_log_probs
+from dllm_jax.training.estimators import until_end as until_end
 from dllm_jax.training.loop import Run as Run
 from dllm_jax.training.loop import train as train
 from dllm_jax.training.loss import Batch as Batch
 from dllm_jax.training.loss import Metrics as Metrics
 from dllm_jax.training.loss import masked_diffusion_loss as masked_diffusion_loss
+from dllm_jax.training.objectives import PolicyMetrics as PolicyMetrics
+from dllm_jax.training.objectives import PreferenceMetrics as PreferenceMetrics
+from dllm_jax.training.objectives import dpo_loss as dpo_loss
+from dllm_jax.training.objectives import group_advantages as group_advantages
+from dllm_jax.training.objectives import grpo_loss as grpo_loss
+from dllm_jax.training.objectives import vrpo_loss as vrpo_loss
 from dllm_jax.training.setup import Setup as Setup
 from dllm_jax.training.setup import prepare as prepare
 from dllm_jax.training.source import Batches as Batches
@@ -18,3 +29,5 @@ from dllm_jax.training.state import model_of as model_of
 from dllm_jax.training.state import train_step as train_step
 from dllm_jax.training.trainable import Optimizer as Optimizer
 from dllm_jax.training.trainable import Trainable as Trainable
+from dllm_jax.training.trainable import joined as joined
+from dllm_jax.training.trainable import split as split

@@ -8,6 +8,7 @@ import optax
 import optax.contrib
 from annotated_types import Interval
 
+from dllm_jax.nn.low_rank import is_low_rank
 from dllm_jax.nn.parameters import Params
 from dllm_jax.options import (
     Fraction,
@@ -140,12 +141,15 @@ def is_matrix(params: Params) -> dict[str, Any]:
 
 
 def _matrices(params: Params) -> dict[str, Any]:
-    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere."""
+    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere.
+
+    Factors of low-rank updates are no such matrices: they take AdamW.
+    """
     axes = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
     axes |= dict.fromkeys(("gate", "up", "down"), ((0,), (1,)))
 
-    def numbers(name: str, stacked: bool) -> optax.contrib.MuonDimensionNumbers | None:
-        if name not in axes:
+    def numbers(name: str, value: Any, stacked: bool) -> optax.contrib.MuonDimensionNumbers | None:
+        if name not in axes or is_low_rank(value):
             return None
         return optax.contrib.MuonDimensionNumbers(
             *(tuple(i + stacked for i in group) for group in axes[name])
@@ -153,7 +157,7 @@ def _matrices(params: Params) -> dict[str, Any]:
 
     layers = params["layers"]
     if isinstance(layers, list):
-        of_layers = [{name: numbers(name, stacked=False) for name in layer} for layer in layers]
+        of_layers = [{name: numbers(name, layer[name], False) for name in layer} for layer in layers]
     else:
-        of_layers = {name: numbers(name, stacked=True) for name in layers}
+        of_layers = {name: numbers(name, layers[name], True) for name in layers}
     return dict.fromkeys(params) | {"layers": of_layers}

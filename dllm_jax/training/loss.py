@@ -129,22 +129,17 @@ def draw(batch: Batch, key: Key[Array, ""], mask_id: int, prompt_isolation: floa
     isolated = None
     if prompt_isolation:
         isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
-    return Masked(tokens, batch.answer, t, masked, learnt, _valid(batch), isolated)
+    return Masked(tokens, batch.answer, t, masked, learnt, valid_tokens(batch), isolated)
 
 
 def masked_loss(
     model: Model, batch: Masked, remat: bool = False, layer_pass: LayerPass | None = None
 ) -> tuple[Float[Array, ""], Counts]:
     """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
-    spec = model.spec
-
-    # Logits of the answer positions, from the positions that predict them.
     length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
     within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
-    hidden = encode(model, batch.tokens, batch.valid, remat, layer_pass, within)
-    position = jnp.arange(prompt, length)
-    source = jnp.maximum(position - int(spec.shifted), 0)
-    logits = unembed(model.params, spec, hidden[:, source]).astype(jnp.float32)
+    answer = batch.answer.shape[1]
+    logits = answer_logits(model, batch.tokens, answer, batch.valid, remat, layer_pass, within)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
@@ -152,6 +147,25 @@ def masked_loss(
     loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * counted))
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
+
+
+def answer_logits(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    answer: int,
+    valid: Bool[Array, "b l"] | None,
+    remat: bool = False,
+    layer_pass: LayerPass | None = None,
+    within: Mask | None = None,
+) -> Float[Array, "b r v"]:
+    """Logits of the last `answer` positions, float32, from the positions that predict them.
+
+    Other arguments as of `encode`.
+    """
+    hidden = encode(model, tokens, valid, remat, layer_pass, within)
+    position = jnp.arange(tokens.shape[1] - answer, tokens.shape[1])
+    source = jnp.maximum(position - int(model.spec.shifted), 0)
+    return unembed(model.params, model.spec, hidden[:, source]).astype(jnp.float32)
 
 
 def draw_masks(
@@ -176,7 +190,8 @@ def isolation_mask(isolated: Bool[Array, "b"], prompt: int, length: int) -> Mask
     return ~(isolated[:, None, None, None] & ~in_answer[:, None] & in_answer)
 
 
-def _valid(batch: Batch) -> Bool[Array, "b l"] | None:
+def valid_tokens(batch: Batch) -> Bool[Array, "b l"] | None:
+    """Tokens of prompt and answer that are attended to; None means all."""
     if batch.prompt_mask is None and batch.answer_mask is None:
         return None
     mask_of = lambda ids, mask: jnp.ones(ids.shape, bool) if mask is None else mask

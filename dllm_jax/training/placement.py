@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.low_rank import LowRankMatrix, factor_axes
 from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import Model, exact_layer
 from dllm_jax.nn.parameters import Params
@@ -111,9 +112,12 @@ def parameters(placement: Placement, spec: ModelSpec, params: Params, gathered: 
 
 
 def _axes(path: tuple[Any, ...]) -> str:
-    """The letters of the parameter at a path of a model's tree."""
-    axes = AXES[path[-1].key]
-    return axes.removeprefix("n") if len(path) == 3 else axes  # a layer of a list
+    """The letters of the parameter, or of a part of a matrix with an update, at a path of a model's tree."""
+    name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
+    part = path[-1].name if isinstance(path[-1], jax.tree_util.GetAttrKey) else "base"
+    axes = AXES[name] if part == "base" else factor_axes(name)["ab".index(part)]
+    in_list = any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
+    return axes.removeprefix("n") if in_list else axes
 
 
 def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTree) -> PyTree:
@@ -158,7 +162,7 @@ def batch_on(placement: Placement, batch: Batch) -> Batch:
 
 def gathered_ends(placement: Placement, spec: ModelSpec, params: Params) -> Params:
     """The parameters with embedding, final norm and head gathered over fsdp; layers stay as they are."""
-    ends = {name: gathered(placement, spec, AXES[name], params[name]) for name in params if name != "layers"}
+    ends = {name: gathered(placement, spec, name, params[name]) for name in params if name != "layers"}
     return params | ends
 
 
@@ -174,8 +178,7 @@ def layer_pass(
     keep = lambda x: jax.lax.with_sharding_constraint(x, placement.sequences)
 
     def run(weights: Mapping[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
-        axes = {name: AXES[name].removeprefix("n") for name in weights}
-        whole = {name: gathered(placement, spec, axes[name], weight) for name, weight in weights.items()}
+        whole = {name: gathered(placement, spec, name, weight) for name, weight in weights.items()}
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
     if placement.gathers:
@@ -188,10 +191,18 @@ def _all_but_gathered(primitive: Any, *_, **__) -> bool:
     return primitive.name != "sharding_constraint"
 
 
-def gathered(placement: Placement, spec: ModelSpec, axes: str, weight: Array) -> Array:
-    """A parameter gathered over fsdp, its gradient reduced and scattered again."""
-    split, whole = placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True)
-    return _gather(split, whole, weight)
+def gathered(placement: Placement, spec: ModelSpec, name: str, weight: Any) -> Any:
+    """A parameter of a layer, or of none, gathered over fsdp; its gradient is reduced and scattered again."""
+
+    def of(axes: str, array: Array) -> Array:
+        axes = axes.removeprefix("n")
+        split, whole = placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True)
+        return _gather(split, whole, array)
+
+    if not isinstance(weight, LowRankMatrix):
+        return of(AXES[name], weight)
+    parts = zip((AXES[name], *factor_axes(name)), (weight.base, weight.a, weight.b), strict=True)
+    return LowRankMatrix(*(of(axes, array) for axes, array in parts), alpha=weight.alpha)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,0 +1,147 @@
+"""The result of a generation, and what it shows of itself."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import export
+from jaxtyping import Array, Int
+
+from dllm_jax.decoding.stats import Stats, Trace, cut
+from dllm_jax.decoding.watch.grid import grid
+from dllm_jax.decoding.watch.page import Page, Panel, page
+from dllm_jax.decoding.watch.recording import Recording, values
+from dllm_jax.options import check_argument, shown
+from dllm_jax.state import host
+
+if TYPE_CHECKING:
+    import rich.console
+
+
+class Output(NamedTuple):
+    """The result of a generation.
+
+    Attributes:
+      tokens: prompt (padding included) and response.
+      stats: cost per sequence, see `Stats`.
+      trace: every step if asked for, see `Trace`; else None.
+    """
+
+    tokens: Int[Array, "b l"]
+    stats: Stats
+    trace: Trace | None
+
+    def to_html(self, tokenizer: Any = None, *, sequence: int = 0) -> Page:
+        """One self-contained page about a sequence: its answer step by step, and what each step computed.
+
+            Path("answer.html").write_text(out.to_html(tokenizer))
+
+        The page needs no network and runs no code but its own; it follows the browser's dark or light theme.
+
+        Args:
+          tokenizer: the checkpoint's; None shows token ids.
+          sequence: which of the batch.
+
+        Returns:
+          the page as text; in a notebook it shows itself.
+
+        Raises:
+          ValueError: the run was not recorded (`generate(..., trace=True)`), no such sequence, no tokenizer.
+        """
+        return side_by_side({"": self}, tokenizer, sequence=sequence)
+
+    def _repr_html_(self) -> str | None:
+        """The page of the first sequence, with token ids as there is no tokenizer; nothing without a trace.
+
+        Nor for an output of `jax.vmap`, which has an axis more.
+        """
+        if not isinstance(self.trace, Trace) or np.ndim(self.trace.tokens) != 3:
+            return None
+        return self.to_html()._repr_html_()
+
+
+# Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
+for _result in (Output, Stats, Trace):
+    export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
+
+
+def completed(tokens: Array, stats: Stats, trace: Trace | None, batch: int, extra: int) -> Output:
+    """The output without what was added: sequences that a mesh needed, positions of a bucket.
+
+    Args:
+      tokens: as programs return them, as are `stats` and `trace`.
+      stats: of the same sequences.
+      trace: with room for more steps than ran; None if none was recorded.
+      batch: sequences of the request.
+      extra: positions that a bucket added on the left.
+    """
+    own = slice(batch)
+    tokens = host.part(tokens, own, slice(extra, None), batch=0)
+    stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
+    return Output(tokens, stats, None if trace is None else cut(trace, batch, extra))
+
+
+def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequence: int = 0) -> Page:
+    """One self-contained page with several generations under one slider, such as one per policy.
+
+        runs = {str(p): dj.generate(model, prompt, policy=p, trace=True) for p in policies}
+        Path("compared.html").write_text(dj.side_by_side(runs, tokenizer))
+
+    Cache ages have one scale, so that colours compare.
+
+    Args:
+      outputs: by the name that is shown above each.
+      tokenizer: the checkpoint's; None shows token ids.
+      sequence: which of each batch.
+
+    Returns:
+      the page as text; in a notebook it shows itself.
+
+    Raises:
+      ValueError: no outputs, or one that was not recorded or has no such sequence; no tokenizer.
+    """
+    if not isinstance(outputs, Mapping) or not outputs:
+        raise ValueError(
+            f"outputs={shown(outputs)} must be one output or more by name, such as "
+            '{"exact": dj.generate(..., trace=True)}'
+        )
+    panels = []
+    for name, output in outputs.items():
+        check_argument(f"outputs[{name!r}]", output, Output, ", which dj.generate returns")
+        recording = Recording.of(output.trace, sequence)
+        stats = {field: values(array)[sequence] for field, array in output.stats._asdict().items()}
+        panels.append(Panel(str(name), recording, {field: value.item() for field, value in stats.items()}))
+    return page(panels, tokenizer)
+
+
+def show(
+    output: Output,
+    tokenizer: Any = None,
+    *,
+    sequence: int = 0,
+    confidence: bool = False,
+    console: "rich.console.Console | None" = None,
+):
+    """Prints a generation to the terminal: a line per step, in which masks turn into text.
+
+    What is wider than the terminal is printed in parts, each with the lines of the steps that change it.
+
+    Args:
+      output: of `generate` or `infill`, with trace=True.
+      tokenizer: the checkpoint's; None shows token ids. Special tokens, such as end-of-text, are shown as ∎.
+      sequence: which of the batch.
+      confidence: colour tokens by the confidence with which they were decoded (blue sure, orange unsure)
+        instead of by the step (blue first, orange last).
+      console: of rich, to print to; None is the terminal.
+
+    Raises:
+      ValueError: the run was not recorded, no such sequence, no tokenizer.
+    """
+    import rich.console  # slow, and used by this alone
+
+    check_argument("output", output, Output, ", which dj.generate returns")
+    check_argument("confidence", confidence, bool)
+    console = rich.console.Console() if console is None else console
+    picture = grid(Recording.of(output.trace, sequence), tokenizer, console.width, confidence)
+    console.print(picture, end="", soft_wrap=True)

@@ -1,0 +1,182 @@
+"""Log-probabilities of the tokens of a trajectory, each at the denoising step that decoded it."""
+
+import functools
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.decoding.generate import Output
+from dllm_jax.decoding.stats import Trace
+from dllm_jax.nn.arithmetic import divided
+from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
+from dllm_jax.nn.model import Model, encode
+from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, check_argument, shown
+from dllm_jax.state import host, inputs
+from dllm_jax.state.canvas import begin
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import compact, gather, scatter
+from dllm_jax.traced import Number, argument
+
+
+class Trajectory(NamedTuple):
+    """What a model thinks of the tokens that a run decoded.
+
+    Attributes:
+      log_prob: float32, in nats; 0 where no step of the run decoded the token (prompt, padding, masks that
+        are left, end-of-text filled in by `stop_at_eos`).
+      decoded_at: the denoising step that decoded it, from 0 and common to the batch; -1 where none did. Of a
+        token that was remasked and decoded again it is the last such step.
+    """
+
+    log_prob: Float[Array, "b l"]
+    decoded_at: Int[Array, "b l"]
+
+
+def trajectory_log_probs(
+    model: Model,
+    run: Output | Trace,
+    *,
+    prompt_mask: ArrayLike | None = None,
+    temperature: Number = 1.0,
+    most_per_step: int | None = None,
+    chunk: int = 1,
+    remat: bool = False,
+) -> Trajectory:
+    """Log-probability of each decoded token, given the canvas of the step that decoded it.
+
+    With x^s the canvas before step s and D_s the positions that step s decoded,
+
+        log_prob[i] = log softmax(f(x^s)[i] / temperature)[token i]   for i in D_s.
+
+    The sum over positions is the log-probability of the trajectory's tokens given its order: of
+    prod_s prod_{i in D_s} p(x_i | x^s), the transitions of the reverse process (LLaDA, arXiv:2502.09992,
+    section 2.4), whose positions of one step are independent. f is the exact model over the whole canvas,
+    whatever cache policy made the run, and may have other parameters than the one that did; the result is
+    differentiable in them. [MASK] counts in the softmax, as it does in confidences.
+
+    Memory grows with `chunk`, not with the number of steps, under `jax.grad` too: each chunk is computed
+    again in the backward pass. Logits are computed at decoded positions only.
+
+    Args:
+      model: whose log-probabilities they are.
+      run: what `generate` or `infill` returned with `trace=True`, or its trace.
+      prompt_mask: the same as given to `generate` (Bool[b p], or `infill`'s token_mask), False at padding.
+      temperature: that of the sampler, to score the distribution it drew from; 1 is the model's own.
+      most_per_step: upper bound of the tokens that a step decodes in one sequence, static. None counts them;
+        in a traced program, where that is not known, it means the whole canvas. A sequence of which a step
+        decoded more has NaN.
+      chunk: steps evaluated at once; memory grows with b * chunk.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+
+    Returns:
+      log-probabilities and steps, see `Trajectory`.
+
+    Raises:
+      ValueError: a run without a trace, of another vocabulary, or an argument out of range.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    trace = _trace_of(run)
+    temperature = check_argument("temperature", temperature, TracedPositiveFloat)
+    check_argument("chunk", chunk, PositiveInt)
+    check_argument("remat", remat, bool)
+    bound = Annotated[PositiveInt | None, NoneMeans("the number that was decoded")]
+    check_argument("most_per_step", most_per_step, bound)
+    padding = _padding(prompt_mask, trace)
+    inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
+    mesh = current_mesh((model.params, trace.tokens))
+    with number_modes():
+        at = _decoded_at(trace.tokens, trace.steps, model.spec.mask_id)
+        width = trace.tokens.shape[-1] if most_per_step is None else most_per_step
+        if most_per_step is None and not host.stays_on_devices(at):
+            width = max(1, int(host.values(_most_per_step(at, len(trace.tokens) - 1))))
+    number = host.numbers(argument(temperature, float), mesh)
+    log_prob = _log_probs(model, trace.tokens, at, padding, number, width, chunk, remat)
+    return Trajectory(log_prob, at)
+
+
+def _trace_of(run: Any) -> Trace:
+    trace = run.trace if isinstance(run, Output) else run
+    if trace is None:
+        raise ValueError("the run has no trace: its steps are not known; use generate(..., trace=True)")
+    if not isinstance(trace, Trace):
+        raise ValueError(f"run={shown(run)} must be what generate(..., trace=True) returned, or its trace")
+    return trace
+
+
+def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[Array, "b l"] | None:
+    """Which positions are not padding; None if all are."""
+    batch, length = trace.tokens.shape[1:]
+    if mask is None:
+        return None
+    width = jnp.shape(mask)[-1] if jnp.ndim(mask) else 0
+    if width > length:
+        raise ValueError(f"prompt_mask has {width} positions, the run has {length}")
+    mask = inputs.left_padding(mask, (batch, width), "prompt_mask")
+    return None if mask is None else host.pad(mask, 0, length - width, True)
+
+
+@functools.partial(jax.jit, static_argnames="mask_id")
+def _decoded_at(tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], mask_id: int) -> Int[Array, "b l"]:
+    # The last step before which a position was masked and after which it was not; steps that did not run
+    # have the first canvas. What was remasked for good was not decoded.
+    masked = tokens == mask_id
+    step = jnp.arange(len(tokens) - 1, dtype=jnp.int32)[:, None, None]
+    decoded = masked[:-1] & ~masked[1:] & (step < steps)
+    at = jnp.max(jnp.where(decoded, step, -1), axis=0, initial=-1)
+    final = jax.lax.dynamic_index_in_dim(masked, steps, keepdims=False)
+    return jnp.where(final, -1, at)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _most_per_step(at: Int[Array, "b l"], steps: int) -> Int[Array, ""]:
+    counts = jax.vmap(lambda own: jnp.bincount(jnp.where(own < 0, steps, own), length=steps + 1))(at)
+    return jnp.max(counts[:, :steps], initial=0)
+
+
+@functools.partial(jax.jit, static_argnames=("width", "chunk", "remat"))
+def _log_probs(model: Model, tokens, at, padding, temperature, width: int, chunk: int, remat: bool):
+    mesh = current_mesh((model, tokens))
+    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[1])
+    every_step = functools.partial(_sum_over_steps, width=width, chunk=chunk, remat=remat)
+    where = PartitionSpec(split or None)
+    return over_mesh(every_step, model, tokens, at, padding, temperature, out=where)
+
+
+def _sum_over_steps(
+    model: Model,
+    tokens: Int[Array, "t_plus_1 b l"],
+    at: Int[Array, "b l"],
+    padding: Bool[Array, "b l"] | None,
+    temperature: Float[Array, ""],
+    width: int,
+    chunk: int,
+    remat: bool,
+) -> Float[Array, "b l"]:
+    final, (batch, length) = tokens[-1], tokens.shape[1:]
+    valid = jnp.ones((batch, length), bool) if padding is None else padding
+    layout = Layout.of(0, length, padded=padding is not None)
+    predictor = begin(final, valid, model.spec, layout).predictor
+
+    # A step adds the log-probabilities of its own positions to zeros elsewhere. Its activations are computed
+    # again in the backward pass, so that no more than a chunk's are in memory at once.
+    @jax.checkpoint
+    def one_step(step: tuple[Int[Array, "b l"], Int[Array, "b l"], Int[Array, ""]]) -> Float[Array, "b l"]:
+        before, after, number = step
+        own = at == number
+        index = compact(own, width)
+        hidden = encode(model, before, padding, remat)
+        logits = unembed(model.params, model.spec, gather(hidden, gather(predictor, index)))
+        logits = divided(logits.astype(jnp.float32), temperature)
+        chosen = jnp.take_along_axis(logits, gather(after, index)[..., None], axis=-1)[..., 0]
+        found = scatter(jnp.zeros((batch, length)), index, chosen - jax.nn.logsumexp(logits, axis=-1))
+        beyond = jnp.sum(own, axis=1, keepdims=True) > width
+        return jnp.where(own & beyond, jnp.nan, found)
+
+    numbers = jnp.arange(len(tokens) - 1, dtype=jnp.int32)
+    by_step = jax.lax.map(one_step, (tokens[:-1], tokens[1:], numbers), batch_size=chunk)
+    return jnp.sum(by_step, axis=0)

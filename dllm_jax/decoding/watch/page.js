@@ -1,0 +1,266 @@
+"use strict";
+// Text of the data reaches the page through textContent alone, never as HTML.
+const panels = JSON.parse(document.getElementById("data").textContent).panels.map(prepared);
+const byId = (id) => document.getElementById(id);
+const last = Math.max(...panels.map((panel) => panel.steps.length));
+const oldest = Math.max(1, ...panels.flatMap((panel) => panel.ages.map((row) => Math.max(...row))));
+const view = { step: last, colour: "step", candidates: false, timer: null };
+
+function element(kind, className, text) {
+  const made = document.createElement(kind);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// -- data ---------------------------------------------------------------------------------------------------
+
+// The token, step and confidence of every position after every step, and the age of what was stored of it.
+function prepared(panel) {
+  const length = panel.tokens.length;
+  let state = panel.tokens.map((token) => ({ token, step: 0, confidence: null }));
+  const lastComputed = new Array(length).fill(-1);
+  panel.states = [state];
+  panel.ages = [];
+  panel.steps.forEach((step, i) => {
+    state = state.slice();
+    for (const [position, token, confidence] of step.wrote) state[position] = { token, step: i + 1, confidence };
+    panel.states.push(state);
+    for (let run = 0; run < step.computed.length; run += 2)
+      lastComputed.fill(i, step.computed[run], step.computed[run + 1]);
+    panel.ages.push(lastComputed.map((at) => (at < 0 ? -1 : i - at)));
+  });
+  panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask ? [i] : []));
+  return panel;
+}
+
+const pieceOf = (panel, token) => panel.pieces[token] ?? [`[${token}]`, false];
+
+// Line breaks are shown, and still break the line.
+const visible = ([text, special]) => (special ? text : text.replaceAll("\n", "⏎\n").replaceAll("\t", "→\t"));
+
+const inWords = (panel, token) => `“${pieceOf(panel, token)[0].replaceAll("\n", "⏎")}”`;
+
+function percent(confidence) {
+  return confidence === null ? "" : `, confidence ${confidence.toFixed(3)}`;
+}
+
+// -- the answer ---------------------------------------------------------------------------------------------
+
+function tint(cell) {
+  let share = last > 1 ? (cell.step - 1) / (last - 1) : 0;
+  if (view.colour === "confidence") {
+    if (cell.confidence === null) return "";
+    share = 1 - Math.min(1, Math.max(0, cell.confidence));
+  }
+  const mixed = `color-mix(in oklab, var(--cold), var(--warm) ${(100 * share).toFixed(1)}%)`;
+  return `color-mix(in srgb, ${mixed} 42%, transparent)`;
+}
+
+function drawToken(panel, position, node) {
+  const at = Math.min(view.step, panel.steps.length);
+  const cell = panel.states[at][position];
+  const masked = cell.token === panel.mask;
+  const final = panel.states[panel.steps.length][position].token;
+  let shown = masked ? final : cell.token;
+  let style = masked ? "token mask" : "token";
+  let note = masked ? "masked" : cell.step ? `step ${cell.step}${percent(cell.confidence)}` : "given";
+  // What the next step proposes for a mask is its candidate; the step may keep it a mask all the same.
+  if (masked && at < panel.steps.length) {
+    const next = panel.steps[at];
+    const candidate = [...next.wrote, ...next.proposed].find(([where]) => where === position);
+    if (candidate) note += `; candidate ${inWords(panel, candidate[1])}${percent(candidate[2])}`;
+    if (candidate && view.candidates) [shown, style] = [candidate[1], "token candidate"];
+  }
+  const piece = pieceOf(panel, shown);
+  if (piece[1]) style += " special";
+  if (!masked && at > 0 && cell.step === at && at === view.step) style += " new";
+  node.className = style;
+  node.textContent = visible(piece);
+  node.style.background = masked || !cell.step ? "" : tint(cell);
+  node.dataset.note = `position ${position}: ${masked ? "" : `${inWords(panel, cell.token)}, `}${note}`;
+}
+
+// -- the map ------------------------------------------------------------------------------------------------
+
+const colours = () => {
+  const style = getComputedStyle(document.documentElement);
+  const read = (name) => {
+    const hex = style.getPropertyValue(name).trim();
+    return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  };
+  return Object.fromEntries(["now", "fresh", "stale", "never", "dot", "given"].map((n) => [n, read(`--${n}`)]));
+};
+
+const rgb = (parts) => `rgb(${parts.map(Math.round).join(" ")})`;
+
+// Steps that long ago are many: their logarithm keeps the first ones apart.
+function ageColour(age, palette) {
+  if (age < 0) return palette.never;
+  if (age === 0) return palette.now;
+  const share = oldest > 1 ? Math.log(age) / Math.log(oldest) : 0;
+  return palette.fresh.map((low, i) => low + share * (palette.stale[i] - low));
+}
+
+function drawMap(panel) {
+  const palette = colours();
+  const [steps, length] = [panel.steps.length, panel.tokens.length];
+  const across = Math.max(2, Math.min(16, Math.floor(1600 / length)));
+  const down = Math.max(2, Math.min(14, Math.floor(360 / Math.max(steps, 1))));
+  const canvas = panel.canvas;
+  canvas.width = across * length;
+  canvas.height = down * (steps + 1);
+  canvas.style.height = `${canvas.height}px`;
+  panel.rowHeight = down;
+  const draw = canvas.getContext("2d");
+  const cell = (x, y, colour, inset = 0) => {
+    draw.fillStyle = rgb(colour);
+    draw.fillRect(x * across + inset, y * down + inset, across - 2 * inset, down - 2 * inset);
+  };
+  // The first line tells what was given from what was to be filled; each line below is a step.
+  panel.tokens.forEach((token, x) => cell(x, 0, token === panel.mask ? palette.never : palette.given));
+  panel.ages.forEach((row, y) => row.forEach((age, x) => cell(x, y + 1, ageColour(age, palette))));
+  const inset = Math.min(across, down) >= 6 ? Math.floor(Math.min(across, down) / 4) : 0;
+  panel.steps.forEach((step, y) =>
+    step.wrote.forEach(([x, token]) => token !== panel.mask && cell(x, y + 1, palette.dot, inset)),
+  );
+}
+
+function mapNote(panel, event) {
+  const box = panel.canvas.getBoundingClientRect();
+  const position = Math.floor(((event.clientX - box.left) / box.width) * panel.tokens.length);
+  const step = Math.floor(((event.clientY - box.top) / box.height) * (panel.steps.length + 1));
+  if (!(position in panel.tokens) || step < 0 || step > panel.steps.length) return null;
+  const given = panel.tokens[position] === panel.mask ? "to be filled" : inWords(panel, panel.tokens[position]);
+  if (step === 0) return { step, text: `position ${position}: ${given}` };
+  const age = panel.ages[step - 1][position];
+  const token = panel.states[step][position];
+  const what = token.token === panel.mask ? "masked" : inWords(panel, token.token);
+  const how = age === 0 ? "computed" : age < 0 ? "never computed so far" : `read from ${age} step${age > 1 ? "s" : ""} ago`;
+  const decoded = token.step === step && token.token !== panel.mask ? ", decoded now" : "";
+  return { step, text: `step ${step}, position ${position}: ${what}${decoded}\n${how}` };
+}
+
+// -- the page -----------------------------------------------------------------------------------------------
+
+function statistics(panel) {
+  const s = panel.stats;
+  const parts = [`${s.nfe} forwards`, `${s.computed} positions computed`];
+  if (s.widened > 0) parts.push(`${s.widened.toFixed(1)} more by layers that widened`);
+  if (s.cache_ratio !== null) parts.push(`cache ratio ${s.cache_ratio.toFixed(3)}`);
+  parts.push(`${s.refreshes} full`, `${s.answer} answer tokens`);
+  if (!s.finite) parts.push("ended by NaN or infinite logits");
+  return parts.join(" · ");
+}
+
+// Padding is a run of one token at the left: it is told by its number.
+function promptText(panel, box) {
+  const given = panel.tokens.slice(0, panel.toFill[0] ?? panel.tokens.length);
+  let run = 1;
+  while (run < given.length && given[run] === given[0]) run += 1;
+  if (run > 2) box.append(element("span", "special", `${pieceOf(panel, given[0])[0]} × ${run} `));
+  given.slice(run > 2 ? run : 0).forEach((token) => {
+    const piece = pieceOf(panel, token);
+    box.append(element("span", piece[1] ? "special" : "", visible(piece)));
+  });
+}
+
+function build(panel) {
+  const section = element("section");
+  section.append(element("h2", "", panel.name), element("div", "stats", statistics(panel)));
+  const first = panel.toFill[0] ?? 0;
+  if (first > 0) {
+    const prompt = element("details");
+    const text = element("div", panel.named ? "text" : "text ids");
+    promptText(panel, text);
+    prompt.append(element("summary", "", `Prompt, ${first} tokens`), text);
+    section.append(prompt);
+  }
+  // Behind the first mask everything is shown: of a template, the given tokens between masks too.
+  const answer = element("div", panel.named ? "text" : "text ids");
+  panel.nodes = panel.tokens.slice(first).map((_, i) => {
+    const node = element("span", "token");
+    answer.append(node);
+    return [first + i, node];
+  });
+  section.append(answer, element("h3", "", "Computed positions and age of the cache (across: positions, down: steps)"));
+  const map = element("div", "map");
+  panel.canvas = element("canvas");
+  panel.canvas.setAttribute("role", "img");
+  panel.canvas.setAttribute("aria-label", "Map of positions and steps: computed, or read from how many steps ago");
+  panel.cursor = element("div", "cursor");
+  map.append(panel.canvas, panel.cursor);
+  map.addEventListener("mousemove", (event) => tip(event, mapNote(panel, event)?.text));
+  map.addEventListener("mouseleave", () => tip(null));
+  map.addEventListener("click", (event) => {
+    const found = mapNote(panel, event);
+    if (found) go(found.step);
+  });
+  const legend = element("div", "legend");
+  const entries = [
+    ["now", "computed"],
+    ["ages", oldest > 1 ? `read from 1 to ${oldest} steps ago` : "read from 1 step ago"],
+    ["never", "never computed so far"],
+    ["decoded", "decoded by this step"],
+  ];
+  for (const [name, text] of entries) {
+    const entry = element("span");
+    entry.append(element("i", name), text);
+    legend.append(entry);
+  }
+  section.append(map, legend);
+  byId("panels").append(section);
+}
+
+function render() {
+  byId("step").value = view.step;
+  byId("where").textContent = view.step ? `step ${view.step} of ${last}` : "before step 1";
+  const byStep = view.colour === "step";
+  byId("low").textContent = byStep ? "step 1" : "confidence 1";
+  byId("high").textContent = byStep ? `${last}` : "0";
+  for (const panel of panels) {
+    panel.nodes.forEach(([position, node]) => drawToken(panel, position, node));
+    const at = Math.min(view.step, panel.steps.length);
+    panel.cursor.style.top = `${at * panel.rowHeight - 2}px`;
+    panel.cursor.style.height = `${panel.rowHeight + 4}px`;
+  }
+}
+
+function go(step) {
+  view.step = Math.min(last, Math.max(0, step));
+  render();
+}
+
+function pause() {
+  clearInterval(view.timer);
+  view.timer = null;
+  byId("play").textContent = "▶ Play";
+}
+
+function play() {
+  if (view.step >= last) go(0);
+  byId("play").textContent = "❚❚ Pause";
+  view.timer = setInterval(() => (view.step >= last ? pause() : go(view.step + 1)), Math.max(40, Math.min(400, 8000 / last)));
+}
+
+function tip(event, text) {
+  const box = byId("tip");
+  box.hidden = !text;
+  if (!text) return;
+  box.textContent = text;
+  box.style.left = `${Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8)}px`;
+  box.style.top = `${Math.min(event.clientY + 16, innerHeight - box.offsetHeight - 8)}px`;
+}
+
+panels.forEach(build);
+panels.forEach(drawMap);
+byId("step").max = last;
+byId("step").addEventListener("input", (event) => (pause(), go(Number(event.target.value))));
+byId("play").addEventListener("click", () => (view.timer === null ? play() : pause()));
+byId("candidates").addEventListener("change", (event) => ((view.candidates = event.target.checked), render()));
+document.querySelectorAll("input[name=colour]").forEach((radio) =>
+  radio.addEventListener("change", () => ((view.colour = radio.value), render())),
+);
+byId("panels").addEventListener("mouseover", (event) => tip(event, event.target.dataset.note));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.forEach(drawMap));
+render();

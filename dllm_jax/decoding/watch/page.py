@@ -1,0 +1,120 @@
+"""One self-contained HTML page about recorded generations: template, style and script filled with data.
+
+Nothing of the data is ever markup. It stands in one JSON element, in which every character that HTML knows is
+escaped, and the script puts it on the page as text (`textContent`), never as HTML. The page's content policy
+lets the browser run the page's own script, recognised by its hash, and load nothing.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from dllm_jax.decoding.watch.recording import Recording, pieces
+
+ESCAPED = {c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+DIGITS = 4  # of confidences
+
+
+class Panel(NamedTuple):
+    """One generation on a page.
+
+    Attributes:
+      name: shown above it; may be empty.
+      recording: its steps.
+      stats: `Stats` of the sequence, by field.
+    """
+
+    name: str
+    recording: Recording
+    stats: dict[str, float]
+
+
+class Page(str):
+    """An HTML document as text: write it to a file. In a notebook it shows itself, in a frame of its own."""
+
+    def _repr_html_(self) -> str:
+        """A frame that holds the document: neither its style nor its script reaches the notebook."""
+        return (
+            '<iframe sandbox="allow-scripts" style="width:100%;height:44rem;border:0" '
+            f'srcdoc="{html.escape(self)}"></iframe>'
+        )
+
+
+def page(panels: list[Panel], tokenizer: Any) -> Page:
+    """The page of several generations.
+
+    Args:
+      panels: at least one.
+      tokenizer: of all of them; None shows token ids.
+    """
+    style, script = (_part(name) for name in ("page.css", "page.js"))
+    data = {"panels": [_panel(panel, tokenizer) for panel in panels]}
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    filled = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
+    document = _part("page.html")
+
+    # The data comes last: what it holds is never looked at for the names of other parts.
+    for name in ("POLICY", "STYLE", "SCRIPT", "DATA"):
+        before, _, after = document.partition(f"@{name}@")
+        document = before + filled[name] + after
+    return Page(document)
+
+
+def _part(name: str) -> str:
+    return (resources.files("dllm_jax.decoding.watch") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What a content policy calls an inline script or style by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json(data: Any) -> str:
+    """JSON in ASCII without any character that HTML would take for markup."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.translate(str.maketrans(ESCAPED))
+
+
+def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
+    """What the script draws a generation from; positions and token ids are numbers."""
+    record = panel.recording
+    known = pieces(
+        tokenizer, np.unique(np.concatenate([record.tokens.ravel(), record.proposed.ravel()])).tolist()
+    )
+    return {
+        "name": panel.name,
+        "stats": {field: value if math.isfinite(value) else None for field, value in panel.stats.items()},
+        "mask": record.mask_id,
+        "named": tokenizer is not None,
+        "pieces": {str(token): [piece.text, piece.special] for token, piece in known.items()},
+        "tokens": record.tokens[0].tolist(),
+        "steps": [_step(record, step) for step in range(record.steps)],
+    }
+
+
+def _step(record: Recording, step: int) -> dict[str, Any]:
+    """One step: [position, token, confidence] of what it wrote, of other candidates; what it computed."""
+    changed = record.changed[step]
+    wrote = _triples(changed, record.tokens[step + 1], record.score[step])
+    proposed = ~changed & ~np.isneginf(record.score[step])
+    candidates = _triples(proposed, record.proposed[step], record.score[step])
+    return {"wrote": wrote, "proposed": candidates, "computed": _runs(record.computed[step])}
+
+
+def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.ndarray) -> list[list]:
+    rounded = [round(float(s), DIGITS) if math.isfinite(s) else None for s in scores[positions]]
+    where = np.flatnonzero(positions).tolist()
+    return [list(triple) for triple in zip(where, tokens[positions].tolist(), rounded, strict=True)]
+
+
+def _runs(positions: Bool[np.ndarray, "l"]) -> list[int]:
+    """A set as [first, behind the last, first, behind the last, ..] of its runs of neighbours."""
+    edges = np.diff(np.concatenate([[False], positions, [False]]).astype(np.int8))
+    return np.flatnonzero(edges).tolist()

@@ -1,0 +1,178 @@
+"""What a trace tells of one sequence, as arrays on the host that pictures are drawn from."""
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Bool, Float, Int
+
+from dllm_jax.decoding.stats import Trace
+from dllm_jax.options import shown
+from dllm_jax.state import host
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no whole character
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """The denoising steps in which one sequence took part; t of them, over a canvas of l positions.
+
+    Attributes:
+      tokens: before its first step and after each one.
+      computed: positions that each step fed through the network.
+      proposed: candidate token of each scored position, mask_id elsewhere.
+      score: its confidence, -inf elsewhere.
+      mask_id: the mask token.
+    """
+
+    tokens: Int[np.ndarray, "t_plus_1 l"]
+    computed: Bool[np.ndarray, "t l"]
+    proposed: Int[np.ndarray, "t l"]
+    score: Float[np.ndarray, "t l"]
+    mask_id: int
+
+    @classmethod
+    def of(cls, trace: Trace | None, sequence: int) -> "Recording":
+        """The recording of one sequence of a batch.
+
+        Raises:
+          TypeError: `sequence` is no whole number.
+          ValueError: nothing was recorded, the trace is traced or mapped (`jax.vmap`), or there is no such
+            sequence.
+        """
+        if trace is None:
+            raise ValueError("the output holds no trace: ask for it with generate(..., trace=True)")
+        if any(isinstance(part, Tracer) for part in trace):
+            raise ValueError("a picture needs values: draw it outside of jit and vmap")
+        if trace.tokens.ndim != 3:
+            raise ValueError(
+                f"trace.tokens has shape {trace.tokens.shape}; expected [t+1, b, l]: draw the outputs of a "
+                "mapped program (jax.vmap) one by one"
+            )
+        batch = trace.tokens.shape[1]
+        if not 0 <= operator.index(sequence) < batch:
+            raise ValueError(f"sequence={shown(sequence)} must be 0 to {batch - 1}: the batch has {batch}")
+
+        # A trace that was made inside of jit has room for more steps than ran; a sequence that waits for its
+        # batch mates does not take part in all that did.
+        tokens, computed, proposed, score, active, steps = map(values, trace)
+        own = np.flatnonzero(active[: int(steps), sequence])
+        return cls(
+            tokens=tokens[np.concatenate([[0], own + 1]), sequence],
+            computed=computed[own, sequence],
+            proposed=proposed[own, sequence],
+            score=score[own, sequence],
+            mask_id=_mask_id(tokens, proposed, score),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps of the sequence."""
+        return len(self.computed)
+
+    @property
+    def to_fill(self) -> Int[np.ndarray, "r"]:
+        """Positions that were masked at first: the response, or what `infill` fills."""
+        return np.flatnonzero(self.tokens[0] == self.mask_id)
+
+    @property
+    def changed(self) -> Bool[np.ndarray, "t l"]:
+        """Positions whose token each step decoded, or made a mask again."""
+        return self.tokens[1:] != self.tokens[:-1]
+
+    @property
+    def decoded_at(self) -> Int[np.ndarray, "l"]:
+        """The step, from 1, that decoded what stands at a position at the end; 0 where none did."""
+        decoded = self.changed & (self.tokens[1:] != self.mask_id)
+        step = np.arange(1, self.steps + 1)[:, None]
+        last = np.max(np.where(decoded, step, 0), axis=0, initial=0)
+        return np.where(self.tokens[-1] == self.mask_id, 0, last)
+
+    @property
+    def confidence(self) -> Float[np.ndarray, "l"]:
+        """The confidence with which a position was decoded; NaN where no step did."""
+        at = self.decoded_at
+        scores = np.take_along_axis(self.score, np.maximum(at - 1, 0)[None], axis=0)[0] if self.steps else 0.0
+        return np.where(at > 0, scores, np.nan).astype(np.float32)
+
+    @property
+    def age(self) -> Int[np.ndarray, "t l"]:
+        """Steps since what a step reads of a position was computed: 0 where it computes it itself.
+
+        -1 where no step has computed it yet.
+        """
+        step = np.arange(self.steps)[:, None]
+        last = np.maximum.accumulate(np.where(self.computed, step, -1), axis=0)
+        return np.where(last < 0, -1, step - last)
+
+
+def values(array: Any) -> np.ndarray:
+    """The values of a result, which may lie on devices of several processes, or be on the host already."""
+    return host.everywhere(array) if isinstance(array, jax.Array) else np.asarray(array)
+
+
+def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray) -> int:
+    """The mask token, which an output does not name: what positions held that a step decoded.
+
+    If nothing was decoded it stands where no candidate was proposed; -1 if there is no such position either.
+    """
+    step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
+    if len(step):
+        return int(tokens[step[0], sequence[0], position[0]])
+    unscored = proposed[np.isneginf(score)]
+    return int(unscored[0]) if len(unscored) else -1
+
+
+class Piece(NamedTuple):
+    """A token as people read it.
+
+    Attributes:
+      text: its characters; for a token that is a part of one, what the tokenizer calls it.
+      special: whether it is a special token, such as end-of-text.
+    """
+
+    text: str
+    special: bool
+
+
+def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
+    """Tokens as text, by id; None for a tokenizer gives the ids themselves.
+
+    Raises:
+      ValueError: the tokenizer is none of transformers' kind.
+    """
+    if tokenizer is None:
+        return {i: Piece(str(i), False) for i in ids}
+    needed = "decode", "convert_ids_to_tokens", "all_special_ids"
+    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
+        raise ValueError(
+            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
+        )
+    special = set(tokenizer.all_special_ids)
+    return {i: Piece(_text(tokenizer, i), i in special) for i in ids}
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    """What a token decodes to; its name where that is nothing or part of a character.
+
+    A checkpoint may have more embeddings than its tokenizer has tokens, which have no name.
+    """
+    text = tokenizer.decode([token])
+    if text and REPLACEMENT not in text:
+        return text
+    return str(tokenizer.convert_ids_to_tokens(token) or f"[{token}]")
+
+
+def printable(text: str) -> str:
+    """The text on one line, without characters that a terminal would obey."""
+    return harmless(text.translate({ord("\n"): "⏎", ord("\t"): "→", ord(" "): "␣"}))
+
+
+def harmless(text: str) -> str:
+    """The text without characters that a terminal would obey, but for the ends of lines and tabs."""
+    kept = lambda c: c.isprintable() or c in "\n\t"
+    return "".join(c if kept(c) else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,169 @@
+"""`python -m dllm_jax chat PATH`: a conversation in a terminal, in which masks turn into text."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.live
+import rich.text
+import tyro
+
+from dllm_jax import embedded
+from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding import buckets
+from dllm_jax.decoding.chat import Message, check_tokenizer, decode_answers, encode_chats
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.stream import Snapshot, stream
+from dllm_jax.decoding.watch.grid import END
+from dllm_jax.decoding.watch.recording import harmless, pieces
+from dllm_jax.nn.int8 import Weights
+from dllm_jax.nn.model import Model
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt
+from dllm_jax.published import expressions
+
+MASK = "░"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Options):
+    """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
+
+    In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
+    output is no terminal, answers alone are printed.
+    """
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """An embedded model (tiny-llada, tiny-dream), a checkpoint's directory, or a hub id."""
+    policy: str = "Policy"
+    """What is recomputed and cached, as a constructor call: 'DKVDecode(refresh_every=8)'."""
+    sampler: str = "Confidence"
+    """Which tokens are decoded when, as a constructor call: 'Threshold(0.9)'."""
+    length: PositiveInt = 128
+    """Response positions."""
+    block: PositiveInt | None = None
+    """Positions decoded together; None: all."""
+    steps: PositiveInt | None = None
+    """Denoising steps; None: one per position."""
+    every: PositiveInt = 1
+    """Denoising steps between two pictures."""
+    seed: NonNegativeInt = 0
+    """Seed of the sampler's draws."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights; None keeps the checkpoint's."""
+    weights: Weights | None = None
+    """int8 holds matrices in int8; None keeps what is stored."""
+
+
+def main(args: list[str]) -> int:
+    """Entry point of the command; its arguments are those behind `chat`."""
+    arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args)
+    console = rich.console.Console()
+    conversation = Conversation.open(arguments)
+    messages: list[Message] = []
+    for turn, text in enumerate(_typed(console)):
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": conversation.answer(console, messages, turn)})
+    return 0
+
+
+def _typed(console: rich.console.Console) -> Iterator[str]:
+    """Messages of the user, until an empty one or the end of the input."""
+    if not sys.stdin.isatty():
+        yield from filter(None, (line.strip() for line in sys.stdin))
+        return
+    while True:
+        try:
+            text = console.input("[bold]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text:
+            return
+        yield text
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A model, its tokenizer, and how answers are decoded.
+
+    Attributes:
+      model: from `load`.
+      tokenizer: the checkpoint's.
+      options: of `stream`.
+      seed: of the draws; each answer has its own.
+    """
+
+    model: Model
+    tokenizer: Any
+    options: dict[str, Any]
+    seed: int
+
+    @classmethod
+    def open(cls, arguments: Arguments) -> "Conversation":
+        """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
+        policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
+        path = embedded.path(arguments.path) if arguments.path in embedded.NAMES else locate(arguments.path)
+        tokenizer = read_tokenizer(path)
+        check_tokenizer(tokenizer)
+        dtype = None if arguments.dtype is None else jnp.dtype(arguments.dtype)
+        model = load(path, dtype=dtype, weights=arguments.weights)
+        named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
+        # The conversation grows: its lengths share programs.
+        shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
+        return cls(model, tokenizer, named | shared, arguments.seed)
+
+    def answer(self, console: rich.console.Console, messages: list[Message], turn: int) -> str:
+        """Prints the answer to a conversation, and returns it; Ctrl-C leaves it as far as it is."""
+        prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id)
+        key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
+        start, shown = time.perf_counter(), prompt.shape[1]
+        snapshot = None
+        snapshots = stream(self.model, prompt, prompt_mask=mask, key=key, **self.options)
+        # The picture goes when the answer is there, which may be longer than the screen.
+        with rich.live.Live(console=console, transient=True, auto_refresh=False) as live:
+            try:
+                for snapshot in snapshots:
+                    live.update(self._picture(snapshot, shown), refresh=console.is_terminal)
+            except KeyboardInterrupt:
+                snapshots.close()
+        if snapshot is None:
+            return ""
+        masked = snapshot.tokens[:, shown:] == self.model.spec.mask_id
+        decoded = np.where(masked, self.model.spec.eos_id, snapshot.tokens[:, shown:])
+        (text,) = decode_answers(self.model, self.tokenizer, decoded)
+        console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
+        if console.is_terminal:
+            console.print(_cost(snapshot, time.perf_counter() - start), style="dim", highlight=False)
+        return text
+
+    def _picture(self, snapshot: Snapshot, shown: int) -> rich.text.Text:
+        """The response as far as it is decoded; what has just been decoded is bright."""
+        tokens, new = snapshot.tokens[0, shown:].tolist(), snapshot.decoded[0, shown:]
+        known = pieces(self.tokenizer, set(tokens))
+        picture, text = rich.text.Text(), ""
+        for token, just_decoded in zip(tokens, new, strict=True):
+            if token == self.model.spec.mask_id:
+                picture.append(MASK, style="dim")
+            elif known[token].special:
+                picture.append(END, style="dim")
+                text = "dim"  # what stands behind an end is no part of the answer
+            else:
+                picture.append(harmless(known[token].text), style="bold cyan" if just_decoded else text)
+        return picture
+
+
+def _cost(snapshot: Snapshot, seconds: float) -> str:
+    """One line about what an answer took."""
+    time_taken = f"{snapshot.steps} steps, {seconds:.1f} s"
+    if not isinstance(snapshot.output, Output):
+        return f"stopped after {time_taken}"
+    stats = snapshot.output.stats
+    computed, ratio = int(stats.computed[0]), float(stats.cache_ratio[0])
+    return f"{time_taken}, {computed} positions computed, cache ratio {ratio:.2f}"

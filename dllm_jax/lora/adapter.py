@@ -1,0 +1,226 @@
+"""Adapters as part of a model: attaching them to its matrices, merging them into these, taking them off."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from annotated_types import MinLen
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Key, PyTree
+
+from dllm_jax.decoding.request import typed_key
+from dllm_jax.nn.int8 import is_int8
+from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, is_low_rank
+from dllm_jax.nn.mesh import number_modes
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.sharding import AXES, OUTPUTS, sizes
+from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
+
+Matrix = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRA(Options):
+    """Which matrices have an update, and of which size.
+
+    Attributes:
+      rank: r, width of the update.
+      alpha: the update is scaled by alpha / rank.
+      matrices: names of `dllm_jax.nn.sharding.OUTPUTS`: the projections of attention, the MLP's three, and
+        the vocabulary head (unless it is tied to the embedding). Queries and values are the paper's choice
+        (section 7.1); d1 and most recipes for LLaDA take all seven of the layers.
+    """
+
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    matrices: Annotated[tuple[Matrix, ...], MinLen(1)] = ("q", "v")
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "alpha", float(self.alpha))
+        if len(set(self.matrices)) < len(self.matrices):
+            raise ValueError(f"matrices={self.matrices!r} must name each matrix once")
+
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """The matrices in the order of the computation."""
+        return tuple(name for name in OUTPUTS if name in self.matrices)
+
+
+def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> Model:
+    """The model with an update of zero beside each of the chosen matrices; it computes what it did before.
+
+    Factors are initialised as PEFT does: A uniform in +-1/sqrt(inputs), B zero. They are drawn layer by
+    layer, so that stacked and separate layers get the same ones. The model's own arrays are shared, not
+    copied; on a mesh the factors are split as their matrix is, the rank never.
+
+    Args:
+      model: float or int8 (whose matrices stay as they are and cannot be trained or merged).
+      lora: which matrices, rank and alpha.
+      key: draws A.
+      dtype: of the factors; default the model's. `train` keeps float32 masters either way.
+
+    Raises:
+      ValueError: no model, options or key; adapters that are attached already; a head that is tied.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("lora", lora, LoRA, ", such as LoRA(rank=8)")
+    if (key := typed_key(key)).ndim:
+        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
+    with number_modes():
+        draw = functools.partial(_first_factors, model, lora, key, dtype or model.dtype)
+        return attach_factors(model, lora, draw)
+
+
+Factors = tuple[Float[Array, "..."], Float[Array, "..."]]
+
+
+def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None], Factors]) -> Model:
+    """The model with these updates.
+
+    Args:
+      model: without adapters.
+      lora: which matrices, rank and alpha.
+      factors: gives `a` and `b` of a matrix, by its name and layer (None for the head), without the axis of
+        stacked layers.
+
+    Raises:
+      ValueError: adapters that are attached already; a head that is tied.
+    """
+    if adapted(model.params):
+        raise ValueError("the model has LoRA adapters already: merge or detach them first")
+    if "head" in lora.matrices and model.spec.tied:
+        raise ValueError("matrices=head: the model's head is its embedding, which has no update of its own")
+
+    def update(name: str, base: Any, parts: Factors, stacked: bool) -> LowRankMatrix:
+        axes = (each if stacked else each.removeprefix("n") for each in factor_axes(name))
+        a, b = (_placed(model, part, letters) for part, letters in zip(parts, axes, strict=True))
+        return LowRankMatrix(base, a, b, lora.alpha)
+
+    def of_layer(layer: dict[str, Any], index: int) -> dict[str, Any]:
+        return layer | {name: update(name, layer[name], factors(name, index), False) for name in inner}
+
+    inner = [name for name in lora.in_order if name != "head"]
+    params = dict(model.params)
+    if "head" in lora.matrices:
+        params["head"] = update("head", params["head"], factors("head", None), False)
+    if model.layers_are_separate:
+        params["layers"] = [of_layer(layer, i) for i, layer in enumerate(params["layers"])]
+    else:
+        every = range(model.spec.layers)
+        stack = lambda name: jax.tree.map(lambda *parts: jnp.stack(parts), *(factors(name, i) for i in every))
+        updated = {name: update(name, params["layers"][name], stack(name), True) for name in inner}
+        params["layers"] = params["layers"] | updated
+    return dataclasses.replace(model, params=params)
+
+
+def _first_factors(
+    model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any, name: str, layer: int | None
+) -> Factors:
+    """A drawn for this matrix of this layer, and a B of zeros."""
+    length = sizes(model.spec)
+    inputs, outputs = (axes.removeprefix("n").replace("-", "") for axes in factor_axes(name))
+    fan_in = math.prod(length[axis] for axis in inputs)
+    own = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
+    shape = (*(length[axis] for axis in inputs), lora.rank)
+    bound = 1 / math.sqrt(fan_in)
+    a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
+    return a, jnp.zeros((lora.rank, *(length[axis] for axis in outputs)), dtype)
+
+
+def _placed(model: Model, factor: Array, axes: str) -> Array:
+    """A factor where its matrix lies."""
+    mesh = model.mesh
+    if not isinstance(mesh, Mesh):
+        return factor
+    return jax.device_put(factor, NamedSharding(mesh, model.rules.spec(mesh, axes, sizes(model.spec))))
+
+
+def trainable(params: Params) -> PyTree[bool]:
+    """What `train(trainable=lora.trainable)` trains: the factors, nothing else."""
+    frozen = lambda leaf: jax.tree.map(lambda _: False, leaf)
+    label = lambda leaf: (
+        LowRankMatrix(frozen(leaf.base), True, True, leaf.alpha) if is_low_rank(leaf) else frozen(leaf)
+    )
+    return jax.tree.map(label, params, is_leaf=is_low_rank)
+
+
+def merge(model: Model) -> Model:
+    """The model with each update added to its matrix, W + (alpha / rank) A B; equal up to rounding.
+
+    Sums are in float32, the result in the matrix's dtype.
+
+    Raises:
+      ValueError: no adapters, or int8 matrices, which the sum would have to be rounded to again.
+    """
+    if any(is_int8(matrix.base) for matrix in _adapters(model)):
+        raise ValueError(
+            "int8 matrices cannot be merged with: attach the adapter to the original and merge there"
+        )
+    return _replaced(model, _merged)
+
+
+def detach(model: Model) -> Model:
+    """The model without its updates, arrays shared: what it was before `attach`, a reference for DPO or GRPO.
+
+    Raises:
+      ValueError: no adapters.
+    """
+    _adapters(model)
+    return _replaced(model, lambda name, matrix: matrix.base)
+
+
+def options_of(model: Model) -> LoRA:
+    """The options of the adapters that a model has.
+
+    Raises:
+      ValueError: no adapters, or several ranks or alphas.
+    """
+    kinds = {(matrix.rank, matrix.alpha) for matrix in _adapters(model)}
+    if len(kinds) > 1:
+        raise ValueError(f"the model's adapters have several ranks and alphas: {sorted(kinds)}")
+    layers = model.params["layers"]
+    first = layers[0] if isinstance(layers, list) else layers
+    everything = first | {name: model.params[name] for name in model.params if name != "layers"}
+    names: Any = tuple(name for name in OUTPUTS if is_low_rank(everything.get(name)))
+    ((rank, alpha),) = kinds
+    return LoRA(rank=rank, alpha=alpha, matrices=names)
+
+
+def _adapters(model: Model) -> list[LowRankMatrix]:
+    check_argument("model", model, Model, ", such as lora.attach(model, LoRA(), key)")
+    if not (found := adapted(model.params)):
+        raise ValueError("the model has no LoRA adapters: lora.attach or lora.load gives it some")
+    return found
+
+
+def _replaced(model: Model, of: Callable[[str, LowRankMatrix], Any]) -> Model:
+    """The model with something else in the place of each matrix that has an update."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        return of(path[-1].key, leaf) if is_low_rank(leaf) else leaf
+
+    params = jax.tree_util.tree_map_with_path(one, model.params, is_leaf=is_low_rank)
+    return dataclasses.replace(model, params=params)
+
+
+def _merged(name: str, matrix: LowRankMatrix) -> Array:
+    # Both factors have the rank at one end; stacked layers have an axis more in front.
+    letters = AXES[name]
+    if len(matrix.base.shape) < len(letters):
+        letters = letters.removeprefix("n")
+    a, b = (axes if letters.startswith("n") else axes.removeprefix("n") for axes in factor_axes(name))
+    return _sum(f"{a},{b}".replace("-", "r") + f"->{letters}", matrix)
+
+
+@functools.partial(jax.jit, static_argnames="formula")
+def _sum(formula: str, matrix: LowRankMatrix) -> Array:
+    with number_modes():
+        a, b = (factor.astype(jnp.float32) for factor in (matrix.a, matrix.b))
+        update = jnp.einsum(formula, a, b, precision="highest")
+        return (matrix.base.astype(jnp.float32) + matrix.scale * update).astype(matrix.base.dtype)

@@ -1,0 +1,73 @@
+"""Matrices with a low-rank update beside them, W + (alpha / rank) A B (LoRA, arXiv:2106.09685, 4.1)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from dllm_jax.nn.sharding import AXES, OUTPUTS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRankMatrix:
+    """A matrix and its update, in the place of an array in the parameters; products add the update's.
+
+    The letters are those of the matrix in `dllm_jax.nn.sharding.AXES`: of q [m h d] with rank r, `a` is [m r]
+    and `b` [r h d]. Stacked layers have their leading axis in all three. Besides arrays it may hold what
+    describes them: shapes, shardings, labels.
+
+    Attributes:
+      base: the matrix, an array or an `Int8Matrix`.
+      a: from what the matrix sums over to the rank; LoRA's A, transposed.
+      b: from the rank to what the matrix produces; LoRA's B, transposed. All zeros before training.
+      alpha: the update is scaled by alpha / rank (static).
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    alpha: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def rank(self) -> int:
+        """Width of the update."""
+        return self.a.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.base.shape
+
+    @property
+    def size(self) -> int:
+        """Number of the matrix's and the update's scalars."""
+        return self.base.size + self.a.size + self.b.size
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the matrix."""
+        return self.base.dtype
+
+
+def is_low_rank(leaf: Any) -> bool:
+    """Whether a parameter is a `LowRankMatrix`; as `is_leaf`, trees of parameters end there."""
+    return isinstance(leaf, LowRankMatrix)
+
+
+def adapted(params: PyTree) -> list[LowRankMatrix]:
+    """The matrices of these parameters that have an update, one per stack of layers or per layer."""
+    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_low_rank) if is_low_rank(leaf)]
+
+
+def factor_axes(leaf: str) -> tuple[str, str]:
+    """Axes of a matrix's factors `a` and `b`: letters of `AXES`, "-" for the rank, which is never split."""
+    axes, outputs = AXES[leaf], OUTPUTS[leaf]
+    layers, own = "n" * axes.startswith("n"), axes.removeprefix("n")
+    return f"{layers}{''.join(axis for axis in own if axis not in outputs)}-", f"{layers}-{outputs}"

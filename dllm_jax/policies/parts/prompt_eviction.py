@@ -1,0 +1,160 @@
+"""Eviction of prompt pairs: what `MaskKV` and `EvictPrompt` share.
+
+While the prompt is recomputed as a whole, queries attend to all of it, and each layer's heads choose the
+pairs to keep. Until then nothing else of the prompt is stored: queries attend to the kept pairs, and to the
+dense pairs of the canvas' last positions.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
+
+from dllm_jax import eviction
+from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
+from dllm_jax.eviction.pair_store import PairStore, empty
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import PositiveInt
+from dllm_jax.policies.base import Policy
+from dllm_jax.state.cache import KV, Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptEviction(Policy):
+    """A policy that keeps `budget` prompt pairs per layer and head, in storage exactly as large as that.
+
+    Attributes:
+      budget: prompt pairs kept per layer and kv head, on average.
+      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, without
+        which it is uniform.
+      heads: how a layer's budget is spread over its kv heads.
+      votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
+    """
+
+    budget: PositiveInt = 256
+    layers: eviction.LayerBudgets = eviction.BoundaryMiddle()
+    heads: eviction.HeadBudgets = eviction.PromptPreference()
+    votes: eviction.Voters = eviction.MaskVotes()
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.layers.check()
+
+    def empty_pairs(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> PairStore:
+        """Room for the kept pairs of all layers and heads."""
+        return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
+
+    def with_budgets(
+        self, pairs: PairStore, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+    ) -> PairStore:
+        """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
+        # Looked up by prompt length, since padding leaves sequences with shorter prompts.
+        table, length = self.table(canvas.spec, canvas.layout), jnp.sum(canvas.prompt, axis=1)
+        budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
+
+        # The importance of the layers is measured only if the budgets ask for it.
+        measure = lambda: eviction.importance(model, tokens, canvas.valid, canvas.valid)
+        return pairs._replace(budget=self.layers.of_request(budgets, measure, self.budget, length))
+
+    def attend_or_evict(
+        self,
+        layer: Layer,
+        q: Float[Array, "b w h d"],
+        pairs: PairStore,
+        dense: KV,
+        keys: tuple[Rows, Float[Array, "b w k d"]],
+        values: tuple[Rows, Float[Array, "b q k d"]],
+        due: Bool[Array, "b 1"] | None,
+        chooses: Bool[Array, "b 1"],
+        canvas: Canvas,
+    ) -> tuple[Float[Array, "b w h d"], PairStore]:
+        """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction.
+
+        Args:
+          layer: this layer's weights.
+          q: rotated queries of the positions of `keys`.
+          pairs: the kept pairs of all layers.
+          dense: K and V of the canvas' last t positions [b t k d], the new ones among them.
+          keys: positions of the queries, and their new keys.
+          values: positions that are computed, those of the queries among them, and their new values.
+          due: sequences all of whose prompt is computed; None if none can be in a step of this width.
+          chooses: sequences that choose their pairs anew if they are due; the others renew those they have.
+          canvas: state before the step.
+
+        Returns:
+          the attention output, before the output projection, and the changed store.
+        """
+        columns = canvas.layout.length - dense.k.shape[1]
+        real = canvas.valid[:, None, None, columns:]
+        widest = self.widest_head(canvas.spec, canvas.layout)
+
+        # Between refreshes (prompt-state exclusion): the response, then the kept pairs in chunks, merged by
+        # their log-sum-exp.
+        if due is None:
+            elsewhere = layer.attention(q, dense.k, dense.v, real)
+            return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest), pairs
+
+        # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
+        prompt_k, prompt_v, in_prompt = prompt_pairs(pairs, layer.index, due, keys, values, canvas, columns)
+        k = jnp.concatenate([prompt_k, dense.k], axis=1)
+        in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
+        mask = jnp.concatenate([in_prompt, in_response], axis=-1)
+        o, lse = layer.attention(q, k, jnp.concatenate([prompt_v, dense.v], axis=1), mask)
+
+        # Equations 7 and 14: votes of the masks and each head's preference choose what is kept; what was
+        # chosen before is renewed. What is dense needs no pair.
+        votes, preference = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
+        votes = jnp.where(jnp.arange(votes.shape[-1]) < columns, votes, -jnp.inf)
+        pairs = self._evict(pairs, layer, votes, preference, due & chooses, canvas)
+        return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
+
+    def _evict(
+        self,
+        pairs: PairStore,
+        layer: Layer,
+        votes: Float[Array, "b k p"],
+        preference: Float[Array, "b k"],
+        where: Bool[Array, "b 1"],
+        canvas: Canvas,
+    ) -> PairStore:
+        """Chooses a layer's pairs (MaskKV, equation 16).
+
+        Args:
+          pairs: the store, before the choice.
+          layer: the layer, which chooses the best.
+          votes: equation 7's, by kv head; -inf where no pair may be kept.
+          preference: P_h of equation 14.
+          where: sequences that choose.
+          canvas: state before the step.
+        """
+        # Layers lie one after the other in the store, each with the room of its budget.
+        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
+        length = jnp.sum(canvas.prompt, axis=1)
+        count = self.heads.budgets(votes, preference, pairs.budget[layer.index], length)
+        position = layer.topk_evict(votes, count, self.widest_head(canvas.spec, canvas.layout))
+        return pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, where)
+
+    @override
+    def extra_positions(
+        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
+    ) -> Float[Array, "b"]:
+        """The pass that measures the importance of the layers before the first step, if there was one."""
+        first = canvas.active & (canvas.step == 0) & self.layers.online
+        return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
+
+    def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
+        """Upper bound of the pairs that a kv head keeps in any layer."""
+        widest = self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
+        return self.heads.widest(widest, spec.kv_heads, layout.prompt)
+
+    def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
+        """Pairs per kv head of each layer, as far as known before the run; see `eviction.table`."""
+        return eviction.table(self.layers, spec.layers, self.budget, layout)

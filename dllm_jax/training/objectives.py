@@ -1,0 +1,233 @@
+"""Objectives over log-probabilities of responses: DPO with VRPO's estimator, and GRPO.
+
+Pure functions of arrays, to be differentiated in what `response_log_probs` or `trajectory_log_probs` gave.
+"""
+
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from annotated_types import Interval
+from jaxtyping import Array, Bool, Float, Key
+
+from dllm_jax.nn.model import Model
+from dllm_jax.options import NonNegativeFloat, PositiveFloat, PositiveInt, check_argument
+from dllm_jax.training.estimators import elbo_masks, response_log_probs
+from dllm_jax.training.loss import Batch
+
+ClipRange = Annotated[float, Interval(gt=0, lt=1)]
+
+
+class PreferenceMetrics(NamedTuple):
+    """What a preference objective reports, as scalars.
+
+    Attributes:
+      loss: the loss, in nats.
+      margin: mean of chosen minus rejected implicit reward, beta (log policy - log reference).
+      accuracy: fraction of pairs whose margin is positive.
+    """
+
+    loss: Float[Array, ""]
+    margin: Float[Array, ""]
+    accuracy: Float[Array, ""]
+
+
+class PolicyMetrics(NamedTuple):
+    """What a policy-gradient objective reports, as scalars over the tokens that count.
+
+    Attributes:
+      loss: the loss.
+      ratio: mean of the probability ratios of policy and old policy.
+      clipped: fraction of tokens whose ratio lies outside of the clip range.
+      kl: mean of the estimated KL divergence from the reference, in nats; 0 without one.
+    """
+
+    loss: Float[Array, ""]
+    ratio: Float[Array, ""]
+    clipped: Float[Array, ""]
+    kl: Float[Array, ""]
+
+
+def dpo_loss(
+    chosen: Float[Array, "b"],
+    rejected: Float[Array, "b"],
+    reference_chosen: Float[Array, "b"],
+    reference_rejected: Float[Array, "b"],
+    beta: float = 0.1,
+) -> tuple[Float[Array, ""], PreferenceMetrics]:
+    """Direct preference optimisation (arXiv:2305.18290, equation 7) over log-probabilities or their bounds:
+
+        -mean log sigmoid(beta ((chosen - reference_chosen) - (rejected - reference_rejected))).
+
+    With estimates of the ELBO it is L_DPO-E of LLaDA 1.5 (arXiv:2505.19223); `vrpo_loss` makes them.
+
+    Args:
+      chosen: log-probability of each preferred response under the policy, in nats.
+      rejected: of the other response to the same prompt.
+      reference_chosen: under the reference, without a gradient.
+      reference_rejected: likewise.
+      beta: how strongly the policy is held to the reference, positive.
+
+    Returns:
+      the loss, twice (alone for `jax.grad`, and among the metrics).
+
+    Raises:
+      ValueError: arrays of different shapes, or beta out of range.
+    """
+    check_argument("beta", beta, PositiveFloat)
+    _same_shape(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    reference = jax.lax.stop_gradient(reference_chosen - reference_rejected)
+    margin = beta * (chosen - rejected - reference)
+    loss = -jnp.mean(jax.nn.log_sigmoid(margin))
+    return loss, PreferenceMetrics(loss, jnp.mean(margin), jnp.mean(margin > 0, dtype=jnp.float32))
+
+
+def vrpo_loss(
+    model: Model,
+    reference: Model,
+    chosen: Batch,
+    rejected: Batch,
+    key: Key[Array, ""],
+    *,
+    beta: float = 0.1,
+    draws: int = 8,
+    masks_per_level: int = 1,
+    chunk: int = 1,
+    remat: bool = False,
+) -> tuple[Float[Array, ""], PreferenceMetrics]:
+    """Variance-reduced preference optimisation: `dpo_loss` of ELBO estimates (LLaDA 1.5, arXiv:2505.19223).
+
+    Policy and reference see the same noise levels and masks of a response; the two responses have draws of
+    their own. For the estimator and the budget see `elbo_masks`.
+
+    Args:
+      model: the policy, differentiable.
+      reference: e.g. the policy before training; no gradient flows into it, even if it shares parameters.
+      chosen: prompts with the preferred responses.
+      rejected: the same prompts with the other responses, which may be padded to another length.
+      key: draws levels and masks.
+      beta: see `dpo_loss`.
+      draws: see `elbo_masks`.
+      masks_per_level: see `elbo_masks`.
+      chunk: see `response_log_probs`.
+      remat: see `response_log_probs`.
+
+    Returns:
+      the loss, twice (alone for `jax.grad`, and among the metrics).
+
+    Raises:
+      ValueError: an argument out of range, or that does not fit the others.
+    """
+    fixed = jax.lax.stop_gradient(reference)
+    pairs = []
+    for batch, own in zip((chosen, rejected), jax.random.split(key), strict=True):
+        masks = elbo_masks(own, batch, draws, masks_per_level)
+        elbo = [
+            jnp.sum(response_log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
+            for each in (model, fixed)
+        ]
+        pairs.append(elbo)
+    (of_chosen, reference_chosen), (of_rejected, reference_rejected) = pairs
+    return dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
+
+
+def group_advantages(
+    rewards: Float[Array, "b"] | Float[np.ndarray, "b"], group: int, normalise: bool = True
+) -> Float[Array, "b"]:
+    """Advantages relative to the group: (reward - mean) / standard deviation (GRPO, arXiv:2402.03300, 4.1.2).
+
+    Args:
+      rewards: of responses, those to one prompt next to each other.
+      group: responses per prompt, at least 2.
+      normalise: divide by the group's standard deviation; d1 (arXiv:2504.12216) leaves that out, as Dr. GRPO
+        does (arXiv:2503.20783). A group of equal rewards has advantages of 0 either way.
+
+    Raises:
+      ValueError: a number of responses that is no multiple of `group`.
+    """
+    check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
+    check_argument("normalise", normalise, bool)
+    rewards = jnp.asarray(rewards, jnp.float32)
+    if rewards.ndim != 1 or rewards.size % group or not rewards.size:
+        raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
+    grouped = rewards.reshape(-1, group)
+    centred = grouped - jnp.mean(grouped, axis=1, keepdims=True)
+    if normalise:
+        spread = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
+        equal = jnp.max(grouped, axis=1, keepdims=True) == jnp.min(grouped, axis=1, keepdims=True)
+        centred = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, spread))
+    return centred.reshape(-1)
+
+
+def grpo_loss(
+    log_prob: Float[Array, "b r"],
+    old: Float[Array, "b r"],
+    advantage: Float[Array, "b"],
+    *,
+    counted: Bool[Array, "b r"] | None = None,
+    reference: Float[Array, "b r"] | None = None,
+    clip: float = 0.2,
+    kl: float = 0.0,
+) -> tuple[Float[Array, ""], PolicyMetrics]:
+    """Group relative policy optimisation (arXiv:2402.03300, equation 3), to be minimised:
+
+        -mean_i 1/|o_i| sum_k [ min(ratio A_i, clip(ratio, 1 - clip, 1 + clip) A_i) - kl D_k ],
+        ratio = exp(log_prob - old),   D_k = exp(reference - log_prob) - (reference - log_prob) - 1,
+
+    D_k the estimator of the KL divergence in equation 4 there. With log-probabilities of `one_step_masks` it
+    is diffu-GRPO (d1, arXiv:2504.12216, section 3), with those of `trajectory_log_probs` the ratio is that of
+    the tokens' probabilities at the steps that decoded them.
+
+    Args:
+      log_prob: of each response token under the policy, in nats; differentiable.
+      old: under the policy that made the responses, by the same estimator and masks; no gradient.
+      advantage: of each response, see `group_advantages`; no gradient.
+      counted: tokens that count, such as `until_end`; None means all. A response without any adds 0.
+      reference: under the reference, by the same estimator and masks; no gradient.
+      clip: how far the ratio may move, in (0, 1).
+      kl: weight of the KL divergence from the reference.
+
+    Returns:
+      the loss, twice (alone for `jax.grad`, and among the metrics).
+
+    Raises:
+      ValueError: shapes that differ, numbers out of range, or only one of `reference` and `kl`.
+    """
+    check_argument("clip", clip, ClipRange)
+    check_argument("kl", kl, NonNegativeFloat)
+    if (kl > 0) != (reference is not None):
+        raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
+    tokens = {"log_prob": log_prob, "old": old, "counted": counted, "reference": reference}
+    _same_shape(**{name: array for name, array in tokens.items() if array is not None})
+    if jnp.shape(advantage) != jnp.shape(log_prob)[:1]:
+        raise ValueError(f"advantage has shape {jnp.shape(advantage)}; expected {jnp.shape(log_prob)[:1]}")
+    old, advantage, reference = jax.lax.stop_gradient((old, advantage[:, None], reference))
+
+    # The pessimistic one of the clipped and the unclipped surrogate, token by token.
+    ratio = jnp.exp(log_prob - old)
+    surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    divergence = jnp.zeros_like(log_prob)
+    if reference is not None:
+        divergence = jnp.exp(reference - log_prob) - (reference - log_prob) - 1
+
+    # Mean over each response's tokens, then over responses.
+    weight = jnp.ones_like(log_prob) if counted is None else counted.astype(log_prob.dtype)
+    weight = weight / jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), 1) / len(log_prob)
+    loss = -jnp.sum(weight * (surrogate - kl * divergence))
+    mean = lambda values: jnp.sum(weight * values)
+    outside = jnp.abs(ratio - 1) > clip
+    return loss, PolicyMetrics(loss, mean(ratio), mean(outside.astype(loss.dtype)), mean(divergence))
+
+
+def _same_shape(**arrays: Any):
+    """Raises ValueError unless all have the shape of the first, by name."""
+    (first, *_), wanted = arrays, jnp.shape(next(iter(arrays.values())))
+    for name, array in arrays.items():
+        if jnp.shape(array) != wanted:
+            raise ValueError(f"{name} has shape {jnp.shape(array)}; expected {wanted}, that of {first}")

@@ -1,0 +1,129 @@
+"""Group relative policy optimisation with diffu-GRPO's estimator, and rollouts under a cache policy.
+
+    python -m examples.grpo --out bench/results/learning_grpo_cpu.json
+
+The task is classification by examples, the reward 1 for the right answer. Responses are sampled by
+`dj.generate` under DualCache; the policy gradient is that of the exact model. The reference is the model
+without its adapters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+import dllm_jax as dj
+from dllm_jax import lora
+from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.tasks import exact, prompt_arrays
+from dllm_jax.training import (
+    Batch,
+    Masks,
+    group_advantages,
+    grpo_loss,
+    one_step_masks,
+    response_log_probs,
+    until_end,
+)
+from examples.learning import LENGTH, Curve, drawn, held_out, learner, pretrained, updating
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def rollouts(
+    model: dj.Model, tokenizer: Any, step: int, prompts: int, group: int, temperature: float
+) -> tuple[Batch, np.ndarray]:
+    """`group` sampled responses to each prompt, next to each other, and their rewards."""
+    questions = [question for question in drawn(step, prompts) for _ in range(group)]
+    prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
+    sampled = dj.generate(
+        model,
+        prompt,
+        prompt_mask=mask,
+        length=LENGTH,
+        policy=dj.policies.DualCache(),
+        sampler=dj.samplers.Confidence(temperature=temperature),
+        key=jax.random.key(step),
+    )
+    answer = np.asarray(sampled.tokens)[:, prompt.shape[1] :]
+    right = exact(decode_answers(model, tokenizer, answer), questions)
+    return Batch(prompt, answer, mask), np.asarray(right, np.float32)
+
+
+def main(
+    model: str = "tiny-llada",
+    steps: int = 40,
+    prompts: int = 8,
+    group: int = 8,
+    updates: int = 2,
+    rank: int = 8,
+    learning_rate: float = 1e-3,
+    temperature: float = 1.0,
+    kl: float = 0.02,
+    review_every: int = 5,
+    questions: int = 128,
+    out: Path | None = None,
+) -> Curve:
+    """Trains and prints the curve.
+
+    Args:
+      model: an embedded one.
+      steps: batches of rollouts.
+      prompts: questions per step.
+      group: responses to each of them.
+      updates: gradient steps per batch of rollouts, each with prompt masks of its own.
+      rank: of the adapters.
+      learning_rate: of Adam, constant.
+      temperature: of the sampler.
+      kl: weight of the divergence from the reference.
+      review_every: steps between measurements of accuracy.
+      questions: held-out ones to measure it on.
+      out: JSON file of the curve.
+    """
+    base, tokenizer = pretrained(model)
+    options = lora.LoRA(rank=rank, alpha=2.0 * rank, matrices=MATRICES)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+    state = learner(lora.attach(base, options, jax.random.key(0)), optimizer)
+
+    def objective(policy: dj.Model, old: dj.Model, batch: Batch, masks: Masks, advantage: jax.Array):
+        estimate = lambda each: response_log_probs(each, batch, masks)
+        counted = until_end(batch.answer, base.spec.eos_id, base.spec.eot_id)
+        reference = estimate(lora.detach(policy)) if kl else None
+        return grpo_loss(
+            estimate(policy), estimate(old), advantage, counted=counted, reference=reference, kl=kl
+        )
+
+    update = updating(objective, optimizer)
+    curve = Curve(
+        out,
+        model=model,
+        prompts=prompts,
+        group=group,
+        updates=updates,
+        rank=rank,
+        learning_rate=learning_rate,
+        temperature=temperature,
+        kl=kl,
+    )
+    curve.add(0, accuracy=held_out(state.model, tokenizer, questions))
+    rewards: list[float] = []
+    for step in range(1, steps + 1):
+        batch, reward = rollouts(state.model, tokenizer, step, prompts, group, temperature)
+        batch = jax.tree.map(jnp.asarray, batch)
+        rewards.append(float(reward.mean()))
+        old, advantage = state.model, group_advantages(reward, group)
+        for key in jax.random.split(jax.random.fold_in(jax.random.key(1), step), updates):
+            state, metrics = update(state, old, batch, one_step_masks(key, batch), advantage)
+        if step % review_every == 0 or step == steps:
+            reached = held_out(state.model, tokenizer, questions)
+            curve.add(step, accuracy=reached, reward=np.mean(rewards), kl=metrics.kl, clipped=metrics.clipped)
+            rewards = []
+    return curve
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

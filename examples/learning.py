@@ -1,0 +1,112 @@
+"""What the three examples of learning share: data, the training of adapters by any loss, and the curve."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from transformers import AutoTokenizer
+
+import dllm_jax as dj
+from dllm_jax import lora
+from dllm_jax.provenance import device, now, versions
+from dllm_jax.tasks import Example, FewShot, Task, accuracy, examples
+from dllm_jax.training import joined, split
+
+# Eight kinds of three examples each, of which one lies: hard for the embedded models, easy to check.
+TASK, SIZE, LENGTH = FewShot(kinds=8, wrong=1), 3, 2  # the answer is a digit and the end of the turn
+HELD_OUT = 99  # seed of the questions that accuracy is measured on
+
+
+def pretrained(name: str) -> tuple[dj.Model, Any]:
+    """An embedded model and its tokenizer."""
+    path = dj.embedded.path(name)
+    return dj.load(path), AutoTokenizer.from_pretrained(path)
+
+
+def drawn(step: int, count: int, task: Task = TASK, size: int = SIZE) -> list[Example]:
+    """Questions to learn from; none of them is ever among those that are held out."""
+    return examples(task, (1, step), size, count, "train")
+
+
+def held_out(
+    model: dj.Model, tokenizer: Any, count: int, task: Task = TASK, size: int = SIZE, length: int = LENGTH
+) -> float:
+    """Fraction of held-out questions that the exact decoder answers exactly."""
+    return accuracy(model, tokenizer, examples(task, HELD_OUT, size, count, "held_out"), length=length)
+
+
+class Learner(NamedTuple):
+    """A model whose adapters are trained.
+
+    Attributes:
+      model: with adapters.
+      moments: the optimizer's state.
+    """
+
+    model: dj.Model
+    moments: Any
+
+
+def learner(model: dj.Model, optimizer: optax.GradientTransformation) -> Learner:
+    """A learner before its first step."""
+    trained, _ = split(model.params, lora.trainable(model.params))
+    return Learner(model, optimizer.init(trained))
+
+
+def updating(
+    loss: Callable[..., tuple[jax.Array, Any]], optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[Learner, Any]]:
+    """A jitted step that changes a learner's adapters by the gradient of `loss(model, *args)`.
+
+    Args:
+      loss: gives the loss and what it reports.
+      optimizer: sees the adapters alone.
+
+    Returns:
+      a function of the learner and the loss's arguments, which gives the learner and the report.
+    """
+
+    @jax.jit
+    def step(state: Learner, *args: Any) -> tuple[Learner, Any]:
+        trained, frozen = split(state.model.params, lora.trainable(state.model.params))
+
+        def of(trained: Any) -> tuple[jax.Array, Any]:
+            return loss(dataclasses.replace(state.model, params=joined(trained, frozen)), *args)
+
+        gradient, report = jax.grad(of, has_aux=True)(trained)
+        updates, moments = optimizer.update(gradient, state.moments, trained)
+        params = joined(optax.apply_updates(trained, updates), frozen)
+        return Learner(dataclasses.replace(state.model, params=params), moments), report
+
+    return step
+
+
+class Curve:
+    """The measurements of a run: printed as they come, and written with what they were made with."""
+
+    def __init__(self, out: Path | None, **options: Any):
+        self.rows: list[dict[str, float]] = []
+        self._out, self._start = out, time.monotonic()
+        self._about = {
+            "command": f"python -m examples.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
+            "options": options,
+            "device": device()._asdict(),
+            "versions": versions(("jax", "jaxlib", "optax", "dllm-jax")),
+            "date": now(),
+        }
+
+    def add(self, step: int, **values: Any):
+        """Adds the measurements after a step."""
+        row = {"step": step} | {name: round(float(np.asarray(value)), 4) for name, value in values.items()}
+        self.rows.append(row | {"seconds": round(time.monotonic() - self._start, 1)})
+        print("  ".join(f"{name} {value:g}" for name, value in self.rows[-1].items()), flush=True)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(json.dumps(self._about | {"curve": self.rows}, indent=1) + "\n")

@@ -1,0 +1,190 @@
+"""Generations that are watched while they run: the same values as at once, in pieces of one program."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.resume import begin, resume
+from dllm_jax.decoding.stats import NonFiniteWarning
+from tests.models import FAMILIES, separate, tiny
+from tests.policy_cases import EVERY, KEY, suited
+from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
+
+LAYOUT = dict(length=12, block=4)
+
+
+def assert_same(ours: dj.Output | None, theirs: dj.Output):
+    """Every bit of tokens, statistics and trace."""
+    assert ours is not None
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarray):
+    """Each snapshot shows the generation after its steps."""
+    before, steps = np.asarray(out.trace.tokens)[0], 0
+    confidence = np.full(before.shape, np.nan, np.float32)
+    for snapshot in snapshots:
+        assert snapshot.steps > steps
+        np.testing.assert_array_equal(snapshot.decoded, snapshot.tokens != before)
+        for step in range(steps, snapshot.steps):
+            wrote = out.trace.tokens[step] != out.trace.tokens[step + 1]
+            confidence = np.where(wrote, out.trace.score[step], confidence)
+        np.testing.assert_array_equal(snapshot.confidence, confidence)
+        np.testing.assert_array_equal(snapshot.tokens, out.trace.tokens[snapshot.steps])
+        places = np.nonzero(snapshot.decoded)[1] - prompt.shape[1]
+        assert set(places // LAYOUT["block"]) == {snapshot.block}
+        before, steps = snapshot.tokens, snapshot.steps
+    assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
+
+
+@pytest.mark.rotate(every=6)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 5))
+    options = dict(
+        prompt_mask=mask, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True, **LAYOUT
+    )
+    out = dj.generate(model, prompt, **options)
+    by_block = list(dj.stream(model, prompt, **options))
+    by_step = list(dj.stream(model, prompt, every=1, **options))
+    by_two = list(dj.stream(model, prompt, every=2, **options))
+    for snapshots in (by_block, by_two, by_step):
+        assert_same(snapshots[-1].output, out)
+        assert_tells(snapshots, out, prompt)
+    assert [snapshot.block for snapshot in by_block] == [0, 1, 2]
+    assert [snapshot.steps for snapshot in by_step] == list(range(1, int(out.trace.steps) + 1))
+    assert len(by_block) <= len(by_two) <= len(by_step)
+
+
+def test_pieces_of_all_lengths_are_one_program():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (7, 7))
+    sizes = begin._cache_size(), resume._cache_size()
+    for every in (None, 1, 3):
+        *_, last = dj.stream(model, prompt, every=every, policy=policies.DualCache(), **LAYOUT)
+    assert (begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]) == (1, 1)
+    assert last.output.trace is None
+
+
+@pytest.mark.usefixtures("unannotated", "optimised")
+def test_the_cache_is_written_in_place_from_piece_to_piece():
+    """Donated, and never copied: neither in the loops nor on the way in and out."""
+    model = tiny("llada")
+    prompt, _ = prompts(model, (7, 7))
+    request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
+    layout, plan = request.layout, dataclasses.replace(request.plan, confidence=True)
+    state = begin(model, *request.inputs, layout=layout, plan=plan)
+    program = resume.lower(model, state, None, np.int32(9), layout=layout, plan=plan).compile()
+    text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
+    assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"
+    assert not re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
+    assert program.memory_analysis().alias_size_in_bytes >= 2 * state.cache.layers.k.nbytes
+
+
+def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
+    model = separate(tiny("dream"))
+    prompt, _ = prompts(model, (7, 7), seed=3)
+    options = dict(
+        policy=policies.DKVDecode(),
+        sampler=samplers.Confidence(cfg_scale=1.0, temperature=0.7),
+        key=KEY,
+        stop_at_eos=True,
+        buckets=dj.buckets.geometric(16, 64),
+        **LAYOUT,
+    )
+    out = dj.generate(model, prompt, **options)
+    *_, last = dj.stream(model, prompt, **options)
+    assert_same(last.output, out)
+    np.testing.assert_array_equal(last.tokens, out.tokens)
+    assert last.tokens.shape == last.decoded.shape == last.confidence.shape == (2, 19)
+
+
+def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():
+    model = tiny("llada")
+    prompt, mask = (jax.numpy.asarray(array) for array in prompts(model, (9, 5)))
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), **LAYOUT)
+    pieces = dj.stream(model, prompt, **options)
+    first = next(pieces)
+    pieces.close()
+    with pytest.raises(StopIteration):
+        next(pieces)
+    again = list(dj.stream(model, prompt, **options))
+    np.testing.assert_array_equal(first.tokens, again[0].tokens)
+    assert prompt.sum() >= 0  # not donated
+    assert mask.sum() == 14
+
+
+def test_a_stream_over_a_mesh_has_the_tokens_of_one_device():
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5, 7))
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
+    out = dj.generate(model, prompt, **options)
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes)):
+        *_, last = dj.stream(model, prompt, **options)
+    np.testing.assert_array_equal(last.tokens, out.tokens)
+    np.testing.assert_array_equal(last.output.trace.tokens, out.trace.tokens)
+    np.testing.assert_array_equal(last.output.stats.computed, out.stats.computed)
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_what_cannot_be_watched_is_refused_at_the_call():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (7, 7))
+    for options, message in (
+        (dict(every=0), "every=0 must be"),
+        (dict(every=1.5), "every=1.5 must be"),
+        (dict(length=-1), "length=-1"),
+        (dict(sampler=samplers.RandomOrder(temperature=1.0)), "pass key="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dj.stream(model, prompt, **options)
+    with pytest.raises(TypeError, match="progress"):
+        dj.stream(model, prompt, progress=True)
+    with pytest.raises(ValueError, match="inside of jit"):
+        jax.jit(lambda prompt: dj.generate(model, prompt, progress=True, **LAYOUT))(prompt)
+    with pytest.raises(ValueError, match="progress=1 must be"):
+        dj.generate(model, prompt, progress=1)
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))),
+        pytest.raises(ValueError, match=r"Explicit axes \['dp'\]"),
+    ):
+        dj.stream(model, prompt)
+
+
+def test_sequences_without_finite_logits_are_told_of_at_the_end():
+    model = tiny("llada")
+    params = model.params | {"norm": jax.tree.map(lambda a: a * np.nan, model.params["norm"])}
+    broken = dj.Model(params, model.spec)
+    prompt, _ = prompts(model, (7, 7))
+    with pytest.warns(NonFiniteWarning, match=r"\[0, 1\]"):
+        *_, last = dj.stream(broken, prompt, **LAYOUT)
+    assert not last.decoded.any()
+    assert np.isnan(last.confidence).all()
+    with pytest.raises(FloatingPointError):
+        list(dj.stream(broken, prompt, nonfinite="raise", **LAYOUT))
+
+
+def test_a_bar_counts_tokens_and_changes_nothing(capsys):
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5))
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
+    assert_same(dj.generate(model, prompt, progress=True, **options), dj.generate(model, prompt, **options))
+    shown = capsys.readouterr()
+    assert "24/24" in shown.err
+    assert "12 steps" in shown.err
+    assert shown.out == ""
+    template = jax.numpy.full((1, 6), model.spec.mask_id).at[0, :2].set(3)
+    filled = dj.infill(model, template, progress=True)
+    assert_same(filled, dj.infill(model, template))
+    np.testing.assert_array_equal(template[0], [3, 3, *[model.spec.mask_id] * 4])  # it is the caller's
+    assert "4/4" in capsys.readouterr().err

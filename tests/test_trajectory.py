@@ -1,0 +1,187 @@
+"""Log-probabilities of trajectories against plain forwards, confidences and finite differences."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.decoding.stats import Trace
+from tests.models import FAMILIES, random_tokens, separate, tiny
+
+PROMPT, LENGTH, PADS = 5, 8, (0, 2)
+MASK = np.arange(PROMPT) >= np.asarray(PADS)[:, None]
+RUNS = {
+    "exact": {},
+    "blocks": dict(block=4, policy=dj.policies.DualCache(), sampler=dj.samplers.Threshold(threshold=0.06)),
+}
+
+
+@functools.cache
+def run(family: str, name: str) -> dj.Output:
+    model = tiny(family)
+    prompt = random_tokens(model.spec, len(PADS), PROMPT)
+    return dj.generate(model, prompt, prompt_mask=MASK, length=LENGTH, trace=True, **RUNS[name])
+
+
+def by_hand(model: dj.Model, trace: Trace, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence alone, its padding cut off, a plain forward per step, float64 after the network."""
+    tokens, shifted = np.asarray(trace.tokens), int(model.spec.shifted)
+    log_prob, at = np.zeros(tokens.shape[1:]), np.full(tokens.shape[1:], -1)
+    for b, pad in enumerate(PADS):
+        for step, (before, after) in enumerate(zip(tokens[:-1, b, pad:], tokens[1:, b, pad:], strict=True)):
+            logits = np.asarray(dj.forward(model, before[None])[0], np.float64) / temperature
+            for i in np.flatnonzero((before == model.spec.mask_id) & (after != model.spec.mask_id)):
+                row = logits[max(i - shifted, 0)]
+                log_prob[b, pad + i] = row[after[i]] - row.max() - np.log(np.exp(row - row.max()).sum())
+                at[b, pad + i] = step
+    return log_prob, at
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", RUNS)
+def test_plain_forwards_give_the_same(family, name):
+    """Under a cache policy too: the run's canvases, the exact model's probabilities."""
+    model, out = tiny(family), run(family, name)
+    ours = dj.trajectory_log_probs(model, out, prompt_mask=MASK, temperature=0.7)
+    log_prob, at = by_hand(model, out.trace, 0.7)
+    assert np.array_equal(ours.decoded_at, at)
+    assert (at[:, PROMPT:] >= 0).all()
+    assert (at[:, :PROMPT] == -1).all()
+    np.testing.assert_allclose(ours.log_prob, log_prob, rtol=2e-5, atol=2e-5)
+    assert name == "exact" or max(np.bincount(at[0][at[0] >= 0])) > 1  # several tokens in one step
+
+
+def test_the_exact_decoders_confidences_are_these_probabilities():
+    model, out = tiny("llada"), run("llada", "exact")
+    ours = dj.trajectory_log_probs(model, out, prompt_mask=MASK)
+    step, position = np.maximum(ours.decoded_at, 0), np.arange(PROMPT + LENGTH)
+    score = np.asarray(out.trace.score)[step, np.arange(len(PADS))[:, None], position]
+    np.testing.assert_allclose(np.exp(ours.log_prob)[:, PROMPT:], score[:, PROMPT:], rtol=1e-5)
+
+
+def test_chunks_layers_and_what_is_recomputed_change_nothing():
+    model, out = tiny("dream"), run("dream", "blocks")
+    value = lambda model, **options: jnp.sum(
+        dj.trajectory_log_probs(model, out, prompt_mask=MASK, **options).log_prob
+    )
+    expected, gradient = jax.value_and_grad(value)(model)
+    for other, options in (
+        (model, dict(chunk=3, remat=True)),
+        (separate(model), dict(most_per_step=LENGTH)),
+    ):
+        ours, changed = jax.value_and_grad(functools.partial(value, **options))(other)
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+        np.testing.assert_allclose(changed.params["head"], gradient.params["head"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_that_of_finite_differences(family):
+    model, out = tiny(family), run(family, "blocks")
+    total = jax.jit(
+        lambda model: jnp.sum(dj.trajectory_log_probs(model, out, prompt_mask=MASK, most_per_step=4).log_prob)
+    )
+    gradient = jax.grad(total)(model)
+    leaves, tree = jax.tree.flatten(model.params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    for name in ("layers", "norm"):
+        drawn = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        direction = jax.tree.map(jnp.zeros_like, model.params) | {name: jax.tree.unflatten(tree, drawn)[name]}
+        step = 2e-3
+
+        def moved(by, direction=direction):
+            params = jax.tree.map(lambda p, d: p + by * d, model.params, direction)
+            return float(total(dataclasses.replace(model, params=params)))
+
+        numeric = (moved(step) - moved(-step)) / (2 * step)
+        products = jax.tree.map(lambda g, d: jnp.sum(g * d), gradient.params, direction)
+        analytic = float(sum(jax.tree.leaves(products)))
+        assert abs(analytic) > 0.5
+        np.testing.assert_allclose(analytic, numeric, rtol=0.02)
+
+
+def test_one_program_may_generate_and_score():
+    model = tiny("llada")
+    prompt = random_tokens(model.spec, 2, PROMPT)
+
+    @jax.jit
+    def both(model, prompt):
+        out = dj.generate(model, prompt, length=4, trace=True)
+        return out, dj.trajectory_log_probs(model, out), dj.trajectory_log_probs(model, out, most_per_step=1)
+
+    out, whole, narrow = both(model, prompt)
+    assert len(out.trace.computed) > int(out.trace.steps)  # the trace has room for steps that did not run
+    outside = dj.trajectory_log_probs(model, dj.generate(model, prompt, length=4, trace=True))
+    for ours in (whole, narrow):
+        assert np.array_equal(ours.decoded_at, outside.decoded_at)
+        np.testing.assert_allclose(ours.log_prob, outside.log_prob, rtol=1e-5)
+
+
+def test_a_bound_that_is_too_small_gives_nan_and_not_less():
+    model, out = tiny("llada"), run("llada", "blocks")
+    ours = dj.trajectory_log_probs(model, out, prompt_mask=MASK, most_per_step=1)
+    for sequence, at in zip(np.asarray(ours.log_prob), np.asarray(ours.decoded_at), strict=True):
+        crowded = np.bincount(at[at >= 0])[at] > 1
+        assert np.array_equal(np.isnan(sequence), crowded & (at >= 0))
+    assert np.isnan(np.asarray(ours.log_prob)).any()
+
+
+def test_of_remasked_tokens_the_last_decoding_counts():
+    model = tiny("llada")
+    mask = model.spec.mask_id
+    steps = [[1, mask, mask], [1, 5, mask], [1, mask, 7], [1, 6, 7], [1, 6, mask]]
+    steps += [[1, mask, mask], [1, 8, mask]]  # of steps that did not run
+    tokens = np.asarray(steps, np.int32)[:, None]
+    shape = (len(steps) - 1, 1, 3)
+    trace = Trace(tokens, np.ones(shape, bool), tokens[1:], np.zeros(shape), np.ones(shape[:2], bool), 4)
+    ours = dj.trajectory_log_probs(model, jax.tree.map(jnp.asarray, trace))
+    assert ours.decoded_at.tolist() == [[-1, 2, -1]]  # the last token was remasked
+    logits = np.asarray(dj.forward(model, tokens[2])[0, 1], np.float64)
+    expected = logits[6] - np.log(np.exp(logits).sum())
+    np.testing.assert_allclose(ours.log_prob, [[0, expected, 0]], rtol=1e-5)
+
+
+def test_memory_does_not_grow_with_the_number_of_steps(optimised):
+    model = tiny("llada")
+
+    def temporary(steps: int) -> int:
+        tokens = jnp.full((steps + 1, 1, 64), 3, jnp.int32).at[:-1].set(model.spec.mask_id)
+        empty = jnp.zeros((steps, 1, 64))
+        trace = Trace(tokens, empty, empty, empty, empty[..., 0], jnp.int32(steps))
+        total = lambda model, trace: jnp.sum(dj.trajectory_log_probs(model, trace, most_per_step=4).log_prob)
+        compiled = jax.jit(jax.grad(total)).lower(model, trace).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(2), temporary(16)
+    assert many - few < 16 * 64 * 32 * 4  # of the steps' residual streams alone, which a layer has many of
+
+
+@pytest.mark.usefixtures("unannotated")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(run=None), "has no trace"),
+        (dict(run=3), "run=3 must be what generate"),
+        (dict(temperature=0.0), "temperature=0.0 must be"),
+        (dict(chunk=0), "chunk=0 must be"),
+        (dict(most_per_step=0), "most_per_step=0 must be"),
+        (dict(remat=1), "remat=1 must be True or False"),
+        (dict(model=3), "model=3 must be"),
+        (dict(prompt_mask=np.ones((2, 99))), "prompt_mask has 99 positions, the run has 13"),
+        (dict(prompt_mask=np.ones((3, 5))), r"prompt_mask has shape \(3, 5\); expected \(2, 5\)"),
+        (dict(model=tiny("llada", vocab=60, mask_id=59, eos_id=2, eot_id=3)), None),
+    ],
+)
+def test_bad_input_is_refused(options, message):
+    out = run("llada", "exact")
+    arguments = {"model": tiny("llada"), "run": out} | options
+    if arguments["run"] is None:
+        arguments["run"] = out._replace(trace=None)
+    if message is None:  # the ids of another vocabulary
+        arguments["run"] = out._replace(trace=out.trace._replace(tokens=jnp.full_like(out.trace.tokens, 60)))
+        message = "run.tokens holds id 60"
+    with pytest.raises(ValueError, match=message):
+        dj.trajectory_log_probs(**arguments)

@@ -1,0 +1,332 @@
+"""What recorded generations look like: in a terminal, and as a page that runs nothing of its data."""
+
+import base64
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+from transformers import AutoTokenizer
+
+import dllm_jax as dj
+from dllm_jax import embedded
+from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.watch.grid import END, grid
+from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.tasks import tokenizer
+from tests.models import tiny
+
+MASK = 9
+# A prompt of two tokens and three masks. The second sequence waits in step 2, and revokes a token in step 3.
+TOKENS = np.array(
+    [
+        [[1, 2, 9, 9, 9], [3, 2, 9, 9, 9]],
+        [[1, 2, 9, 4, 9], [3, 2, 6, 9, 9]],
+        [[1, 2, 5, 4, 9], [3, 2, 6, 9, 9]],
+        [[1, 2, 5, 4, 0], [3, 2, 9, 7, 8]],
+    ]
+)
+ACTIVE = np.array([[True, True], [True, False], [True, True]])
+COMPUTED = np.array(
+    [[[1, 1, 1, 1, 1]] * 2, [[0, 0, 1, 1, 0], [0] * 5], [[0, 0, 1, 0, 1], [0, 1, 1, 1, 1]]], dtype=bool
+)
+SCORE = np.where(TOKENS[1:] != TOKENS[:-1], np.array([0.5, 0.75, 1.0])[:, None, None], -np.inf)
+SCORE[2, 1, 2] = -np.inf
+
+
+def recorded(ids: np.ndarray = TOKENS) -> dj.Output:
+    """An output made by hand: what it shows is known without a model."""
+    proposed = np.where(np.isneginf(SCORE), ids[0, 0, 2], ids[1:])
+    room = lambda a: np.concatenate([a, a[-1:]])  # as inside of jit, for one step more than ran
+    trace = Trace(
+        room(ids), room(COMPUTED), room(proposed), room(SCORE.astype(np.float32)), room(ACTIVE), np.int32(3)
+    )
+    stats = Stats(*(np.array([3, 2]) for _ in Stats._fields))
+    return jax.tree.map(jax.numpy.asarray, dj.Output(ids[-1], stats, trace))
+
+
+class Named:
+    """A tokenizer with the given texts."""
+
+    all_special_ids = (0,)
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+
+    def decode(self, ids):
+        return self.texts[ids[0]]
+
+    def convert_ids_to_tokens(self, token):
+        return self.texts[token]
+
+
+LETTERS = Named("<eos>", *"abcdefgh", "<mask>")
+
+
+def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
+    first, second = (Recording.of(recorded().trace, i) for i in (0, 1))
+    assert (first.mask_id, first.steps, first.to_fill.tolist()) == (MASK, 3, [2, 3, 4])
+    assert first.decoded_at.tolist() == [0, 0, 2, 1, 3]
+    np.testing.assert_array_equal(first.confidence, np.float32([np.nan, np.nan, 0.75, 0.5, 1.0]))
+    assert first.age.tolist() == [[0] * 5, [1, 1, 0, 0, 1], [2, 2, 0, 1, 0]]
+    # The step for which it waited is none of its own; what was made a mask again is not decoded.
+    assert second.steps == 2
+    assert second.decoded_at.tolist() == [0, 0, 0, 2, 2]
+    assert second.age.tolist() == [[0] * 5, [1, 0, 0, 0, 0]]
+
+
+def test_what_no_step_has_computed_has_no_age():
+    record = Recording.of(recorded().trace, 0)
+    never = Recording(record.tokens, record.computed & False, record.proposed, record.score, MASK)
+    assert never.age.tolist() == [[-1] * 5] * 3
+
+
+def test_the_mask_is_known_without_a_decoded_token():
+    trace = recorded().trace
+    still = trace._replace(tokens=np.broadcast_to(trace.tokens[:1], trace.tokens.shape))
+    assert Recording.of(still, 0).mask_id == MASK
+    assert Recording.of(still, 0).decoded_at.tolist() == [0] * 5
+
+
+# -- in a terminal ------------------------------------------------------------------------------------------
+
+
+def test_the_grid_has_a_line_per_step():
+    lines = str(grid(Recording.of(recorded().trace, 0), LETTERS)).splitlines()
+    assert [line.split() for line in lines] == [
+        ["0", *"···"],
+        ["1", "·", "d", "·"],
+        ["2", "e", "d", "·"],
+        ["3", "e", "d", END],
+    ]
+
+
+def test_a_step_of_a_chain_fits_a_line_of_a_terminal():
+    read = AutoTokenizer.from_pretrained(embedded.path("tiny-llada"))
+    mask, end = (read.convert_tokens_to_ids(name) for name in (tokenizer.MASK, tokenizer.EOT))
+    answer = [*read.encode("b>c;" * 7, add_special_tokens=False), *[end] * 4]
+    tokens, none = np.array([[mask] * 32, answer]), np.full((1, 32), mask)
+    record = Recording(tokens, none > 0, none, np.ones((1, 32), np.float32), mask)
+    lines = str(grid(record, read)).splitlines()
+    assert [len(line) <= 80 for line in lines] == [True, True]
+    assert lines[-1].split()[-4:] == [END] * 4
+
+
+def printed(width: int, named=LETTERS, **options) -> str:
+    console = rich.console.Console(
+        file=io.StringIO(), width=width, color_system="truecolor", force_terminal=True
+    )
+    dj.show(recorded(), named, console=console, **options)
+    return console.file.getvalue()
+
+
+def plain(text: str) -> list[list[str]]:
+    """Lines without colours, as words."""
+    return [line.split() for line in str(rich.text.Text.from_ansi(text)).splitlines()]
+
+
+def test_what_is_wider_than_the_terminal_is_cut_into_parts_of_steps_that_change_them():
+    lines = plain(printed(9))
+    assert lines == [
+        *[["0", "·", "·"], ["1", "·", "d"], ["2", "e", "d"]],
+        [],
+        *[["0", "·"], ["3", END]],
+    ]
+    assert all(len(line) <= 9 for line in str(rich.text.Text.from_ansi(printed(9))).splitlines())
+
+
+def test_tokens_are_coloured_by_step_or_by_confidence():
+    by_step, by_confidence = printed(80), printed(80, confidence=True)
+    assert "38;2;60;90;220m d" in by_step.replace("m", "m ")  # decoded first
+    assert "38;2;145;105;125m d" in by_confidence.replace("m", "m ")  # half sure
+    assert plain(by_step) == plain(by_confidence)
+
+
+def test_a_terminal_obeys_no_token():
+    text = printed(200, Named("<eos>", *"abc", "\x1b[2J", "\n\t", *"fgh", "<mask>"))
+    assert "\x1b[2J" not in text
+    assert plain(text)[-1] == ["3", "⏎→", "\\x1b[2J", END]
+
+
+def test_parts_of_characters_have_the_names_of_the_tokenizer():
+    half = Named("<eos>", *"abc", "\N{REPLACEMENT CHARACTER}", *"efgh", "<mask>")
+    half.convert_ids_to_tokens = lambda token: "Ãģ"
+    assert plain(printed(200, half))[-1] == ["3", "e", "Ãģ", END]
+
+
+# -- as a page ----------------------------------------------------------------------------------------------
+
+
+class Parts(HTMLParser):
+    """What a browser would find: scripts, styles, their attributes, and all other text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found, self.inside, self.text = [], None, ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append([tag, dict(attrs), ""])
+        self.inside = tag if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside:
+            self.found[-1][2] += data
+        else:
+            self.text += data
+
+    def of(self, tag: str) -> list[tuple[dict, str]]:
+        return [(attrs, text) for name, attrs, text in self.found if name == tag]
+
+
+def data(page: str) -> list[dict]:
+    return json.loads(Parts(page).of("script")[0][1])["panels"]
+
+
+HOSTILE = (
+    "<eos>",
+    "</script><script>window.ran=1</script>",
+    "<!--<script>",
+    "--></style><img src=x onerror=window.ran=1>",
+    "@SCRIPT@ @DATA@",
+    "\u2028\u2029&lt;\"'\x00\ud800",
+    "\x1b[2J]]>",
+    "${window.ran=1}`",
+    "\N{ARABIC LETTER ALEF}\N{RIGHT-TO-LEFT OVERRIDE}",
+    "<mask>",
+)
+
+
+def test_no_token_or_name_is_markup():
+    harmless = Parts(dj.side_by_side({"a": recorded()}, LETTERS))
+    page = dj.side_by_side({HOSTILE[1]: recorded()}, Named(*HOSTILE))
+    parts = Parts(page)
+    shape = lambda parts: [
+        (tag, attrs, text) for tag, attrs, text in parts.found if attrs.get("id") != "data"
+    ]
+    assert shape(parts) == shape(harmless)
+    assert parts.text == harmless.text
+    assert page.isascii() or page.encode("utf-8")  # it can be written to a file
+    (panel,) = data(page)
+    assert panel["name"] == HOSTILE[1]
+    assert {int(i): text for i, (text, _) in panel["pieces"].items()} == {
+        i: HOSTILE[i] for i in (0, 1, 2, 4, 5, 9)
+    }
+
+
+def test_a_page_runs_its_own_script_and_loads_nothing():
+    page = recorded().to_html(LETTERS)
+    parts = Parts(page)
+    _, (_, script) = parts.of("script")
+    ((_, style),) = parts.of("style")
+    digest = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    meta = {attrs["http-equiv"]: attrs["content"] for attrs, _ in parts.of("meta") if "http-equiv" in attrs}
+    assert meta["Content-Security-Policy"] == (
+        f"default-src 'none'; script-src 'sha256-{digest(script)}'; style-src 'sha256-{digest(style)}'"
+    )
+    assert "http:" not in page
+    assert "https:" not in page
+    assert "innerHTML" not in script
+    assert not [attrs for _, attrs, _ in parts.found if {"src", "href", "style"} & attrs.keys()]
+
+
+def replayed(panel: dict) -> np.ndarray:
+    """The tokens after every step, as the script of the page finds them."""
+    states = [list(panel["tokens"])]
+    for step in panel["steps"]:
+        states.append(list(states[-1]))
+        for position, token, _ in step["wrote"]:
+            states[-1][position] = token
+    return np.array(states)
+
+
+def test_a_page_holds_every_step_of_a_generation():
+    model = tiny("llada")
+    policy = dj.policies.DualCache()
+    out = dj.generate(model, np.arange(6)[None], length=8, block=4, policy=policy, trace=True)
+    (panel,) = data(out.to_html())
+    np.testing.assert_array_equal(replayed(panel), out.trace.tokens[:, 0])
+    computed = np.zeros(out.trace.computed[:, 0].shape, bool)
+    for row, step in zip(computed, panel["steps"], strict=True):
+        for first, behind in zip(step["computed"][::2], step["computed"][1::2], strict=True):
+            row[first:behind] = True
+    np.testing.assert_array_equal(computed, out.trace.computed[:, 0])
+    (position, token, confidence), *_ = panel["steps"][0]["wrote"]
+    assert confidence == pytest.approx(float(out.trace.score[0, 0, position]), abs=1e-4)
+    assert panel["pieces"][str(token)] == [str(token), False]
+    assert panel["stats"]["computed"] == int(out.stats.computed[0])
+    assert panel["mask"] == model.spec.mask_id
+    assert len(panel["steps"][0]["proposed"]) == 3  # of the block's other masks
+
+
+def test_several_generations_share_a_page():
+    page = dj.side_by_side({"a": recorded(), "b": recorded()}, LETTERS, sequence=1)
+    one, other = data(page)
+    assert (one["name"], other["name"]) == ("a", "b")
+    np.testing.assert_array_equal(replayed(one), TOKENS[[0, 1, 3], 1])
+
+
+def test_numbers_that_json_has_not_are_left_out():
+    out = recorded()
+    stats = out.stats._replace(cache_ratio=np.array([np.nan, 0]))
+    score = out.trace.score.at[0, 0, 3].set(np.nan)
+    (panel,) = data(out._replace(stats=stats, trace=out.trace._replace(score=score)).to_html())
+    assert panel["stats"]["cache_ratio"] is None
+    assert panel["steps"][0]["wrote"] == [[3, 4, None]]
+
+
+def test_a_notebook_shows_the_page_in_a_frame():
+    ((tag, attrs, _),) = Parts(recorded()._repr_html_()).found
+    assert (tag, attrs["sandbox"]) == ("iframe", "allow-scripts")
+    assert attrs["srcdoc"] == str(recorded().to_html())
+    assert recorded()._replace(trace=None)._repr_html_() is None
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_what_cannot_be_shown_is_refused():
+    out = recorded()
+    for call, message in (
+        (lambda: out._replace(trace=None).to_html(LETTERS), "trace=True"),
+        (lambda: dj.show(out._replace(trace=None), LETTERS), "trace=True"),
+        (lambda: out.to_html(LETTERS, sequence=2), "sequence=2 must be 0 to 1"),
+        (lambda: out.to_html(LETTERS, sequence=-1), "sequence=-1 must be"),
+        (lambda: out.to_html(str), "tokenizer=<class 'str'> must be"),
+        (lambda: dj.side_by_side({}, LETTERS), "one output or more"),
+        (lambda: dj.side_by_side([out], LETTERS), "one output or more"),
+        (lambda: dj.side_by_side({"a": out.tokens}, LETTERS), r"outputs\['a'\]"),
+        (lambda: jax.tree.map(lambda a: a[None], out).to_html(LETTERS), "one by one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.jit(lambda out: out.to_html())(out)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
+def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
+    file = tmp_path / "page.html"
+    texts = [
+        text.replace("\ud800", "") for text in HOSTILE
+    ]  # the DOM holds halves of pairs, its dump does not
+    file.write_text(dj.side_by_side({HOSTILE[3]: recorded()}, Named(*texts)), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    run = subprocess.run([*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    parts = Parts(run.stdout)
+    assert len(parts.of("script")) == 2
+    assert not parts.of("img")
+    assert HOSTILE[3] in parts.text  # the name, as text
+    assert "step 3 of 3" in parts.text
+    assert len(parts.of("canvas")) == 1
+    notes = [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
+    assert notes[1] == f"position 3: “{HOSTILE[4]}”, step 1, confidence 0.500"
