@@ -11,6 +11,7 @@ import importlib.metadata
 
 # Models
 from dllm_jax.checkpoint import load, save_hf
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model, forward, hidden_states
 from dllm_jax.nn.spec import ModelSpec
@@ -54,6 +55,7 @@ __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
     "Capture",
+    "Intervention",
     "Layout",
     "MeshRules",
     "Model",

@@ -135,7 +135,8 @@ def test_layers_that_are_not_chosen_take_no_memory():
 
     def temporary(layers: int) -> int:
         chosen = activations.Chosen(np.arange(layers), np.zeros(0, np.int32))
-        program = activations._captured.lower(model, tokens, None, chosen, None, ("attention",))
+        taken = jnp.zeros((2, 1), jnp.int32)
+        program = activations._captured.lower(model, tokens, None, chosen, None, (), taken, ("attention",))
         memory = program.compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,9 +11,19 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.analysis.passes import Chosen, Seen, by_canvas, chosen_layers, filled, in_one_batch, keep
+from dllm_jax.analysis.passes import (
+    Changed,
+    Chosen,
+    Seen,
+    by_canvas,
+    chosen_layers,
+    filled,
+    in_one_batch,
+    keep,
+)
 from dllm_jax.analysis.source import Source, canvases
 from dllm_jax.nn.attention import weights
+from dllm_jax.nn.intervention import Intervention, checked, for_sequences
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, indices, within
 from dllm_jax.nn.spec import ModelSpec
@@ -99,6 +109,7 @@ def capture(
     steps: Indices | None = None,
     positions: Indices | None = None,
     prompt_mask: ArrayLike | None = None,
+    interventions: Sequence[Intervention] = (),
     chunk: int = 8,
 ) -> Capture:
     """What the network computes of the canvas at each denoising step, in full passes.
@@ -119,6 +130,8 @@ def capture(
         Int[j], or Int[b j], each sequence its own. None: all.
       prompt_mask: Bool[b p] as given to `generate`: False at the left padding of the first p positions. A
         trace does not say what is padding.
+      interventions: other values at named places, as in `generate`: what is captured is what they leave. The
+        steps are those that a sequence took part in, as it counts them; of token arrays, the index t.
       chunk: canvases computed at once; memory grows with b * chunk.
 
     Returns:
@@ -134,11 +147,13 @@ def capture(
     batch, length = found.tokens.shape[1:]
     chosen = _chosen(what, layers, model.spec)
     at = _positions(positions, batch, length)
+    fitting = checked(interventions, model.spec, batch, length, int(found.taken.max()) + 1)
 
-    parts = []
-    for start in range(0, len(found.steps), chunk):
-        tokens, count = filled(found.tokens[start : start + chunk], min(chunk, len(found.steps)))
-        of_chunk = _captured(model, tokens, found.valid, chosen, at, what)
+    parts, width = [], min(chunk, len(found.steps))
+    for start in range(0, len(found.steps), width):
+        tokens, count = filled(found.tokens[start : start + width], width)
+        taken, _ = filled(found.taken[start : start + width], width)
+        of_chunk = _captured(model, tokens, found.valid, chosen, at, fitting, taken, what)
         parts.append({name: host.everywhere(array)[:count] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
@@ -191,18 +206,22 @@ def _captured(
     valid: Bool[Array, "b l"] | None,
     chosen: Chosen,
     at: Int[Array, "b j"] | None,
+    interventions: tuple[Intervention, ...],
+    taken: Int[Array, "c b"],
     what: tuple[What, ...],
 ) -> dict[str, Float[Array, "c n b ..."]]:
     """What is captured of a chunk of canvases, by name."""
+    count, batch = tokens.shape[:2]
     flat, valid, at = in_one_batch(tokens, valid, at)
+    changed = Changed(for_sequences(interventions, batch, count), jnp.swapaxes(taken, 0, 1).reshape(-1))
 
     def of_layer(seen: Seen) -> dict[str, Array]:
         part = lambda name: _attention(seen, at) if name == "attention" else _taken(getattr(seen, name), at)
         return {name: part(name) for name in what if name != "residual"}
 
-    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at))
+    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at), changed)
     arrays = kept.layers | ({"residual": kept.stream} if "residual" in what else {})
-    return {name: by_canvas(array, len(tokens)) for name, array in arrays.items()}
+    return {name: by_canvas(array, count) for name, array in arrays.items()}
 
 
 def _attention(seen: Seen, at: Int[Array, "b j"] | None) -> Float[Array, "b h j l"]:

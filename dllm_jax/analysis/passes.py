@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.attention import Mask, attention
+from dllm_jax.nn.intervention import Intervention, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass
@@ -51,6 +52,18 @@ class Kept(NamedTuple):
     stream: PyTree
 
 
+class Changed(NamedTuple):
+    """Interventions in a pass.
+
+    Attributes:
+      interventions: for all sequences of the pass.
+      step: denoising steps that each of them has taken part in before.
+    """
+
+    interventions: tuple[Intervention, ...]
+    step: Int[Array, "b"]
+
+
 class Chosen(NamedTuple):
     """Where a pass looks; numbers, so that other layers do not compile anew.
 
@@ -73,7 +86,7 @@ def chosen_layers(layers: Indices | None, count: int) -> Int[np.ndarray, "n"]:
     return found
 
 
-def filled(tokens: Int[np.ndarray, "t b l"], count: int) -> tuple[Int[np.ndarray, "c b l"], int]:
+def filled(tokens: Int[np.ndarray, "t ..."], count: int) -> tuple[Int[np.ndarray, "c ..."], int]:
     """A chunk of `count` canvases, the last one again for those that are missing, and how many are real."""
     missing = count - len(tokens)
     return np.concatenate([tokens, np.repeat(tokens[-1:], missing, axis=0)]), len(tokens)
@@ -103,6 +116,7 @@ def keep(
     chosen: Chosen,
     of_layer: Callable[[Seen], PyTree],
     of_stream: Callable[[Float[Array, "b l m"]], PyTree],
+    changed: Changed | None = None,
 ) -> Kept:
     """Runs the exact decoder's pass and keeps parts of it. Nothing is computed for layers not chosen.
 
@@ -113,17 +127,27 @@ def keep(
       chosen: layers and places of the stream; none of either keeps nothing of it.
       of_layer: what is kept of a chosen layer: any pytree of arrays.
       of_stream: what is kept of the residual stream.
+      changed: interventions.
     """
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
     run = lambda *arrays: _keep(*arrays, of_layer=of_layer, of_stream=of_stream)
-    return over_mesh(run, model, tokens, valid, chosen, out=PartitionSpec(None, split or None))
+    return over_mesh(run, model, tokens, valid, chosen, changed, out=PartitionSpec(None, split or None))
 
 
-def _keep(model: Model, tokens, valid, chosen: Chosen, of_layer: Callable, of_stream: Callable) -> Kept:
-    tokens = constrain(tokens.astype(jnp.int32), model.rules, "bl")
-    spec, x = model.spec, embed(model.params, tokens)
+def _keep(
+    model: Model,
+    tokens,
+    valid,
+    chosen: Chosen,
+    changed: Changed | None,
+    of_layer: Callable,
+    of_stream: Callable,
+) -> Kept:
+    tokens, spec = constrain(tokens.astype(jnp.int32), model.rules, "bl"), model.spec
     position, mask, rope = full_pass(spec, tokens, valid)
+    changed = changed or Changed((), jnp.zeros(len(tokens), jnp.int32))
+    x = embedded(changed.interventions, embed(model.params, tokens), position, changed.step)
 
     # Stores have an entry for each chosen layer only; the shapes of what is kept are found by a dry run.
     seen = jax.eval_shape(lambda x: _shapes(model, x, mask), x)
@@ -134,6 +158,7 @@ def _keep(model: Model, tokens, valid, chosen: Chosen, of_layer: Callable, of_st
 
     def run(layer: Layer, carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
         x, kept = carry
+        layer = intervened(layer, changed.interventions, position, changed.step)
         stream = _put(kept.stream, chosen.stream, layer.index, lambda: of_stream(x))
         x, seen = _pass(layer, x, position, mask)
         return x, Kept(_put(kept.layers, chosen.layers, layer.index, lambda: of_layer(seen)), stream)
@@ -152,7 +177,7 @@ def _pass(
     branch = layer.out(o)
     after = x + branch
     mlp = layer.mlp(after)
-    return after + mlp, Seen(x, q, k, v, branch, mlp, mask)
+    return layer.residual(after + mlp), Seen(x, q, k, v, branch, mlp, mask)
 
 
 def _shapes(model: Model, x: Float[Array, "b l m"], mask: Mask | None) -> Seen:

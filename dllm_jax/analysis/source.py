@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.decoding.generate import Output
+from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stats import Trace
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, indices, within

@@ -1,5 +1,7 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
@@ -13,12 +15,14 @@ from dllm_jax.decoding.request import (
     Keys,
     Request,
     check_kinds,
+    intervening,
     noise_for,
     over_devices,
     plan_for,
     prepare,
 )
 from dllm_jax.decoding.stats import NonFinite, report
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -46,6 +50,7 @@ def generate(
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
+    interventions: Sequence[Intervention] = (),
     progress: bool = False,
 ) -> Output:
     """Decodes `length` tokens after each prompt by iterative denoising.
@@ -80,6 +85,8 @@ def generate(
       nonfinite: what to do about sequences whose logits held NaN or infinity. They end at that step
         (`Stats.finite`), their batch mates go on. "warn" and "raise" look at the statistics, so the call
         returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
+      interventions: other values at named places of the network (`Intervention`), in the order in which they
+        act. Data of the program: other values, layers, positions or steps compile nothing anew.
       progress: draw a bar on standard error while it runs; the loop then runs in pieces, as `stream` runs it,
         with the same results.
 
@@ -106,6 +113,7 @@ def generate(
         widths=widths,
         buckets=buckets,
         nonfinite=nonfinite,
+        interventions=interventions,
     )
     return _run(
         model, request, current_mesh((model.params, prompt)), check_argument("progress", progress, bool)
@@ -126,6 +134,7 @@ def infill(
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     nonfinite: NonFinite = "warn",
+    interventions: Sequence[Intervention] = (),
     progress: bool = False,
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
@@ -147,6 +156,7 @@ def infill(
       trace: as in `generate`.
       widths: as in `generate`.
       nonfinite: as in `generate`.
+      interventions: as in `generate`.
       progress: as in `generate`.
 
     Raises:
@@ -168,6 +178,7 @@ def infill(
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     layout = Layout.of(0, length, block, steps, padded=mask is not None)
     plan = plan_for(model, layout, policy, sampler, False, trace, widths)
+    plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0])
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
     request = Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite)
     return _run(model, request, mesh, progress)

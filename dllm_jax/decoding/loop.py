@@ -9,6 +9,7 @@ device. Consecutive steps of one variant run in an inner `while_loop`, not in a 
 copies a cache that is carried through several branches, but not one that is carried through nested loops.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,6 +23,7 @@ from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.step import Plan, State, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers.noise import Noise
@@ -94,6 +96,8 @@ def run(
       state: before the first of these steps.
       wanted: whether another step is wanted; None wants all of them.
     """
+    interventions = for_sequences(plan.interventions, len(state.canvas.tokens), plan.streams)
+    plan = dataclasses.replace(plan, interventions=interventions)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
     rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))

@@ -1,6 +1,8 @@
 """Requests: input is checked and padded to its bucket, and the canvas and the plan are made."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +13,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.closures import constants
 from dllm_jax.decoding.shadow import check_policy
 from dllm_jax.decoding.stats import NonFinite
 from dllm_jax.decoding.step import Plan
 from dllm_jax.decoding.widths import step_widths
+from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
@@ -76,6 +80,7 @@ def prepare(
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
+    interventions: Sequence[Intervention] = (),
 ) -> Request:
     """Everything that `generate` does before the engine runs; arguments and errors are its."""
     check_kinds(model, policy, sampler, nonfinite, stop_at_eos=stop_at_eos, trace=trace)
@@ -96,6 +101,7 @@ def prepare(
     layout = Layout.of(p, length, block, steps, padded=mask is not None)
     tokens, valid = masked_response(prompt, mask, length, model.spec)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
+    plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0], p - unpadded)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
     return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded, nonfinite)
 
@@ -168,7 +174,27 @@ def plan_for(
     """
     sampler.check_model(model.spec)
     check_policy(sampler, policy)
-    return Plan(policy, sampler, step_widths(policy, model.spec, layout, widths), stop_at_eos, trace)
+    fixed = constants(policy, "policy") + constants(sampler, "sampler")
+    widths = step_widths(policy, model.spec, layout, widths)
+    return Plan(policy, sampler, widths, stop_at_eos, trace, constants=fixed)
+
+
+def intervening(
+    plan: Plan, interventions: Any, spec: ModelSpec, layout: Layout, batch: int, extra: int = 0
+) -> Plan:
+    """The plan with interventions, which count positions without the `extra` ones of a bucket.
+
+    Raises:
+      ValueError: they do not fit, or the sampler runs a shadow block, which they do not reach.
+    """
+    limit = plan.step_limit(layout)
+    fitting = checked(interventions, spec, batch, layout.length - extra, limit)
+    if fitting and plan.sampler.verifies:
+        raise ValueError(
+            f"interventions go with samplers that decode what the network computes once: "
+            f"{type(plan.sampler).__name__} verifies tokens by a shadow block, where they would not act"
+        )
+    return dataclasses.replace(plan, interventions=moved(fitting, extra))
 
 
 def check_kinds(model: Any, policy: Any, sampler: Any, nonfinite: Any, **flags: Any):

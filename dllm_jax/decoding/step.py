@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.closures import Constants
 from dllm_jax.decoding.shadow import Shadow, network_with_shadow, to_verify
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
+from dllm_jax.nn.intervention import IntervenedLayer, Intervention, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
@@ -41,6 +43,8 @@ class Plan:
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
       confidence: record the confidences with which positions are decoded.
+      interventions: other values at named places of the network; data, as the numbers are.
+      constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
     """
 
     policy: Policy
@@ -49,6 +53,8 @@ class Plan:
     stop_at_eos: bool = dataclasses.field(metadata={"static": True})
     trace: bool = dataclasses.field(metadata={"static": True})
     confidence: bool = dataclasses.field(default=False, metadata={"static": True})
+    interventions: tuple[Intervention, ...] = ()
+    constants: Constants = dataclasses.field(default=(), metadata={"static": True})
 
     def step_limit(self, layout: Layout) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
@@ -142,7 +148,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     if sampler.verifies:
         hidden, cache, shadow = network_with_shadow(model, rope, policy, tokens, streams, rows, cache)
     else:
-        hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache)
+        hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache, plan.interventions)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
@@ -188,6 +194,7 @@ def network(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
+    interventions: tuple[Intervention, ...] = (),
 ) -> tuple[Float[Array, "b q m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -199,18 +206,25 @@ def network(
       canvas: state before the step.
       rows: which positions are computed.
       cache: the policy's, after `Policy.before_layers`.
+      interventions: for the sequences of all streams.
 
     Returns:
       the residual stream at the rows after the last layer, and the changed cache.
+
+    Raises:
+      ValueError: `layer` never passes a place that an intervention changes.
     """
 
     def run(weights: Layer, carry):
         x, cache = carry
+        weights = intervened(weights, interventions, rows.index, canvas.step)
         x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.rules), rows, canvas)
+        if isinstance(weights, IntervenedLayer):
+            weights.check_reached(getattr(layer, "__qualname__", "the layer"))
         return x, view.into(cache, weights.index)
 
-    carry = embed(model.params, rows.take(tokens)), cache
-    return walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
+    x = embedded(interventions, embed(model.params, rows.take(tokens)), rows.index, canvas.step)
+    return walk(model.params, model.spec, rope, run, (x, cache), model.kernels, where_used=True)
 
 
 def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

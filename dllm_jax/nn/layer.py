@@ -126,7 +126,23 @@ class Layer:
     def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The layer's output, from its input and its attention's: both branches added to the stream."""
         x = x + self.out(o)
-        return x + self.mlp(x)
+        return self.residual(x + self.mlp(x))
+
+    def residual(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        """The residual stream that leaves the layer, as the next one reads it.
+
+        A policy that adds the branches itself, without `finish`, passes the sum through here, where
+        interventions (`dllm_jax.nn.intervention`) change it. Without any it is what it was.
+        """
+        return x
+
+    def at(self, position: Int[Array, "b q"]) -> "Layer":
+        """The same layer for inputs at these positions, which `value`, `out`, `mlp`, `residual` do not say.
+
+        Only interventions ask for them. A layer comes to `Policy.layer` bound to its rows; a policy that runs
+        it over other positions says so by `layer.at(index)`.
+        """
+        return self
 
     def in_trip(self, trip: Int[Array, ""]) -> "Layer":
         """The same layer in the body of a loop of at most one trip, which then reads the weights itself.

@@ -1,7 +1,7 @@
 """A model as a value: parameters and their description, usable in jit, grad and vmap."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.int8 import Weights, held_as
+from dllm_jax.nn.intervention import Intervention, checked, embedded, intervened
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
@@ -102,22 +103,29 @@ def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:
     return PartitionSpec() if mesh is None else model.rules.spec(mesh, axes, lengths)
 
 
-def forward(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "b l v"]:
+def forward(
+    model: Model,
+    tokens: Tokens,
+    valid: Valid | None = None,
+    interventions: Sequence[Intervention] = (),
+) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
     Args:
       model: the model.
       tokens: ids, mask_id where undecided.
       valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
+      interventions: other values at named places, in the order in which they act; without `steps`.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
 
     Raises:
-      ValueError: no model, or no such arrays, or ids outside of the vocabulary.
+      ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not
+        fit.
     """
     _check_inputs(model, tokens, valid)
-    return _forward(model, tokens, valid)
+    return _forward(model, tokens, valid, checked(interventions, model.spec, *tokens.shape, steps=None))
 
 
 def _check_inputs(model: Any, tokens: Any, valid: Any):
@@ -140,40 +148,59 @@ def _check_inputs(model: Any, tokens: Any, valid: Any):
 
 @jax.jit
 def _forward(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    interventions: tuple[Intervention, ...],
 ) -> Float[Array, "b l v"]:
-    logits = lambda model, *inputs: unembed(model.params, model.spec, encode(model, *inputs))
+    def logits(model: Model, tokens, valid, interventions) -> Float[Array, "b l v"]:
+        hidden = encode(model, tokens, valid, interventions=interventions)
+        return unembed(model.params, model.spec, hidden)
+
     tokens = tokens.astype(jnp.int32)
-    return over_mesh(logits, model, tokens, valid, out=_by_sequence(model, tokens, "blv"))
+    return over_mesh(logits, model, tokens, valid, interventions, out=_by_sequence(model, tokens, "blv"))
 
 
-def hidden_states(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "n_plus_1 b l m"]:
+def hidden_states(
+    model: Model,
+    tokens: Tokens,
+    valid: Valid | None = None,
+    interventions: Sequence[Intervention] = (),
+) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
     Arguments and errors are those of `forward`.
     """
     _check_inputs(model, tokens, valid)
-    return _hidden_states(model, tokens, valid)
+    return _hidden_states(model, tokens, valid, checked(interventions, model.spec, *tokens.shape, steps=None))
 
 
 @jax.jit
 def _hidden_states(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    interventions: tuple[Intervention, ...],
 ) -> Float[Array, "n_plus_1 b l m"]:
     tokens = tokens.astype(jnp.int32)
-    return over_mesh(_stream, model, tokens, valid, out=_by_sequence(model, tokens, "nbl"))
+    return over_mesh(_stream, model, tokens, valid, interventions, out=_by_sequence(model, tokens, "nbl"))
 
 
 def _stream(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    interventions: tuple[Intervention, ...],
 ) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
-    spec, x = model.spec, embed(model.params, tokens)
+    position, mask, rope = full_pass(model.spec, tokens, valid)
+    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens)
+    spec, x = model.spec, embedded(interventions, x, position, step)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
-    position, mask, rope = full_pass(spec, tokens, valid)
 
     def run(layer: Layer, stream):
+        layer = intervened(layer, interventions, position, step)
         x = exact_layer(layer, stream[layer.index], position, mask)
         return jax.lax.dynamic_update_index_in_dim(stream, x, layer.index + 1, 0)
 
@@ -191,22 +218,26 @@ def encode(
     remat: bool = False,
     layer_pass: LayerPass | None = None,
     within: Mask | None = None,
+    interventions: tuple[Intervention, ...] = (),
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
     `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does.
+    Interventions are those of a single pass, see `dllm_jax.nn.intervention`.
     """
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid)
     if within is not None:
         mask = within if mask is None else mask & within
+    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens)
 
     def run(layer: Layer, x):
+        layer = intervened(layer, interventions, position, step)
         one = layer_pass or exact_layer
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
-    return walk(model.params, model.spec, rope, run, embed(model.params, tokens))
+    return walk(model.params, model.spec, rope, run, embedded(interventions, x, position, step))
 
 
 def exact_layer(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from dllm_jax.options import shown
 
-Indices = int | Sequence[int] | range | Int[np.ndarray, "..."] | Int[Array, "..."]
+Indices = int | Sequence[int] | Sequence[Sequence[int]] | range | Int[np.ndarray, "..."] | Int[Array, "..."]
 
 
 def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | Int[Array, "..."]:

@@ -97,7 +97,7 @@ class DLLMCache(Policy):
 
         # Stale positions go through attention and MLP, in the narrowest width that holds them.
         def refresh(trip, index, some, carry):
-            here, (cache, attended, mlp) = layer.in_trip(trip), carry
+            here, (cache, attended, mlp) = layer.in_trip(trip).at(some.index), carry
             o, cache = self.attend(here, gather(x, index), value, cache, rows, some, canvas)
             attention_branch = here.out(o)
             mlp_branch = here.mlp(gather(x, index) + attention_branch)
@@ -112,7 +112,7 @@ class DLLMCache(Policy):
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
         cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
-        return x + attended + mlp, cache
+        return layer.residual(x + attended + mlp), cache
 
     def attend(
         self,

@@ -98,6 +98,7 @@ def _compute(
     layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, keep: Rows, canvas: Canvas
 ) -> LayerResult:
     """The exact layer at the rows; only the K/V of `keep`, a subset in the same places, are stored."""
+    layer = layer.at(rows.index)
     q, k = layer.qk(x, rows.index)
     cache = cache.write(keep, k=k, v=layer.value(x))
     now = cache.read()

@@ -1,0 +1,363 @@
+"""Interventions: other values at a named place of the network, as data of a program that stays the same.
+
+    dj.generate(model, prompt, interventions=(dj.Intervention.steer("residual", direction, layers=7),))
+
+An intervention changes what is computed, where and when it is computed, whatever cache policy decides that. A
+policy that reuses something computed earlier reuses it as it was then.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+from typing_extensions import override
+
+from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.places import Indices, distinct, indices, within
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument, shown
+from dllm_jax.traced import Number
+
+Place = Literal["residual", "attention_output", "mlp_output", "k", "v"]
+Held = Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Intervention:
+    """Replaces x by `gain * x + value` at some layers, positions and denoising steps of one place.
+
+    Made by `patch`, `steer` and `mask`. A pytree: everything but the place and shapes is data, so that
+    other values, layers, positions and steps run the same program, and can be mapped over and differentiated.
+
+    Places: "residual", the stream that enters a layer, n being behind the last one; "attention_output" and
+    "mlp_output", what a branch adds to it; "k" (rotated) and "v", each kv head's.
+
+    Attributes:
+      gain: factor of what was computed.
+      value: what is added, [i b j ..]: by layer, sequence, position, then the model's width, or kv heads and
+        their width; 1 along an axis serves all of it. float32.
+      layers: which layers, from 0, distinct; None: all.
+      positions: which positions of the canvas, from 0, padding counted, distinct; [1 j] or [b j]. None: all.
+      steps: which denoising steps, as each sequence counts its own from 0 (`Canvas.step`); None: all.
+      place: what is changed, static.
+    """
+
+    gain: Float[Held, ""]
+    value: Float[Held, "i b j *shape"]
+    layers: Int[Held, "n"] | None
+    positions: Int[Held, "p q"] | None
+    steps: Int[Held, "s"] | None
+    place: Place = dataclasses.field(metadata={"static": True})
+
+    @staticmethod
+    def patch(
+        place: Place,
+        value: Any,
+        *,
+        layers: Indices | None = None,
+        positions: Indices | None = None,
+        steps: Indices | None = None,
+    ) -> "Intervention":
+        """Puts a value in the place of what was computed.
+
+        Args:
+          place: see `Intervention`.
+          value: [i b j ..], or fewer axes on the left: [j ..], or [..] for all layers and positions. What
+            `capture` returns of the same layers and positions at one step has these axes:
+            `seen.residual[0]`.
+          layers: see `Intervention`; one number, or several.
+          positions: likewise; Int[j], or Int[b j].
+          steps: likewise.
+
+        Raises:
+          ValueError: no such place, no such numbers; what does not fit the model is told where it is used.
+        """
+        return _made(place, 0.0, value, layers, positions, steps)
+
+    @staticmethod
+    def steer(
+        place: Place,
+        direction: Any,
+        scale: Number = 1.0,
+        *,
+        layers: Indices | None = None,
+        positions: Indices | None = None,
+        steps: Indices | None = None,
+    ) -> "Intervention":
+        """Adds `scale` times a direction to what was computed; arguments and errors as of `patch`."""
+        direction = _floats("direction", direction)
+        scale = scale if isinstance(scale, jax.Array) else check_argument("scale", scale, float)
+        return _made(place, 1.0, direction * scale, layers, positions, steps)
+
+    @staticmethod
+    def mask(
+        place: Place,
+        *,
+        layers: Indices | None = None,
+        positions: Indices | None = None,
+        steps: Indices | None = None,
+    ) -> "Intervention":
+        """Puts zeros in the place of what was computed (zero ablation); arguments, errors as of `patch`."""
+        return _made(place, 0.0, np.zeros((), np.float32), layers, positions, steps)
+
+    def __call__(
+        self,
+        x: Float[Array, "b q *shape"],
+        layer: LayerIndex,
+        position: Int[Array, "b q"],
+        step: Int[Array, "b"],
+    ) -> Float[Array, "b q *shape"]:
+        """What stands at the place after the intervention.
+
+        Args:
+          x: what was computed.
+          layer: index of the layer; of the residual stream, that of the layer which it enters.
+          position: canvas position of each entry; l at padding, which is left alone if positions are chosen.
+          step: denoising steps that each sequence has taken part in before.
+        """
+        # The layer: its line of the value, and whether it is among the chosen ones.
+        line, hit = jnp.asarray(layer), jnp.ones(position.shape, bool)
+        if self.layers is not None:
+            line, hit = jnp.argmax(self.layers == layer), hit & jnp.any(self.layers == layer)
+        value = self.value[0] if len(self.value) == 1 else self.value[line]
+        if self.steps is not None:
+            hit &= jnp.any(self.steps == step[:, None], axis=1)[:, None]
+
+        # The positions: each entry's place among the chosen ones, if it is there.
+        place = position
+        if self.positions is not None:
+            match = position[:, :, None] == self.positions[:, None]
+            place, hit = jnp.argmax(match, axis=2), hit & jnp.any(match, axis=2)
+        if value.shape[1] > 1:
+            value = jnp.broadcast_to(value, (len(x), *value.shape[1:]))
+            place = jnp.minimum(place, value.shape[1] - 1).reshape(*place.shape, *[1] * (value.ndim - 2))
+            value = jnp.take_along_axis(value, place, axis=1)
+        changed = (x.astype(jnp.float32) * self.gain + value).astype(x.dtype)
+        return jnp.where(hit.reshape(*hit.shape, *[1] * (x.ndim - 2)), changed, x)
+
+    def check(self, spec: ModelSpec, batch: int, length: int, steps: int | None):
+        """Refuses an intervention that does not fit; of traced numbers only shapes are looked at.
+
+        Args:
+          spec: of the model.
+          batch: sequences.
+          length: canvas positions.
+          steps: upper bound of denoising steps; None for a single pass, which has none.
+
+        Raises:
+          ValueError: what does not fit, by name, and what would.
+        """
+        end = spec.layers + (self.place == "residual")
+        if self.layers is not None:
+            distinct("layers", self.layers)
+            within("layers", self.layers, end, f"{self.place} is at layers")
+        if self.positions is not None:
+            distinct("positions", self.positions)
+            within("positions", self.positions, length, "the canvas has positions")
+            if len(self.positions) not in (1, batch):
+                shape = self.positions.shape
+                raise ValueError(f"positions have shape {shape}; expected (j,) or ({batch}, j)")
+        if self.steps is not None and steps is None:
+            raise ValueError(
+                f"steps={shown(self.steps)}: a single pass has no denoising steps; leave them out"
+            )
+        if self.steps is not None and steps is not None:
+            within("steps", self.steps, steps, "there are at most steps")
+        chosen = end if self.layers is None else len(self.layers)
+        across = length if self.positions is None else self.positions.shape[1]
+        full = chosen, batch, across, *_shape_of(self.place, spec)
+        fits = self.value.ndim == len(full) and all(
+            found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"the value at {self.place} has shape {self.value.shape}; expected {full} (layers, "
+                "sequences, positions, ..), or 1 along any axis"
+            )
+
+
+def _made(place: Any, gain: float, value: Any, layers: Any, positions: Any, steps: Any) -> Intervention:
+    """An intervention whose arrays have the axes that programs expect."""
+    place, value = check_argument("place", place, Place), _floats("value", value)
+    axes = 5 if place in ("k", "v") else 4
+    if value.ndim > axes:
+        raise ValueError(f"value has shape {value.shape}; expected at most {axes} axes at {place}")
+    value = value.reshape(*[1] * (axes - value.ndim), *value.shape)
+    of = lambda name, given, ndim=1: None if given is None else indices(name, given, ndim)
+    where = of("positions", positions, 2)
+    where = where[None] if where is not None and where.ndim == 1 else where
+    return Intervention(
+        np.asarray(gain, np.float32), value, of("layers", layers), where, of("steps", steps), place
+    )
+
+
+def _floats(name: str, value: Any) -> Float[Held, "..."]:
+    """What was given as float32, on the host unless it is traced; raises ValueError if it is no number."""
+    try:
+        array = value if isinstance(value, Tracer) else np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={shown(value)} must be numbers") from error
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise ValueError(f"{name}={shown(value)} must be numbers")
+    return array.astype(jnp.float32)
+
+
+def _shape_of(place: Place, spec: ModelSpec) -> tuple[int, ...]:
+    """The shape of what stands at one position."""
+    return (spec.kv_heads, spec.head) if place in ("k", "v") else (spec.width,)
+
+
+def checked(
+    interventions: Any, spec: ModelSpec, batch: int, length: int, steps: int | None
+) -> tuple[Intervention, ...]:
+    """What a user passed as interventions; raises ValueError if it is something else, or does not fit."""
+    several = isinstance(interventions, list | tuple)
+    given = interventions if several else (interventions,)
+    for one in given:
+        check_argument("interventions", one, Intervention, ", such as dj.Intervention.mask('v', layers=0)")
+        one.check(spec, batch, length, steps)
+    return tuple(given)
+
+
+def moved(interventions: tuple[Intervention, ...], extra: int) -> tuple[Intervention, ...]:
+    """The same on a canvas that has `extra` positions of padding more on the left."""
+    if not extra:
+        return interventions
+
+    def one(intervention: Intervention) -> Intervention:
+        positions, value = intervention.positions, intervention.value
+        if positions is not None:
+            return dataclasses.replace(intervention, positions=positions + np.int32(extra))
+        if value.shape[2] == 1:
+            return intervention
+        pad = jnp.pad if isinstance(value, jax.Array) else np.pad
+        widths = [(extra if axis == 2 else 0, 0) for axis in range(value.ndim)]
+        return dataclasses.replace(intervention, value=pad(value, widths))
+
+    return tuple(map(one, interventions))
+
+
+def for_sequences(
+    interventions: tuple[Intervention, ...], batch: int, copies: int = 1
+) -> tuple[Intervention, ...]:
+    """The same for more sequences: those added behind the others, and several copies of each, side by side.
+
+    Args:
+      interventions: in a traced program.
+      batch: sequences, those included that a mesh needed.
+      copies: of each sequence.
+    """
+
+    def more(array: Held, axis: int) -> Held:
+        if array.shape[axis] == 1:
+            return array
+        widths = [(0, batch - size if i == axis else 0) for i, size in enumerate(array.shape)]
+        return jnp.repeat(jnp.pad(array, widths), copies, axis=axis)
+
+    one = lambda i: dataclasses.replace(
+        i, value=more(i.value, 1), positions=None if i.positions is None else more(i.positions, 0)
+    )
+    return tuple(map(one, interventions))
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervenedLayer(Layer):
+    """A layer with interventions at its seams.
+
+    Attributes:
+      interventions: in the order in which they act.
+      position: of the inputs that it is given, see `Layer.at`.
+      step: denoising steps that each sequence has taken part in before.
+      reached: places that were passed while the layer was traced.
+    """
+
+    interventions: tuple[Intervention, ...] = ()
+    position: Int[Array, "b q"] | None = None
+    step: Int[Array, "b"] | None = None
+    reached: set[str] = dataclasses.field(default_factory=set)
+
+    @override
+    def at(self, position: Int[Array, "b q"]) -> Layer:
+        return dataclasses.replace(self, position=position)
+
+    @override
+    def qk(
+        self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
+    ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
+        q, k = super().qk(x, position)
+        return q, self._changed("k", k, position)
+
+    @override
+    def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
+        return self._changed("v", super().value(x))
+
+    @override
+    def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
+        return self._changed("attention_output", super().out(o))
+
+    @override
+    def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        return self._changed("mlp_output", super().mlp(x))
+
+    @override
+    def residual(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        return self._changed("residual", x, ahead=1)
+
+    def check_reached(self, by: str):
+        """Refuses a layer function that went round a place with an intervention.
+
+        Raises:
+          ValueError: which place, and what passes it.
+        """
+        through = {"k": "qk", "v": "value", "attention_output": "out", "mlp_output": "mlp"}
+        for intervention in self.interventions:
+            if intervention.place not in self.reached:
+                raise ValueError(
+                    f"{by} never calls layer.{through.get(intervention.place, intervention.place)}: an "
+                    f"intervention at {intervention.place} would do nothing (docs/seeing-inside.md)"
+                )
+
+    def _changed(self, place: Place, x: Array, position: Array | None = None, ahead: int = 0) -> Array:
+        """What stands at a place after all interventions there."""
+        position = self.position if position is None else position
+        assert position is not None, "bound by `intervened`"
+        assert self.step is not None, "bound by `intervened`"
+        self.reached.add(place)
+        if position.shape != x.shape[:2]:
+            raise ValueError(
+                f"the layer was told of positions {position.shape} and computes {x.shape[:2]} at {place}: a "
+                "policy that runs it over others than its rows says so by layer.at(index)"
+            )
+        return _all(self.interventions, place, x, self.index + ahead, position, self.step)
+
+
+def intervened(
+    layer: Layer, interventions: tuple[Intervention, ...], position: Int[Array, "b q"], step: Int[Array, "b"]
+) -> Layer:
+    """The layer with interventions at its seams; without any, the layer itself."""
+    if not interventions:
+        return layer
+    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(Layer)}
+    return IntervenedLayer(**fields, interventions=interventions, position=position, step=step)
+
+
+def embedded(
+    interventions: tuple[Intervention, ...],
+    x: Float[Array, "b q m"],
+    position: Int[Array, "b q"],
+    step: Int[Array, "b"],
+) -> Float[Array, "b q m"]:
+    """The residual stream that enters the first layer, from the embeddings."""
+    return _all(interventions, "residual", x, 0, position, step)
+
+
+def _all(interventions, place: Place, x: Array, layer: LayerIndex, position: Array, step: Array) -> Array:
+    for intervention in interventions:
+        if intervention.place == place:
+            x = intervention(x, layer, position, step)
+    return x

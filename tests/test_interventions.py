@@ -1,0 +1,357 @@
+"""Interventions: other values at named places, under every policy, as data of unchanged programs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding.loop import denoise
+from tests.models import FAMILIES, random_tokens, separate, tiny
+from tests.policy_cases import EVERY, KEY, suited
+from tests.programs import compilations
+from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
+from tests.traces import assert_same_run, of_sequence
+
+Intervention = dj.Intervention
+PLACES = ("residual", "attention_output", "mlp_output", "k", "v")
+
+
+def of_shape(spec, place):
+    return (spec.kv_heads, spec.head) if place in ("k", "v") else (spec.width,)
+
+
+def drawn(spec, place, *lead):
+    return np.random.default_rng(1).standard_normal((*lead, *of_shape(spec, place))).astype(np.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", PLACES)
+def test_forward_with_a_patch_is_the_network_with_that_value(place, family):
+    """By hand, of a layer's own functions: the patched value is there, everything before it is as it was."""
+    model = tiny(family)
+    tokens = random_tokens(model.spec, 2, 7)
+    value = drawn(model.spec, place, 1, 2, 2)
+    patch = Intervention.patch(place, value, layers=1, positions=[[2, 5], [0, 3]])
+    what = tuple(dj.analysis.activations.AXES)
+    plain, seen = (dj.capture(model, tokens, what, interventions=i) for i in ((), (patch,)))
+    at, sequence = np.array([[2, 5], [0, 3]]), np.arange(2)[:, None]
+    np.testing.assert_array_equal(getattr(seen, place)[0, 1][sequence, at], value[0])
+    elsewhere = np.ones((2, 7), bool)
+    elsewhere[sequence, at] = False
+    ours, usual = (getattr(of, place)[0] for of in (seen, plain))
+    np.testing.assert_allclose(ours[1][elsewhere], usual[1][elsewhere], atol=1e-6)
+    np.testing.assert_allclose(ours[0], usual[0], atol=1e-6)
+    assert not np.array_equal(seen.residual[0, 2], plain.residual[0, 2])
+    hidden = dj.hidden_states(model, tokens, None, (patch,))
+    np.testing.assert_allclose(seen.residual[0], hidden, atol=1e-5)
+    changed, usual = (dj.forward(model, tokens, interventions=i) for i in ((patch,), ()))
+    assert np.abs(changed - usual).max() > 1e-3
+    again = dj.forward(separate(model), tokens, interventions=(patch,))
+    np.testing.assert_allclose(again, changed, atol=1e-4)
+
+
+def test_patching_everything_of_another_prompt_gives_its_output():
+    model = tiny("dream")
+    one, other = random_tokens(model.spec, 2, 1, 6)
+    seen = dj.capture(model, other, ("residual",), layers=1)
+    patched = dj.forward(
+        model, one, interventions=[Intervention.patch("residual", seen.residual[0], layers=1)]
+    )
+    np.testing.assert_allclose(patched, dj.forward(model, other), atol=1e-5)
+    behind = Intervention.patch("residual", dj.hidden_states(model, other)[-1], layers=2)
+    np.testing.assert_allclose(dj.forward(model, one, interventions=(behind,)), patched, atol=1e-5)
+
+
+def test_steering_adds_and_masking_takes_away():
+    model = tiny("llada")
+    tokens, direction = random_tokens(model.spec, 1, 6), drawn(model.spec, "residual")
+    usual = np.asarray(dj.hidden_states(model, tokens))
+    steer = Intervention.steer("residual", direction, 0.5, layers=(0, 2), positions=3)
+    stream = np.asarray(dj.hidden_states(model, tokens, None, (steer,)))
+    np.testing.assert_allclose(stream[0, 0, 3], usual[0, 0, 3] + 0.5 * direction, rtol=1e-6)
+    twice = dj.hidden_states(model, tokens, None, (steer, steer))
+    np.testing.assert_allclose(twice[0, 0, 3], usual[0, 0, 3] + direction, rtol=1e-6)
+    masked = Intervention.mask("attention_output", layers=0), Intervention.mask("mlp_output", layers=0)
+    stream = dj.hidden_states(model, tokens, None, masked)
+    np.testing.assert_array_equal(stream[1], stream[0])
+
+
+STEPS, LAYOUT = (1, 2, 3), dict(length=8, block=4)
+
+
+@pytest.mark.rotate(every=4)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_without_effect_nothing_changes_and_with_effect_a_sequence_is_as_alone(policy, family):
+    """One program: values, layers, positions and steps are data."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 4), seed=1)
+    sampler = suited(policy, SEVERAL_AT_ONCE)
+    keys = jax.random.split(KEY, 2)
+    options = dict(policy=policy, sampler=sampler, trace=True, **LAYOUT)
+    run = lambda some: dj.generate(model, prompt, prompt_mask=mask, key=keys, interventions=some, **options)
+
+    def everywhere(scale: float, moved: int = 0, sequence: slice = slice(None), left: int = 0):
+        """Changes every place at two positions of each sequence."""
+        at = np.array([[6, 11], [6 + moved, 13]])[sequence] - left
+        where = dict(layers=1, positions=at, steps=STEPS)
+        added = [
+            Intervention.steer(place, 3 * drawn(model.spec, place, 2, 2)[sequence], scale, **where)
+            for place in PLACES
+            if place != "k"
+        ]
+        # Keys are rotated by their position on the canvas, which padding moves: only their length is changed.
+        longer = dataclasses.replace(Intervention.mask("k", **where), gain=np.asarray(1 + scale, np.float32))
+        return [*added, longer]
+
+    usual = dj.generate(model, prompt, prompt_mask=mask, key=keys, **options)
+    before = denoise._cache_size()
+    nothing = run(everywhere(0.0))
+    assert_same_run(nothing.trace, usual.trace, computed=True)
+    np.testing.assert_array_equal(nothing.trace.score, usual.trace.score)
+    with compilations() as compiled:
+        steered = run(everywhere(1.0, moved=1))
+    assert not compiled
+    assert denoise._cache_size() == before + 1
+    seen = lambda out: np.stack([out.trace.score[1:4], out.trace.proposed[1:4]])  # scores may be random
+    assert not np.array_equal(seen(steered), seen(usual))
+    alone = dj.generate(
+        model,
+        prompt[1:, 5:],
+        key=keys[1:],
+        interventions=everywhere(1.0, 1, slice(1, 2), left=5),
+        **options,
+    )
+    assert_same_run(of_sequence(steered.trace, 1, 12), alone.trace, computed=True)
+
+
+def test_every_policy_of_the_library_passes_every_place():
+    """At trace time: a policy that went round one would be refused."""
+    model = tiny("llada")
+    every = [Intervention.mask(place, layers=0, positions=0) for place in PLACES]
+    for policy in (*EVERY, policies.ElasticCache(window=4, gamma=2.0)):
+        sampler = suited(policy, samplers.Confidence())
+        layout = dict(length=8, block=4, policy=policy, sampler=sampler, key=KEY)
+        trace = lambda prompt, layout=layout: dj.generate(model, prompt, interventions=every, **layout).tokens
+        jax.eval_shape(trace, jnp.zeros((1, 9), jnp.int32))
+
+
+def test_programs_without_interventions_are_what_they_were():
+    """And with them, only what they add: the plain program holds no trace of them."""
+    model = tiny("llada")
+    text = lambda some: (
+        jax.jit(lambda p: dj.generate(model, p, length=4, interventions=some).tokens)
+        .lower(jnp.zeros((1, 3), jnp.int32))
+        .as_text()
+    )
+    assert text(()) == text([])
+    assert text(()) != text([Intervention.mask("v")])
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache()], ids=short
+)
+def test_what_is_recomputed_from_stores_is_changed_once(policy):
+    """Where every layer recomputes everything, steering in every step is as under the exact decoder."""
+    model = tiny("llada")
+    prompt, _ = prompts(model, (6,))
+    steer = Intervention.steer("residual", drawn(model.spec, "residual"), layers=(0, 1, 2))
+    limit = {policies.DLLMCache: policies.DLLMCache(prompt_every=1, response_every=1)}.get(
+        type(policy), policy
+    )
+    options = dict(length=4, trace=True, interventions=(steer,))
+    ours, exact = (dj.generate(model, prompt, policy=p, **options) for p in (limit, policies.Policy()))
+    np.testing.assert_allclose(ours.trace.score[0], exact.trace.score[0], rtol=1e-4)
+    if type(policy) is policies.DLLMCache:
+        assert_same_run(ours.trace, exact.trace)
+
+
+def test_steps_count_each_sequences_own():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (6,))
+    run = lambda *steps: (
+        dj.generate(
+            model,
+            prompt,
+            length=4,
+            trace=True,
+            interventions=[Intervention.mask("attention_output", steps=steps)] if steps else (),
+        ).trace
+    )
+    usual, second = run(), run(1)
+    np.testing.assert_array_equal(usual.score[0], second.score[0])
+    assert not np.array_equal(usual.score[1], second.score[1])
+
+
+def test_streams_buckets_infilling_and_vmap():
+    model = tiny("dream")
+    prompt, mask = prompts(model, (6, 4))
+    value = drawn(model.spec, "v", 2, 1)
+    at = [[4], [5]]
+    options = dict(prompt_mask=mask, length=4, sampler=samplers.Confidence(cfg_scale=0.5), trace=True)
+    patch = Intervention.patch("v", value, positions=at)
+    run = lambda **more: dj.generate(model, prompt, interventions=(patch,), **options, **more)
+    plain = run()
+    assert_same_run(run(buckets=dj.buckets.Ladder((8,))).trace, plain.trace)
+    sequence = dj.generate(
+        model,
+        prompt[1:, 2:],
+        interventions=(Intervention.patch("v", value[1:], positions=3),),
+        **(options | {"prompt_mask": None}),
+    )
+    assert_same_run(of_sequence(plain.trace, 1, 8), sequence.trace)
+    template = np.where(np.arange(6) % 3 == 1, model.spec.mask_id, prompt[:1])
+    one = lambda layer: (
+        dj.infill(
+            model,
+            template,
+            steps=2,
+            trace=True,
+            interventions=(
+                Intervention.patch("residual", drawn(model.spec, "residual"), layers=layer, positions=0),
+            ),
+        ).trace.score
+    )
+    swept = jax.vmap(one)(jnp.arange(3))
+    for layer in range(3):
+        np.testing.assert_allclose(swept[layer][:2], one(layer), rtol=1e-4)
+
+
+def test_gradients_reach_values():
+    model = tiny("llada")
+    tokens = jnp.asarray(random_tokens(model.spec, 1, 5))
+    loss = lambda d: dj.forward(model, tokens, interventions=[Intervention.steer("residual", d, layers=1)])[
+        0, 0, 0
+    ]
+    direction, step = jnp.zeros(model.spec.width), 1e-2
+    gradient = jax.grad(loss)(direction)
+    np.testing.assert_allclose(
+        (loss(step * gradient) - loss(-step * gradient)) / (2 * step), jnp.sum(gradient**2), rtol=2e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda i: i.mask("heads"), "place='heads' must be one of 'residual', 'attention_output', "),
+        (lambda i: i.mask("v", layers=2), r"layers hold 2; v is at layers in \[0, 1\]"),
+        (lambda i: i.mask("residual", layers=3), r"layers hold 3; residual is at layers in \[0, 2\]"),
+        (lambda i: i.mask("k", layers=-1), "layers=-1 must be whole numbers of at least 0"),
+        (lambda i: i.mask("k", layers=(1, 1)), r"layers=\[1, 1\] hold a number twice"),
+        (lambda i: i.mask("v", positions=10), r"positions hold 10; the canvas has positions in \[0, 9\]"),
+        (
+            lambda i: i.mask("v", positions=[[1]] * 3),
+            r"positions have shape \(3, 1\); expected \(j,\) or \(2, j\)",
+        ),
+        (lambda i: i.mask("v", positions=1.5), "positions=1.5 must be whole numbers"),
+        (lambda i: i.mask("v", steps=8), r"steps hold 8; there are at most steps in \[0, 7\]"),
+        (
+            lambda i: i.patch("v", np.ones(4)),
+            r"the value at v has shape \(1, 1, 1, 1, 4\); expected \(2, 2, 10, 4, 8\)",
+        ),
+        (
+            lambda i: i.patch("residual", np.ones((3, 32)), positions=(1, 2)),
+            r"has shape \(1, 1, 3, 32\); expected",
+        ),
+        (
+            lambda i: i.patch("residual", np.ones((1,) * 5)),
+            "value has shape .*expected at most 4 axes at residual",
+        ),
+        (lambda i: i.patch("residual", "x"), "value='x' must be numbers"),
+        (lambda i: i.steer("residual", np.ones(32), float("nan")), "scale=nan must be a finite number"),
+        (lambda i: "residual", "interventions='residual' must be an Intervention, such as"),
+    ],
+)
+@pytest.mark.usefixtures("unannotated")
+def test_bad_places_are_refused_by_name(make, message):
+    model = tiny("llada")
+    with pytest.raises(ValueError, match=message):
+        dj.generate(model, np.ones((2, 6), int), length=4, interventions=make(Intervention))
+
+
+def test_a_single_pass_has_no_steps():
+    model = tiny("llada")
+    with pytest.raises(ValueError, match="a single pass has no denoising steps"):
+        dj.forward(model, np.ones((1, 3), int), interventions=[Intervention.mask("v", steps=0)])
+
+
+@dataclasses.dataclass(frozen=True)
+class AddsByHand(policies.Policy):
+    """Builds the stream without `finish`, so that nothing can be changed there."""
+
+    def layer(self, layer, x, cache, rows, canvas):
+        q, k = layer.qk(x, rows.index)
+        x = x + layer.out(layer.attention(q, k, layer.value(x))[0])
+        return x + layer.mlp(x), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherPositions(policies.Policy):
+    """Runs the layer over fewer positions than its rows, and does not say so."""
+
+    def layer(self, layer, x, cache, rows, canvas):
+        layer.value(x[:, :2])
+        return super().layer(layer, x, cache, rows, canvas)
+
+
+def test_a_policy_that_goes_round_a_place_is_refused():
+    model, prompt = tiny("llada"), np.ones((1, 3), int)
+    run = lambda policy, place: dj.generate(
+        model, prompt, length=2, policy=policy, interventions=[Intervention.mask(place)]
+    )
+    run(AddsByHand(), "attention_output")
+    with pytest.raises(
+        ValueError, match=r"AddsByHand.layer never calls layer.residual: an intervention at res"
+    ):
+        run(AddsByHand(), "residual")
+    with pytest.raises(ValueError, match=r"told of positions \(1, 5\) and computes \(1, 2\) at v"):
+        run(OtherPositions(), "v")
+
+
+VECTOR, SCALE = jnp.ones(32), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsItsModule(policies.Policy):
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, x + VECTOR, cache, rows, canvas)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsANumber(policies.Policy):
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, jax.tree.map(lambda x: x * SCALE, x), cache, rows, canvas)
+
+
+def test_arrays_outside_of_a_policy_are_refused():
+    """They would go stale: a program is found again by the policy's class and fields."""
+    model, prompt, vector = tiny("llada"), np.ones((1, 3), int), np.ones(32, np.float32)
+
+    @dataclasses.dataclass(frozen=True)
+    class Closure(policies.Policy):
+        def layer(self, layer, x, cache, rows, canvas):
+            return super().layer(layer, x + vector, cache, rows, canvas)
+
+    @dataclasses.dataclass(frozen=True)
+    class Attribute(policies.Policy):
+        def select(self, cache, canvas):
+            return canvas.tokens == canvas.tokens  # `tokens` is no variable, whatever the module calls so
+
+    message = r"policy: .*Closure.layer reads vector, an array float32\[32\] outside of the class"
+    with pytest.raises(ValueError, match=message):
+        dj.generate(model, prompt, length=2, policy=Closure())
+    with pytest.raises(ValueError, match=r"ReadsItsModule.layer reads VECTOR, an array float32\[32\]"):
+        dj.generate(model, prompt, length=2, policy=ReadsItsModule())
+    dj.generate(model, prompt, length=2, policy=Attribute())
+
+
+def test_numbers_outside_of_a_policy_are_part_of_the_program(monkeypatch):
+    model, prompt = tiny("llada"), np.ones((1, 3), int)
+    run = lambda: dj.generate(model, prompt, length=2, policy=ReadsANumber(), trace=True).trace.score
+    one = run()
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert not np.array_equal(one, run())
