@@ -355,3 +355,13 @@ def test_numbers_outside_of_a_policy_are_part_of_the_program(monkeypatch):
     one = run()
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     assert not np.array_equal(one, run())
+
+
+def test_a_sampler_with_a_shadow_block_is_refused():
+    """Its shadow runs beside the layers' places."""
+    model = tiny("llada")
+    steering = dj.Intervention.steer("residual", jnp.ones(model.spec.width))
+    with pytest.raises(ValueError, match="WINO verifies tokens by a shadow block, where they would not act"):
+        dj.generate(
+            model, prompts(model)[0], length=8, block=4, sampler=samplers.WINO(), interventions=[steering]
+        )

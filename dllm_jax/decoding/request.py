@@ -21,6 +21,7 @@ from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
