@@ -73,6 +73,10 @@ def test_steering_adds_and_masking_takes_away():
     steer = Intervention.steer("residual", direction, 0.5, layers=(0, 2), positions=3)
     stream = np.asarray(dj.hidden_states(model, tokens, None, (steer,)))
     np.testing.assert_allclose(stream[0, 0, 3], usual[0, 0, 3] + 0.5 * direction, rtol=1e-6)
+    last = dj.hidden_states(model, tokens, None, (Intervention.steer("residual", direction, layers=2),))
+    np.testing.assert_allclose(
+        last - usual, np.stack([0 * usual[0], 0 * usual[0], 0 * usual[0] + direction]), atol=1e-5
+    )
     twice = dj.hidden_states(model, tokens, None, (steer, steer))
     np.testing.assert_allclose(twice[0, 0, 3], usual[0, 0, 3] + direction, rtol=1e-6)
     masked = Intervention.mask("attention_output", layers=0), Intervention.mask("mlp_output", layers=0)
