@@ -189,6 +189,18 @@ def test_all_rounds_are_left_out_once_nothing_is_left(lm):
     assert found.exact.questions == max(row.questions for row in found.rows) < 64
 
 
+def test_rounds_hold_a_mixture_of_questions(lm):
+    """A setting that fails on the kind that comes first in the list is not judged by that kind alone."""
+    answers = [["right"] * 64, ["wrong"] * 8 + ["right"] * 56]
+    ledger = Made(lm, dict(zip((EXACT, SETTINGS[0]), answers, strict=True)))
+    listed = Listed(((EXACT, 2.0), (SETTINGS[0], 1.0)))
+    found = Search(objective=listed, first=8, accuracy_within=0.2).run(
+        lm, QUESTIONS, DECODING, SETTINGS[:1], ledger
+    )
+    assert found.chosen.setting == SETTINGS[0]
+    assert found.chosen.questions == 64
+
+
 def given(rights: np.ndarray) -> Given:
     entries = tuple(decoded(f"{i}") for i in range(len(rights)))
     return Given(entries, tuple(float(r) for r in rights))
@@ -430,6 +442,11 @@ def test_memory_ranks_caches_only(lm):
     assert found.chosen.setting in SETTINGS[:2]
     assert EXACT not in [row.setting for row in found.front]
     assert found.figure()
+
+    # The exact decoder, which stores nothing, drops nothing that is worse but within the tolerance.
+    ledger = Made(lm, dict(zip((EXACT, SETTINGS[0]), outcomes(64, 40), strict=True)))
+    loose = dataclasses.replace(search, accuracy_within=0.9)
+    assert loose.run(lm, QUESTIONS, DECODING, SETTINGS[:1], ledger).chosen.setting == SETTINGS[0]
     with pytest.raises(ValueError, match="does not rank a policy that stores nothing"):
         search.run(lm, QUESTIONS, DECODING, [Candidate(steps=2)], ledger)
     grid = candidates(
