@@ -5,7 +5,9 @@ Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` 
 `f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps.
 """
 
+import importlib
 import importlib.metadata
+from typing import TYPE_CHECKING, Any
 
 # isort: off
 
@@ -49,6 +51,10 @@ from dllm_jax import embedded
 from dllm_jax.published.presets import presets
 from dllm_jax.published.shapes import abstract
 
+# Choosing a policy: loaded when it is asked for, with the evaluation that it needs
+if TYPE_CHECKING:
+    from dllm_jax.eval.tuning import tune
+
 # isort: on
 
 __version__ = importlib.metadata.version("dllm-jax")
@@ -88,8 +94,18 @@ __all__ = [
     "stream",
     "token_log_likelihoods",
     "trajectory_log_probs",
+    "tune",
     "warmup",
 ]
+
+_ON_DEMAND = {"tune": "dllm_jax.eval.tuning"}  # names of applications by package, imported at first use
+
+
+def __getattr__(name: str) -> Any:
+    """A public name that is imported when it is first asked for."""
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ON_DEMAND[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -72,6 +72,16 @@ def test_nothing_below_imports_an_application():
             assert not above, f"dllm_jax.{module} imports {above}"
 
 
+def test_applications_are_imported_when_their_names_are_asked_for():
+    applications = {f"dllm_jax.{name}" for name in APPLICATIONS - {"embedded"}}
+    code = (
+        f"import sys, dllm_jax; print(*sorted({applications} & set(sys.modules)))\n"
+        "print(callable(dllm_jax.tune), 'dllm_jax.eval' in sys.modules, hasattr(dllm_jax, 'no_such_name'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.splitlines() == ["", "True True False"]
+
+
 def test_modules_do_not_import_each_other_in_circles():
     state: dict[str, str] = {}
 

@@ -52,6 +52,21 @@ def test_answers_come_in_order_and_are_measured(lm):
     assert totals(entries[:2])["tokens_per_second"] is None
 
 
+def test_with_a_warm_up_no_answer_is_cold(lm, monkeypatch):
+    usual = answers(runner(lm).run(requests(lm)))
+    calls, generate = [], runner_module.generate
+    spy = lambda *args, **options: calls.append(1) or generate(*args, **options)
+    monkeypatch.setattr(runner_module, "generate", spy)
+    warm, ready = set(), dataclasses.replace(runner(lm), warm_up=True)
+    entries = ready.run(requests(lm), None, warm)
+    assert answers(entries) == usual
+    assert not any(entry["cold"] for entry in entries)
+    assert (len(calls), warm) == (3, {(64, 4)})  # two batches, the first of them twice
+    assert not any(entry["cold"] for entry in ready.run(requests(lm), None, warm))
+    assert len(calls) == 5
+    assert [e["cold"] for e in runner(lm).run(requests(lm), None, warm)] == [False] * 3
+
+
 def test_positions_that_single_layers_computed_count():
     counts = lambda *values: np.asarray(values)
     stats = Stats(

@@ -61,25 +61,34 @@ class Preset(Recipe):
 
 
 def read(path: Path) -> dict[str, Preset]:
-    """Reads the presets of a file, by "checkpoint/task".
+    """Reads the presets of a file, see `parse`."""
+    return parse(path.read_text(encoding="utf-8"), path.name)
+
+
+def parse(text: str, name: str) -> dict[str, Preset]:
+    """Reads the presets of a file's text, by "checkpoint/task".
 
     A file names its paper and holds a list of settings: each has `checkpoints`, fields of `Preset` (policy
     and sampler as constructor calls), and `tasks`, whose own fields come on top, unless the file has them.
 
+    Args:
+      text: TOML.
+      name: of the file, for error messages.
+
     Raises:
       ValueError: a field or class that is not there, a value that is refused, a name given twice.
     """
-    content = tomllib.loads(path.read_text())
+    content = tomllib.loads(text)
     found: dict[str, Preset] = {}
     for setting in content["settings"]:
         shared = {k: v for k, v in setting.items() if k not in ("checkpoints", "tasks")}
         tasks = setting.get("tasks", content.get("tasks", {}))
         for task, own in tasks.items():
-            preset = _preset(content["paper"], shared | own, f"{path.name}, {task}")
-            for name in (f"{checkpoint}/{task}" for checkpoint in setting["checkpoints"]):
-                if name in found:
-                    raise ValueError(f"{path.name}: {name} is given twice")
-                found[name] = preset
+            preset = _preset(content["paper"], shared | own, f"{name}, {task}")
+            for known in (f"{checkpoint}/{task}" for checkpoint in setting["checkpoints"]):
+                if known in found:
+                    raise ValueError(f"{name}: {known} is given twice")
+                found[known] = preset
     return found
 
 

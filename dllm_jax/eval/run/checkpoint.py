@@ -5,7 +5,9 @@ import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
@@ -75,6 +77,16 @@ class Checkpoint:
         identity += "" if model.weights is None else f" weights={model.weights}"
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         return LanguageModel(self.model, model, tokenizer, identity)
+
+
+def identity_in_memory(model: Model) -> str:
+    """Identity of a model that no file is known of: hash of its shape and parameters, which are all read."""
+    digest = hashlib.sha256(repr(model.spec).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        values = np.asarray(jax.device_get(leaf))
+        digest.update(f"{jax.tree_util.keystr(path)} {values.dtype} {values.shape}\n".encode())
+        digest.update(values.tobytes())
+    return f"parameters sha256:{digest.hexdigest()} {model.dtype}"
 
 
 def fingerprint(folder: Path) -> str:

@@ -52,12 +52,14 @@ class Runner:
       decoding: settings; each request overrides `length`.
       progress: show a progress bar.
       part: of the requests that are answered; an entry of another one says that it is answered elsewhere.
+      warm_up: the first batch of each shape runs twice, and the second time counts: no answer is cold.
     """
 
     lm: LanguageModel
     decoding: Decoding
     progress: bool = False
     part: Part = Part()
+    warm_up: bool = False
 
     def key(self, request: Request) -> str:
         """Hash of everything that determines the answer."""
@@ -65,9 +67,21 @@ class Runner:
         parts = [self.lm.identity, self._decoding(request), request.prompt, request.stop, limit]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def run(self, requests: Sequence[Request], journal: Ledger | None = None) -> list[Entry]:
-        """An entry per request, in order; see `answers`."""
-        warm: set[tuple[int, int]] = set()
+    def run(
+        self,
+        requests: Sequence[Request],
+        journal: Ledger | None = None,
+        warm: set[tuple[int, int]] | None = None,
+    ) -> list[Entry]:
+        """An entry per request, in order; see `answers`.
+
+        Args:
+          requests: to answer.
+          journal: see `answers`.
+          warm: shapes of batches whose programs earlier calls compiled; those of this one are added. None:
+            nothing was compiled.
+        """
+        warm = set() if warm is None else warm
         keys = list(map(self.key, requests))
         own = [(key, request) for key, request in zip(keys, requests, strict=True) if self.part.holds(key)]
         found = answers(
@@ -100,15 +114,17 @@ class Runner:
             raise ValueError(f"prompt and response take {longest} positions; max_positions={limit}")
         model = self.lm.model
         prompt, mask = left_pad(filled(prompts, self.decoding.batch), model.spec.eos_id, width)
-        start = time.perf_counter()
-        out = generate(
-            model,
-            prompt,
+        options: dict[str, Any] = dict(
             prompt_mask=mask,
             key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
             nonfinite="ignore",  # each such sequence becomes a failure, below
             **self.decoding.at(length).options(),
         )
+        if self.warm_up and (width, length) not in warm:
+            jax.block_until_ready(generate(model, prompt, **options))
+            warm.add((width, length))
+        start = time.perf_counter()
+        out = generate(model, prompt, **options)
         tokens, stats = jax.device_get((out.tokens, out.stats))
         seconds, cold = (time.perf_counter() - start) / len(chunk), (width, length) not in warm
         warm.add((width, length))

@@ -1,0 +1,80 @@
+"""How sure scores make us: intervals of accuracies, and bounds on paired differences.
+
+Scores lie in [0, 1], right or wrong being the usual case. Two settings answer the same questions, so what is
+compared is their difference question by question, which is far less uncertain than either accuracy.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A number and how far it may be off.
+
+    Attributes:
+      value: the estimate.
+      low: lower end of its interval.
+      high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def exactly(value: float) -> Estimate:
+    """A number without uncertainty."""
+    return Estimate(value, value, value)
+
+
+def two_sided(confidence: float) -> float:
+    """The normal quantile of an interval that leaves out (1 - confidence) / 2 on either side."""
+    return statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def one_sided(confidence: float, comparisons: int = 1) -> float:
+    """The normal quantile of one-sided bounds, all of which hold with this confidence.
+
+    Args:
+      confidence: in (0, 1).
+      comparisons: how many bounds there are; each gets an equal share of what may go wrong (Bonferroni).
+    """
+    return statistics.NormalDist().inv_cdf(1 - (1 - confidence) / comparisons)
+
+
+def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
+    """The mean score with Wilson's score interval.
+
+    Scores between 0 and 1 vary no more than right and wrong of the same mean: for them it is wider than
+    need be.
+
+    Args:
+      scores: one or more, each in [0, 1].
+      quantile: of the normal distribution, see `two_sided`.
+    """
+    n, mean, z2 = len(scores), statistics.fmean(scores), quantile**2
+    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = quantile / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+
+
+def difference(scores: Sequence[float], others: Sequence[float], quantile: float) -> Estimate:
+    """The mean of `scores` minus that of `others`, paired, with an adjusted Wald interval.
+
+    One pair of difference 1 and one of -1 are added before mean and variance are taken (Bonett and Price,
+    2012, Journal of Educational and Behavioral Statistics 37: 479-488). A few pairs that all agree are
+    thereby no proof that two settings are equally good.
+
+    Args:
+      scores: one or more, each in [0, 1].
+      others: as many, of the same questions.
+      quantile: of the normal distribution: of one side of it for a bound, see `one_sided`.
+    """
+    pairs = [a - b for a, b in zip(scores, others, strict=True)]
+    n = len(pairs) + 2
+    centre = sum(pairs) / n
+    variance = (sum(d * d for d in pairs) + 2) / n - centre**2
+    half = quantile * math.sqrt(variance / n)
+    return Estimate(statistics.fmean(pairs), max(-1.0, centre - half), min(1.0, centre + half))

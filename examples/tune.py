@@ -1,0 +1,56 @@
+"""Which cache policy answers chains of look-ups as well as the exact decoder, and moves the fewest bytes?
+
+    python examples/tune.py --count 128
+
+Walks the grids of three methods on an embedded model. Interrupted, it goes on where it was: answers are kept
+in the journal.
+"""
+
+from pathlib import Path
+
+import rich
+import tyro
+
+import dllm_jax as dj
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.tasks import Chain, examples
+
+
+def main(
+    methods: tuple[str, ...] = ("DualCache", "DKVDecode", "SparseDLLM"),
+    links: int = 7,
+    count: int = 64,
+    within: float = 0.02,
+    out: Path = Path("runs/example-tune"),
+):
+    """Tunes, prints the table, and writes figure and preset.
+
+    Args:
+      methods: policies by name, whose grids are walked.
+      links: of each chain.
+      count: questions.
+      within: how much less accurate than the exact decoder the choice may be.
+      out: folder of what is written.
+    """
+    path = dj.embedded.path("tiny-llada")
+    questions = examples(Chain(), 0, links, count, "held_out")
+    tuned = dj.tune(
+        dj.load(path),
+        read_tokenizer(path),
+        questions,
+        policies=[getattr(dj.policies, name) for name in methods],
+        accuracy_within=within,
+        objective="bytes",
+        block=4,
+        journal=out / "journal.jsonl",
+        name="tiny-llada",
+        progress=True,
+    )
+    rich.print(tuned.table())
+    (out / "tune.toml").write_text(tuned.preset_toml("chain"))
+    tuned.figure().savefig(out / "tune.png", dpi=150)
+    print(f"dj.generate(model, prompt, **options) with {tuned.preset.options()}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
