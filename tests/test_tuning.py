@@ -240,7 +240,7 @@ def test_the_rule_drops_both_kinds_and_keeps_others(lm):
     rights = dict(zip((EXACT, *SETTINGS), map(given, (half, most, half, few, half)), strict=True))
     found = walk(lm, (5.0, 3.0, 4.0, 2.0, 2.0)).verdicts(rights, range(64))
     assert found.keys() == {SETTINGS[1], SETTINGS[2]}
-    assert found[SETTINGS[1]] == f"costs no less and is less accurate than {SETTINGS[0]}"
+    assert found[SETTINGS[1]] == "costs no less and is less accurate than DualCache()"
     assert "points less accurate than the exact decoder" in found[SETTINGS[2]]
 
 
@@ -443,6 +443,11 @@ def test_memory_ranks_caches_only(lm):
     assert EXACT not in [row.setting for row in found.front]
     assert found.figure()
 
+    hopeless = Made(lm, dict(zip((EXACT, SETTINGS[0]), outcomes(64, 0), strict=True)))
+    none = search.run(lm, QUESTIONS, DECODING, SETTINGS[:1], hopeless)
+    assert (none.front, none.chosen) == ((), none.exact)
+    assert none.figure()
+
     # The exact decoder, which stores nothing, drops nothing that is worse but within the tolerance.
     ledger = Made(lm, dict(zip((EXACT, SETTINGS[0]), outcomes(64, 40), strict=True)))
     loose = dataclasses.replace(search, accuracy_within=0.9)
@@ -500,12 +505,13 @@ def test_the_table_and_the_figure_show_every_setting(found):
     table, figure = found.table(), found.figure()
     assert table.row_count == len(found.rows)
     cells = list(table.columns[-1].cells)
+    assert list(table.columns[0].cells)[:3] == ["DKVDecode()", "DualCache()", "PrefixCache()"]
     assert cells[:3] == ["front", "[bold]chosen[/]", "front"]
     axes = figure.axes[0]
     labels = axes.get_legend_handles_labels()[1]
     assert "Policy" in labels
     assert "DKVPrefill, dropped" in labels
-    assert f"chosen: {found.chosen.setting}" in labels
+    assert "chosen: DualCache()" in labels
     assert axes.get_xlabel() == "coins"
 
 

@@ -44,6 +44,18 @@ class Candidate(Options):
         steps = () if self.steps is None else (f"{self.steps} steps",)
         return ", ".join((call(self.policy), *sampler, *block, *steps))
 
+    def beside(self, exact: "Candidate") -> str:
+        """What sets this candidate apart from the exact decoder, in words; the policy in any case."""
+        other = lambda own, same: None if own == same else own
+        return str(
+            Candidate(
+                self.policy,
+                other(self.sampler, exact.sampler),
+                other(self.block, exact.block),
+                other(self.steps, exact.steps),
+            )
+        )
+
     def filled(self, exact: Decoding) -> "Candidate":
         """This candidate with the exact decoder's settings where it has none of its own."""
         return Candidate(

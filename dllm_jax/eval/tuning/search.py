@@ -12,6 +12,7 @@ A setting that is dropped after the first round costs `first` questions, one tha
 import dataclasses
 import pathlib
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
@@ -205,7 +206,8 @@ class Walk:
         """The answers of a setting to the first questions of the order, continued."""
         new = order[len(so_far.entries) :]
         decoding = setting.decoding(self.exact)
-        runner = Runner(self.lm, decoding, self.progress, warm_up=self.objective.timed)
+        bar = self.progress and sys.stderr.isatty()
+        runner = Runner(self.lm, decoding, bar, warm_up=self.objective.timed)
         entries = runner.run([self.requests[i] for i in new], self.journal, warm)
         for i, entry in zip(new, entries, strict=True):
             if setting == self.reference and entry["error"] is not None:
@@ -237,7 +239,7 @@ class Walk:
             elif below < -self.search.accuracy_within:
                 found[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
             elif rival := next((s for s in cheaper if bound(given[s]) < 0), None):
-                found[setting] = f"costs no less and is less accurate than {rival}"
+                found[setting] = f"costs no less and is less accurate than {rival.beside(self.reference)}"
         return found
 
     def _cost(

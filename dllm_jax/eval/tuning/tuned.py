@@ -173,9 +173,10 @@ class Tuned:
                 if row in front
                 else rich.markup.escape(row.dropped or "")
             )
-            exact = " (the exact decoder)" if row is self.exact else ""
+            is_exact = row is self.exact
+            name = f"the exact decoder: {row.setting}" if is_exact else row.setting.beside(self.exact.setting)
             shown.add_row(
-                rich.markup.escape(f"{row.setting}{exact}"),
+                rich.markup.escape(name),
                 str(row.questions),
                 _percent(row.accuracy),
                 _percent(row.difference, "+"),
@@ -206,38 +207,39 @@ MARKERS = "osD^v<>Phd*X"
 
 def _draw(axes: "Axes", tuned: Tuned):
     """Draws the rows of a result; those without a cost, which failed, are left out."""
+    chosen = tuned.chosen
     priced = [row for row in tuned.rows if row.cost is not None and (row.ranks or row.dropped)]
     names = list(dict.fromkeys(type(row.setting.policy).__name__ for row in priced))
     for i, name in enumerate(names):
-        rows = [r for r in priced if type(r.setting.policy).__name__ == name]
-        for dropped in (False, True):
-            part = [row for row in rows if (row.dropped is not None) is dropped]
-            if not part:
-                continue
-            colour = "0.75" if dropped else f"C{i % 10}"
-            axes.errorbar(
-                [_value(row.cost) for row in part],
-                [100 * row.accuracy.value for row in part],
-                yerr=_spans([row.accuracy for row in part], 100),
-                xerr=_spans([row.cost for row in part if row.cost], 1),
-                fmt=MARKERS[i % len(MARKERS)],
-                color=colour,
-                elinewidth=0.7,
-                label=f"{name}, dropped" if dropped else name,
-            )
-    points = [(_value(row.cost), 100 * row.accuracy.value) for row in tuned.front]
-    axes.plot(*zip(*points, strict=True), color="black", linewidth=4, alpha=0.15, label="Pareto front")
+        rows = [row for row in priced if type(row.setting.policy).__name__ == name]
+        style: dict[str, Any] = {"fmt": MARKERS[i % len(MARKERS)], "elinewidth": 0.7}
+        _points(axes, [r for r in rows if r.dropped is None], label=name, color=f"C{i % 10}", **style)
+        _points(axes, [r for r in rows if r.dropped], label=f"{name}, dropped", color="0.75", **style)
+
+    # The front behind them, the tolerance, and a ring around the choice.
+    x, y = ([_value(r.cost) for r in tuned.front], [100 * r.accuracy.value for r in tuned.front])
+    axes.plot(x, y, "o-", markersize=14, color="black", linewidth=4, alpha=0.15, label="Pareto front")
     floor = 100 * (tuned.exact.accuracy.value - tuned.accuracy_within)
     axes.axhline(floor, color="black", linestyle=":", linewidth=1, label="tolerance")
-    chosen = tuned.chosen
-    axes.scatter(
-        [_value(chosen.cost)], [100 * chosen.accuracy.value], s=180, facecolors="none", edgecolors="black",
-        label=f"chosen: {chosen.setting}",
-    )  # fmt: skip
+    label = f"chosen: {chosen.setting.beside(tuned.exact.setting)}"
+    at = [_value(chosen.cost), 100 * chosen.accuracy.value]
+    axes.scatter(at[:1], at[1:], s=180, facecolors="none", edgecolors="black", label=label)
+
     if all(_value(row.cost) > 0 for row in (*priced, chosen)):
         axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.set(xlabel=tuned.unit, ylabel="accuracy in percent", title=tuned.model)
+
+
+def _points(axes: "Axes", rows: list[Row], **style: Any):
+    """Accuracy by cost with error bars."""
+    if not rows:
+        return
+    x, y = [row.cost for row in rows if row.cost], [row.accuracy for row in rows]
+    axes.errorbar(
+        [cost.value for cost in x], [100 * accuracy.value for accuracy in y],
+        xerr=_spans(x, 1), yerr=_spans(y, 100), **style,
+    )  # fmt: skip
 
 
 def _spans(estimates: list[Estimate], scale: float) -> tuple[list[float], list[float]]:
