@@ -18,7 +18,11 @@ from dllm_jax.nn.spec import ModelSpec
 # What to decode with; what policies are written in and made of
 from dllm_jax import eviction, nn, policies, samplers, state
 
+# Images in prompts
+from dllm_jax import vision
+
 # Decoding
+from dllm_jax.state.inputs import EMBEDDED
 from dllm_jax.state.layout import Layout
 from dllm_jax.decoding.generate import Output, generate, infill
 from dllm_jax.decoding.explain import explain
@@ -41,6 +45,7 @@ from dllm_jax.published.shapes import abstract
 __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
+    "EMBEDDED",
     "Layout",
     "MeshRules",
     "Model",
@@ -63,6 +68,7 @@ __all__ = [
     "presets",
     "samplers",
     "state",
+    "vision",
     "warmup",
 ]
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "eviction": STATE | {"eviction"},
     "policies": POLICIES,
     "decoding": POLICIES | {"samplers", "decoding"},
+    "vision": STATE | {"checkpoint", "vision"},
 }
 
 
@@ -115,7 +116,17 @@ def test_the_policy_interface_has_at_most_ten_members():
 
 
 def test_what_is_slow_to_import_waits_until_it_is_needed():
-    slow = {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}
+    slow = {
+        "flax",
+        "optax",
+        "orbax",
+        "transformers",
+        "huggingface_hub",
+        "matplotlib",
+        "lm_eval",
+        "torch",
+        "PIL",
+    }
     code = f"import sys, dllm_jax; print(*sorted({slow} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.split() == []

@@ -15,10 +15,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
@@ -34,6 +34,7 @@ def denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None,
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
@@ -44,13 +45,14 @@ def denoise(
       tokens: prompt and masks.
       valid: False at padding.
       noise: source of random numbers; None if the sampler draws none.
+      embeds: inputs of the prompt where its tokens are negative; None if there are none.
       layout: static geometry.
       plan: policy, sampler and the like; programs are compiled once for all of their traced numbers.
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
-      finite), statistics per sequence, and the trace if the plan asks for it. Over a mesh, all are split by
-      sequence.
+      finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
+      the plan asks for it. Over a mesh, all are split by sequence.
     """
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
@@ -58,7 +60,7 @@ def denoise(
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
     run = functools.partial(_denoise, layout=layout)
-    return over_mesh(run, model, tokens, valid, noise, plan, out=(by_sequence, by_sequence, trace))
+    return over_mesh(run, model, tokens, valid, noise, embeds, plan, out=(by_sequence, by_sequence, trace))
 
 
 def _denoise(
@@ -66,10 +68,13 @@ def _denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None,
     plan: Plan,
     layout: Layout,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
+    embeds = canvas_embeds(embeds, layout, plan)
+    embeds = None if embeds is None else constrain(embeds, model.rules, "bl")
     limit = plan.step_limit(layout)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
@@ -84,7 +89,7 @@ def _denoise(
     # Profiles and compiled programs show which step an operation belongs to.
     def run(variant: int | None, state: State) -> State:
         with jax.named_scope(scope(variant)):
-            return step(model, rope, noise, plan, variant, state)
+            return step(model, rope, noise, plan, variant, state, embeds)
 
     # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
@@ -96,7 +101,8 @@ def _denoise(
             )
         return state
 
-    state = jax.lax.while_loop(running, runs_of_each, initial(model, tokens, valid, noise, layout, plan))
+    begun = initial(model, tokens, valid, noise, embeds, layout, plan)
+    state = jax.lax.while_loop(running, runs_of_each, begun)
 
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
     # logits are no answer that has ended.
@@ -104,6 +110,8 @@ def _denoise(
     if plan.stop_at_eos:
         remaining = state.canvas.masked & state.record.finite[:, None]
         tokens = jnp.where(remaining, model.spec.eos_id, tokens)
+    if (stop := state.canvas.stop) is not None:
+        tokens = jnp.where(state.canvas.position >= stop[:, None], model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 

@@ -26,7 +26,7 @@ class Stats(NamedTuple):
       cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
       decoded: response positions that are not masked at the end.
-      answer: decoded tokens before the first end-of-text.
+      answer: decoded tokens before the first end-of-text, and before a stop.
       finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
         decoded by then is still masked. Its batch mates are as they would be without it.
     """
@@ -128,7 +128,8 @@ class Record(NamedTuple):
         recomputed = (self.computed + self.widened) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
-        before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
+        end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
+        before_eos = canvas.decoded & (canvas.position < end[:, None])
         return Stats(
             nfe=canvas.step,
             computed=self.computed,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.block_schedule import advance, find_stop, offered
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope, guided
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
@@ -38,6 +38,7 @@ class Plan:
       widths: static widths of the partial steps to compile, ascending.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
+      stop: sequences of token ids at which a response ends.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Plan:
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(metadata={"static": True})
     trace: bool = dataclasses.field(metadata={"static": True})
+    stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def step_limit(self, layout: Layout) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
@@ -77,15 +79,20 @@ def initial(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "streams_b l m"] | None,
     layout: Layout,
     plan: Plan,
 ) -> State:
-    """The state before the first step; arguments as in `loop.denoise`."""
+    """The state before the first step; arguments as in `loop.denoise`, `embeds` from `canvas_embeds`."""
     # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
-    canvas = advance(begin(tokens, valid, model.spec, layout), plan.policy, plan.sampler, plan.stop_at_eos)
+    canvas = begin(tokens, valid, model.spec, layout)
+    if plan.stop:
+        canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
+    canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
     cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
-    cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
+    x = embed(model.params, _inputs(plan, streams), embeds)
+    cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = _split(cache, model, plan.streams * tokens.shape[0])
     record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None)
     return State(canvas, cache, needed(plan, cache, canvas, noise), record)
@@ -113,6 +120,19 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
     return cache.separate() if model.layers_are_separate else cache
 
 
+def canvas_embeds(
+    embeds: Float[Array, "b p m"] | None, layout: Layout, plan: Plan
+) -> Float[Array, "streams_b l m"] | None:
+    """Inputs in the place of embeddings, as steps take them: for all positions of the canvas and all streams.
+
+    They are read where ids are negative, so those of the response are never read, nor those of the stream
+    whose prompt is masked.
+    """
+    if embeds is None:
+        return None
+    return repeat(jnp.pad(embeds, ((0, 0), (0, layout.length - layout.prompt), (0, 0))), plan.streams)
+
+
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, empty in inactive sequences.
 
@@ -123,20 +143,38 @@ def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Boo
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 
-def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
-    """One denoising step over the canvas in place (width None) or over `width` positions per sequence."""
+def step(
+    model: Model,
+    rope: Rope,
+    noise: Noise | None,
+    plan: Plan,
+    width: int | None,
+    state: State,
+    embeds: Float[Array, "streams_b l m"] | None = None,
+) -> State:
+    """One denoising step over the canvas in place (width None) or over `width` positions per sequence.
+
+    Args:
+      model: the model.
+      rope: rotary tables of all canvas positions.
+      noise: source of random numbers.
+      plan: what the user decided.
+      width: static.
+      state: before the step.
+      embeds: from `canvas_embeds`.
+    """
     canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width)
     cache = policy.before_layers(state.cache, streams, rows)
-    hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache)
+    hidden, cache = network(model, rope, policy.layer, _inputs(plan, streams), streams, rows, cache, embeds)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     index, token, score, finite = _propose(model, plan, canvas, own, hidden, noise)
-    eligible = gather(policy.eligible(canvas), index)
+    eligible = gather(offered(policy, canvas), index)
     chosen = sampler.transfer(jnp.where(eligible, score, -jnp.inf), index, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, token),
@@ -146,7 +184,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     # The policy sees what was proposed before the canvas moves on.
     cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))
     chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen & finite[:, None])
-    after = write(canvas, chosen, proposal.token)
+    after = find_stop(write(canvas, chosen, proposal.token), plan.stop)
 
     # A sequence without finite logits ends as it is: no sampler could finish its block, for which its batch
     # mates would wait.
@@ -173,6 +211,7 @@ def network(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> tuple[Float[Array, "b q m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -184,6 +223,7 @@ def network(
       canvas: state before the step.
       rows: which positions are computed.
       cache: the policy's, after `Policy.before_layers`.
+      embeds: inputs where ids are negative.
 
     Returns:
       the residual stream at the rows after the last layer, and the changed cache.
@@ -194,7 +234,8 @@ def network(
         x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.rules), rows, canvas)
         return x, view.into(cache, weights.index)
 
-    carry = embed(model.params, rows.take(tokens)), cache
+    embeds = None if embeds is None else rows.take(embeds)
+    carry = embed(model.params, rows.take(tokens), embeds), cache
     return walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
 
 
@@ -234,7 +275,7 @@ def _propose(
     # computed.
     predictor = canvas.predictor
     predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
-    scored = policy.eligible(canvas) if policy.scored == "block" else canvas.masked
+    scored = offered(policy, canvas) if policy.scored == "block" else canvas.masked
 
     # Only candidates meet the vocabulary; they are compacted to a static number first. Masks outside of the
     # block are candidates only if the policy scores the response, or if earlier blocks were left with masks.

@@ -17,7 +17,7 @@ from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
-from dllm_jax.nn.parameters import Params, describe
+from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Implementation, check_implementation
@@ -35,12 +35,15 @@ class Model:
         where they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
+      vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
+        `params`; None of text models. Nothing that decodes or trains reads it, see `dllm_jax.vision`.
     """
 
     params: Params
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
     rules: MeshRules = dataclasses.field(default=MeshRules(), metadata={"static": True})
+    vision: Params | None = None
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)
@@ -51,6 +54,8 @@ class Model:
         size, *lines = describe(self.params)
         if self.implementation is not None:
             lines.append(f"attention and eviction by {self.implementation}")
+        if self.vision is not None:
+            lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
 
     @property
@@ -85,6 +90,7 @@ class Model:
 
 Tokens = Int[Array, "b l"] | Int[np.ndarray, "b l"]
 Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
+Embeds = Float[Array, "b l m"] | Float[np.ndarray, "b l m"]
 
 
 def _full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
@@ -102,13 +108,17 @@ def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:
     return PartitionSpec() if mesh is None else model.rules.spec(mesh, axes, lengths)
 
 
-def forward(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "b l v"]:
+def forward(
+    model: Model, tokens: Tokens, valid: Valid | None = None, embeds: Embeds | None = None
+) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
     Args:
       model: the model.
       tokens: ids, mask_id where undecided.
       valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
+      embeds: inputs in the place of embeddings where tokens are -1 (`dllm_jax.EMBEDDED`), such as rows of
+        images and soft prompts; None if there are none.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
@@ -116,11 +126,11 @@ def forward(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[A
     Raises:
       ValueError: no model, or no such arrays, or ids outside of the vocabulary.
     """
-    _check_inputs(model, tokens, valid)
-    return _forward(model, tokens, valid)
+    _check_inputs(model, tokens, valid, embeds)
+    return _forward(model, tokens, valid, embeds)
 
 
-def _check_inputs(model: Any, tokens: Any, valid: Any):
+def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
     """Refuses what is no input of a full pass; ids are looked at where this process holds them."""
     check_argument("model", model, Model, ", such as dj.load(path)")
     kinds = ("tokens", tokens, jnp.integer, "token ids"), ("valid", valid, jnp.bool_, "True and False")
@@ -130,46 +140,72 @@ def _check_inputs(model: Any, tokens: Any, valid: Any):
             raise ValueError(f"{name}={shown(array)} must be an array [batch, positions] of {words}")
     if valid is not None and valid.shape != tokens.shape:
         raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
+    if embeds is not None:
+        check_embeds(embeds, (*tokens.shape, model.spec.width), "embeds")
     if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
         return
     ids = np.asarray(jax.device_get(tokens))
-    outside = (ids < 0) | (ids >= model.spec.vocab)
+    outside = (ids < (0 if embeds is None else -1)) | (ids >= model.spec.vocab)
     if outside.any():
         raise ValueError(f"tokens hold id {ids[outside][0]}, outside the vocabulary [0, {model.spec.vocab})")
 
 
+def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
+    """Raises ValueError if inputs in the place of embeddings are no floats of this shape."""
+    known = isinstance(embeds, jax.Array | np.ndarray) and jnp.issubdtype(embeds.dtype, jnp.floating)
+    if not known or embeds.shape != shape:
+        given = f"of dtype {embeds.dtype} and shape {embeds.shape}" if hasattr(embeds, "shape") else ""
+        raise ValueError(
+            f"{name}{given and ' '}{given or f'={shown(embeds)}'} must be floats [batch, positions, width] = "
+            f"{list(shape)}"
+        )
+
+
 @jax.jit
 def _forward(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "b l v"]:
-    logits = lambda model, *inputs: unembed(model.params, model.spec, encode(model, *inputs))
+    def logits(model, tokens, valid, embeds):
+        return unembed(model.params, model.spec, encode(model, tokens, valid, embeds=embeds))
+
     tokens = tokens.astype(jnp.int32)
-    return over_mesh(logits, model, tokens, valid, out=_by_sequence(model, tokens, "blv"))
+    return over_mesh(logits, model, tokens, valid, embeds, out=_by_sequence(model, tokens, "blv"))
 
 
-def hidden_states(model: Model, tokens: Tokens, valid: Valid | None = None) -> Float[Array, "n_plus_1 b l m"]:
+def hidden_states(
+    model: Model, tokens: Tokens, valid: Valid | None = None, embeds: Embeds | None = None
+) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
     Arguments and errors are those of `forward`.
     """
-    _check_inputs(model, tokens, valid)
-    return _hidden_states(model, tokens, valid)
+    _check_inputs(model, tokens, valid, embeds)
+    return _hidden_states(model, tokens, valid, embeds)
 
 
 @jax.jit
 def _hidden_states(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     tokens = tokens.astype(jnp.int32)
-    return over_mesh(_stream, model, tokens, valid, out=_by_sequence(model, tokens, "nbl"))
+    return over_mesh(_stream, model, tokens, valid, embeds, out=_by_sequence(model, tokens, "nbl"))
 
 
 def _stream(
-    model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"] | None
+    model: Model,
+    tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
-    spec, x = model.spec, embed(model.params, tokens)
+    spec, x = model.spec, embed(model.params, tokens, embeds)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
     position, mask, rope = _full_pass(spec, tokens, valid)
 
@@ -191,10 +227,12 @@ def encode(
     remat: bool = False,
     layer_pass: LayerPass | None = None,
     within: Mask | None = None,
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
-    `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does.
+    `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does;
+    `embeds` are the inputs where tokens are negative.
     """
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = _full_pass(model.spec, tokens, valid)
@@ -206,7 +244,7 @@ def encode(
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
-    return walk(model.params, model.spec, rope, run, embed(model.params, tokens))
+    return walk(model.params, model.spec, rope, run, embed(model.params, tokens, embeds))
 
 
 def exact_layer(

@@ -73,7 +73,7 @@ class MaskKV(DLLMCache):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
         """Sets the layer budgets of each sequence (equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
@@ -81,7 +81,7 @@ class MaskKV(DLLMCache):
         budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
 
         # The importance of the layers is measured only if the budgets ask for it.
-        measure = lambda: eviction.importance(model, tokens, canvas.valid, canvas.valid)
+        measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
         budgets = self.layers.of_request(budgets, measure, self.budget, length)
         return cache._replace(shared=cache.shared._replace(budget=budgets))
 

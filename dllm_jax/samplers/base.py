@@ -10,7 +10,7 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import divided
-from dllm_jax.options import LARGEST, NoneMeans, Options, PositiveInt, TracedUnlessZero
+from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
@@ -35,6 +35,8 @@ class Sampler(Options, abc.ABC):
       cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: end-of-text is never decoded.
+      suppress_tokens: ids that are never decoded; their logits are -inf, for confidences too. LLaDA-V's
+        released code has four of them.
       confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
         "entropy" that of a uniform distribution) and so are decoded last; refused where the order is random.
         LLaDA's released code forgets end-of-text when temperature > 0; this does not.
@@ -49,6 +51,7 @@ class Sampler(Options, abc.ABC):
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
+    suppress_tokens: tuple[NonNegativeInt, ...] = ()
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
 
@@ -130,6 +133,8 @@ class Sampler(Options, abc.ABC):
         logits = logits.astype(jnp.float32)
         if self.logits_eos_inf:
             logits = _ruled_out(logits, canvas.spec.eos_id)
+        if self.suppress_tokens:
+            logits = _ruled_out(logits, *self.suppress_tokens)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
         # Divided by a tiny temperature a logit may exceed what float32 holds.

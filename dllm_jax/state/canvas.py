@@ -42,6 +42,8 @@ class Canvas:
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
         decode; None where the sampler decides by the model's output.
+      stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
+        None if there are no stop sequences.
     """
 
     tokens: Int[Array, "b l"]
@@ -56,6 +58,7 @@ class Canvas:
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
     planned_order: Int[Array, "b l"] | None = None
+    stop: Int[Array, "b"] | None = None
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -120,7 +123,8 @@ class Canvas:
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
         end = self.block_start + self.layout.block
-        return self.masked & (self.position < end) & self.active[:, None]
+        eligible = self.masked & (self.position < end) & self.active[:, None]
+        return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
