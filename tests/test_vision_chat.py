@@ -1,6 +1,7 @@
 """Prompts with images through `chat` and `generate`; stop sequences and ids that are never decoded."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -126,19 +127,22 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     ours = dj.generate(model, ids, stop=[[token]], **options)
     np.testing.assert_array_equal(ours.tokens[1], plain.tokens[1])
     found = np.argmax((answers[:, 0] == token).any(axis=1))  # after this step
-    traced = np.asarray(ours.trace.tokens)[:, 0, p:]
+    traced, end = np.asarray(ours.trace.tokens)[:, 0, p:], answers.shape[-1]
     np.testing.assert_array_equal(traced[: found + 1], answers[: found + 1, 0])
-    end = int(np.argmax(traced[found] == token))
-    np.testing.assert_array_equal(
-        traced[found:, end:], np.tile(traced[found, end:], (len(traced) - found, 1))
-    )
+
+    # From then on nothing behind the leftmost place is decoded, which may move to the left.
+    for before, after in itertools.pairwise(traced):
+        if end < len(after):
+            np.testing.assert_array_equal(after[end:], before[end:])
+        end = min(end, *np.flatnonzero(after == token), len(after))
     assert not (traced[-1, :end] == model.spec.mask_id).any()
     final = np.asarray(ours.tokens)[0, p:]
     np.testing.assert_array_equal(final[:end], traced[-1, :end])
     assert (final[end:] == model.spec.eos_id).all()
     assert ours.stats.nfe[0] <= plain.stats.nfe[0]
     assert ours.stats.answer[0] <= end
-    unseen = dj.generate(model, ids, stop=[[token, token, token]], **options)
+    absent = next(i for i in range(50) if i not in answers)
+    unseen = dj.generate(model, ids, stop=[[absent], [token] * 9], **options)
     np.testing.assert_array_equal(unseen.tokens, plain.tokens)
 
 

@@ -15,7 +15,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     """Settles which sequences are active, and moves on by as many blocks as have nothing to do."""
 
     def settle(canvas: Canvas) -> Canvas:
-        in_range = canvas.block_start < canvas.layout.length
+        in_range = canvas.block_start < canvas.layout.end
         canvas = dataclasses.replace(canvas, active=~canvas.done & in_range)
         return dataclasses.replace(canvas, active=canvas.active & ~block_finished(canvas, policy, sampler))
 
@@ -33,7 +33,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     if canvas.stop is not None:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
     return jax.lax.while_loop(
-        lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.length), next_block, settle(canvas)
+        lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.end), next_block, settle(canvas)
     )
 
 
@@ -72,9 +72,9 @@ def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...]) -> Canvas:
     open_ended = found == layout.length
     for rank, ids in enumerate(stop):
         # Where all of its ids stand one behind the other, as far as the response reaches.
-        if (places := layout.response - len(ids) + 1) < 1:
+        response = canvas.tokens[:, layout.prompt : layout.end]
+        if (places := response.shape[1] - len(ids) + 1) < 1:
             continue
-        response = canvas.tokens[:, layout.prompt :]
         hit = jnp.ones((len(response), places), bool)
         for i, token in enumerate(ids):
             hit &= response[:, i : i + places] == token

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
@@ -85,9 +85,11 @@ def chat(
     if processor is None:
         prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id), None)
     else:
+        if buckets is not None:
+            check_ladder("buckets", buckets)
         prompts = processor.encode(model, conversations, buckets)
-        both = dict.fromkeys((*sampler.suppress_tokens, *processor.suppress_tokens))
-        sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both))
+        both = dict.fromkeys((*(sampler.suppress_tokens or ()), *processor.suppress_tokens))
+        sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both) or None)
     out = generate(
         model,
         prompts.ids,

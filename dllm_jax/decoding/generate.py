@@ -37,7 +37,7 @@ class Output(NamedTuple):
     """The result of a generation.
 
     Attributes:
-      tokens: prompt (padding included) and response.
+      tokens: prompt (padding included) and response, a suffix included.
       stats: cost per sequence, see `Stats`.
       trace: every step if asked for, see `Trace`; else None.
     """
@@ -58,6 +58,7 @@ def generate(
     *,
     prompt_mask: ArrayLike | None = None,
     prompt_embeds: inputs.Embeds | None = None,
+    suffix: inputs.Ids | None = None,
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
@@ -86,6 +87,8 @@ def generate(
       prompt_embeds: Float[b p m] (or [p m]), inputs in the place of embeddings: images
         (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds `dllm_jax.EMBEDDED` (-1), which
         stays in the output; elsewhere it may be anything. None means none.
+      suffix: token ids Int[s], or Int[b s], that stand behind the response from the start, so that it leads
+        up to them; they end the output. None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
       steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
@@ -124,6 +127,7 @@ def generate(
         prompt,
         prompt_mask=prompt_mask,
         prompt_embeds=prompt_embeds,
+        suffix=suffix,
         length=length,
         block=block,
         steps=steps,

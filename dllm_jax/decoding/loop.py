@@ -34,7 +34,8 @@ def denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
-    embeds: Float[Array, "b p m"] | None,
+    embeds: Float[Array, "b p m"] | None = None,
+    *,
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
@@ -111,7 +112,8 @@ def _denoise(
         remaining = state.canvas.masked & state.record.finite[:, None]
         tokens = jnp.where(remaining, model.spec.eos_id, tokens)
     if (stop := state.canvas.stop) is not None:
-        tokens = jnp.where(state.canvas.position >= stop[:, None], model.spec.eos_id, tokens)
+        behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < layout.end)
+        tokens = jnp.where(behind, model.spec.eos_id, tokens)
     return tokens, state.record.stats(state.canvas), state.record.trace
 
 

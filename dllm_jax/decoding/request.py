@@ -24,7 +24,7 @@ from dllm_jax.options import NonNegativeInt, check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
-from dllm_jax.state.canvas import masked_response
+from dllm_jax.state.canvas import masked_response, with_suffix
 from dllm_jax.state.layout import Layout
 
 Stops = Sequence[Sequence[int]]
@@ -71,6 +71,7 @@ def prepare(
     *,
     prompt_mask: ArrayLike | None = None,
     prompt_embeds: inputs.Embeds | None = None,
+    suffix: inputs.Ids | None = None,
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
@@ -102,12 +103,28 @@ def prepare(
 
     # Everything that depends on shapes alone is static; arrays and numbers go through `denoise`'s arguments.
     p = prompt.shape[1]
-    layout = Layout.of(p, length, block, steps, padded=mask is not None)
-    tokens, valid = masked_response(prompt, mask, length, model.spec)
+    given = None if suffix is None else _suffix_ids(suffix, len(prompt), model.spec)
+    extra = 0 if given is None else given.shape[1]
+    layout = Layout.of(p, length, block, steps, mask is not None, extra)
+    tokens, valid = masked_response(prompt, mask, length + extra, model.spec)
+    tokens = tokens if given is None else with_suffix(tokens, given)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
     plan = dataclasses.replace(plan, stop=stop_sequences(stop, model.spec))
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
     return Request(Inputs(tokens, valid, noise, embeds), layout, plan, p - unpadded, nonfinite)
+
+
+def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[Array, "b s"]:
+    """Token ids behind the responses, one text for all or one for each sequence."""
+    ids = inputs.token_ids(suffix, spec, "suffix")
+    inputs.no_masks(ids, spec, "suffix")
+    if len(ids) == 1 and batch > 1 and not host.stays_on_devices(ids):
+        ids = host.place(np.repeat(host.values(ids), batch, axis=0), np.int32)
+    if len(ids) != batch:
+        raise ValueError(
+            f"suffix has shape {ids.shape}; expected one text, or one for each of {batch} prompts"
+        )
+    return ids
 
 
 class Spread(NamedTuple):
@@ -285,7 +302,7 @@ def typed_key(key: Any, name: str = "key") -> Key[Array, "..."]:
 
 def sampler_fits(sampler: Sampler, spec: ModelSpec):
     """Raises ValueError if the sampler needs a token id that the model does not have."""
-    if outside := [i for i in sampler.suppress_tokens if i >= spec.vocab]:
+    if outside := [i for i in sampler.suppress_tokens or () if i >= spec.vocab]:
         raise ValueError(f"suppress_tokens holds {outside[0]}, outside the vocabulary [0, {spec.vocab})")
     if sampler.confidence_eos_eot_inf and spec.eot_id is None:
         raise ValueError(

@@ -25,7 +25,7 @@ class Stats(NamedTuple):
         summed over forwards.
       cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
-      decoded: response positions that are not masked at the end.
+      decoded: response positions that are not masked at the end, without a suffix.
       answer: decoded tokens before the first end-of-text, and before a stop.
       finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
         decoded by then is still masked. Its batch mates are as they would be without it.
@@ -129,14 +129,17 @@ class Record(NamedTuple):
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
         end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
-        before_eos = canvas.decoded & (canvas.position < end[:, None])
+        decoded = canvas.decoded
+        if canvas.layout.suffix:
+            decoded &= canvas.position < canvas.layout.end
+        before_eos = decoded & (canvas.position < end[:, None])
         return Stats(
             nfe=canvas.step,
             computed=self.computed,
             widened=self.widened,
             cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
-            decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),
+            decoded=jnp.sum(decoded, axis=1, dtype=jnp.int32),
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
         )

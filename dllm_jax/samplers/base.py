@@ -6,7 +6,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import divided
@@ -36,7 +36,7 @@ class Sampler(Options, abc.ABC):
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: end-of-text is never decoded.
       suppress_tokens: ids that are never decoded; their logits are -inf, for confidences too. LLaDA-V's
-        released code has four of them.
+        released code has four of them. None suppresses nothing.
       confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
         "entropy" that of a uniform distribution) and so are decoded last; refused where the order is random.
         LLaDA's released code forgets end-of-text when temperature > 0; this does not.
@@ -51,7 +51,7 @@ class Sampler(Options, abc.ABC):
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
-    suppress_tokens: tuple[NonNegativeInt, ...] = ()
+    suppress_tokens: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no ids")] = None
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
 

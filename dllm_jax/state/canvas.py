@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn.attention import Mask, padding_mask
@@ -193,6 +194,14 @@ def masked_response(
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 
 
+def with_suffix(tokens: Int[Array, "b l"], suffix: Int[Array, "b s"]) -> Int[Array, "b l"]:
+    """The canvas with given text at its end."""
+    if host.stays_on_devices(tokens) or host.stays_on_devices(suffix):
+        return tokens.at[:, -suffix.shape[1] :].set(suffix)
+    kept = host.values(tokens)[:, : -suffix.shape[1]]
+    return host.place(np.concatenate([kept, host.values(suffix)], axis=1), np.int32)
+
+
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch = tokens.shape[0]
@@ -250,8 +259,10 @@ def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> S
 
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
-    """Position of the first end-of-text in the response, l if there is none."""
+    """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
     hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
+    if canvas.layout.suffix:
+        hit &= canvas.position < canvas.layout.end
     return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
 
 

@@ -143,7 +143,7 @@ def generate(case: Case):
         length=s["gen_length"],
         block=s["block_length"],
         steps=s["steps"],
-        sampler=dj.samplers.Confidence(cfg_scale=s["cfg_scale"], suppress_tokens=s["suppressed_ids"]),
+        sampler=dj.samplers.Confidence(cfg_scale=s["cfg_scale"], suppress_tokens=tuple(s["suppressed_ids"])),
         stop=[words[word] for word in listed],
     )
     if s["dllm_cache"]:
