@@ -83,7 +83,7 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
     layout, plan = request.layout, dataclasses.replace(request.plan, confidence=True)
     state = begin(model, *request.inputs, layout=layout, plan=plan)
-    program = resume.lower(model, state, None, np.int32(9), layout=layout, plan=plan).compile()
+    program = resume.lower(model, state, None, None, np.int32(9), layout=layout, plan=plan).compile()
     text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
     assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"
     assert not re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
