@@ -7,8 +7,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
+from dllm_jax.decoding.watch.recording import Recording
 from tests.models import FAMILIES, random_tokens, tiny
 from tests.policy_cases import EVERY, KEY, suited
+from tests.test_watch import data
 from tests.traces import assert_same_run, of_sequence
 
 LENGTHS = (9, 5)
@@ -73,10 +75,17 @@ def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy,
     assert not np.array_equal(plain.trace.score, batch.trace.score), "the inputs were not read"
 
 
-def test_layer_budgets_that_are_measured_see_the_inputs():
+ONLINE = dict(budget=3, layers=eviction.OnlineLayers())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), policies.EvictPrompt(**ONLINE)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_layer_budgets_that_are_measured_see_the_inputs(policy):
     model = tiny("llada", layers=3)
     ids, mask = prompts(model)
-    policy = policies.MaskKV(prompt_every=3, response_every=3, budget=3, layers=eviction.OnlineLayers())
     options = OPTIONS | dict(policy=policy, prompt_mask=mask)
     theirs = dj.generate(model, ids, **options)
     given, rows = embedded(model, ids, mask)
@@ -94,6 +103,55 @@ def test_full_passes_take_inputs_too_and_have_their_gradient(family):
     loss = lambda rows: jnp.sum(dj.forward(model, given, mask, embeds=rows)[mask] ** 2)
     gradient = np.asarray(jax.grad(loss)(jnp.nan_to_num(rows)))
     np.testing.assert_array_equal(np.any(gradient != 0, axis=-1), given == dj.EMBEDDED)
+
+
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=repr)
+def test_a_shadow_block_sees_the_inputs(policy):
+    model = tiny("llada")
+    ids, mask = prompts(model)
+    given, rows = embedded(model, ids, mask)
+    wino = samplers.WINO(wide_in=0.0, narrow_out=1.0, fewest=3, cfg_scale=0.7)
+    options = OPTIONS | dict(block=8, policy=policy, sampler=wino, prompt_mask=mask)
+    theirs = dj.generate(model, ids, **options)
+    masks = np.asarray(theirs.trace.tokens) == model.spec.mask_id
+    assert (~masks[:-1] & masks[1:]).any(), "nothing was taken back"
+    assert_equal_responses(dj.generate(model, given, prompt_embeds=rows, **options), theirs, ids.shape[1])
+
+
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DLLMCache(prompt_every=3)], ids=repr)
+def test_interventions_act_on_the_inputs(policy):
+    """Others are given; at the first layer the right ones are put in their place."""
+    model = tiny("llada")
+    ids, mask = prompts(model)
+    where = mask & (np.arange(ids.shape[1]) == 6)
+    given, rows = embedded(model, ids, where, seed=4)
+    right = np.asarray(model.params["embed"])[ids[:, 6]][None, :, None]
+    patch = (dj.Intervention.patch("residual", right, layers=0, positions=6),)
+    options = OPTIONS | dict(policy=policy, prompt_mask=mask)
+    ours = dj.generate(model, given, prompt_embeds=rows, interventions=patch, **options)
+    assert_equal_responses(ours, dj.generate(model, ids, **options), ids.shape[1])
+    full = dj.forward(model, given, mask, patch, embeds=rows)
+    np.testing.assert_allclose(np.asarray(full)[mask], dj.forward(model, ids, mask)[mask], atol=1e-5)
+    assert not np.allclose(dj.forward(model, given, mask, embeds=rows)[mask], full[mask], atol=1e-3)
+
+
+def test_what_a_trace_of_such_prompts_tells():
+    """Positions and tokens; what the network computed of inputs that it does not keep is refused."""
+    model = tiny("llada")
+    ids, mask = prompts(model)
+    given, rows = embedded(model, ids, mask)
+    out = dj.generate(model, given, prompt_mask=mask, prompt_embeds=rows, **OPTIONS)
+    with pytest.raises(ValueError, match="does not keep what was passed as prompt_embeds="):
+        dj.capture(model, out, prompt_mask=mask)
+    with pytest.raises(ValueError, match=r"run.tokens holds id -1.*prompt_embeds"):
+        dj.trajectory_log_probs(model, out, prompt_mask=mask)
+    (panel,) = data(out.to_html())
+    assert panel["pieces"]["-1"] == ["▦", False]
+    record = Recording.of(out.trace, 0)
+    assert (record.mask_id, record.to_fill.tolist()) == (model.spec.mask_id, list(range(9, 17)))
+    still = out.trace._replace(tokens=out.trace.tokens[:1].repeat(2, 0), proposed=out.trace.proposed[:0])
+    still = still._replace(score=out.trace.score[:0], computed=out.trace.computed[:0])
+    assert not Recording.of(still._replace(active=out.trace.active[:0]), 0).to_fill.size
 
 
 def test_inside_of_jit_and_over_a_mesh():

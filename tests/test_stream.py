@@ -108,6 +108,41 @@ def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
     assert last.tokens.shape == last.decoded.shape == last.confidence.shape == (2, 19)
 
 
+@pytest.mark.parametrize("policy", [policies.DualCache(), policies.EvictPrompt(budget=3)], ids=short)
+def test_embeddings_stops_and_suffixes_are_as_at_once(policy, capsys):
+    model = tiny("llada")
+    ids, mask = prompts(model, (9, 5))
+    rows = np.random.default_rng(1).standard_normal((*ids.shape, model.spec.width), np.float32)
+    prompt = np.where(mask & (np.arange(9) < 8), dj.EMBEDDED, ids)
+    options = dict(
+        prompt_mask=mask,
+        prompt_embeds=rows,
+        policy=policy,
+        suffix=[3, 1],
+        sampler=samplers.Confidence(cfg_scale=0.5),
+        trace=True,
+        buckets=dj.buckets.Ladder((12,)),
+        **LAYOUT,
+    )
+    plain = dj.generate(model, prompt, **options)
+    stop = int(plain.tokens[0, 9 + 5])
+    out = dj.generate(model, prompt, stop=[[stop]], **options)
+    assert not np.array_equal(out.tokens, plain.tokens)
+    snapshots = list(dj.stream(model, prompt, every=1, stop=[[stop]], **options))
+    assert_same(snapshots[-1].output, out)
+    assert_same(dj.generate(model, prompt, progress=True, stop=[[stop]], **options), out)
+
+    # What stands behind the stop was decoded by no step; what was is told once.
+    last, final = snapshots[-1], np.asarray(out.trace.tokens)[-1]
+    np.testing.assert_array_equal(last.tokens, out.tokens)
+    assert np.isnan(last.confidence[last.tokens != final]).all()
+    told = np.sum([snapshot.decoded for snapshot in snapshots], axis=0)
+    decoded = np.asarray(out.trace.tokens[0] == model.spec.mask_id) & (final != model.spec.mask_id)
+    assert (told <= decoded).all()
+    np.testing.assert_array_equal(told[last.tokens == final], decoded[last.tokens == final])
+    capsys.readouterr()
+
+
 def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():
     model = tiny("llada")
     prompt, mask = (jax.numpy.asarray(array) for array in prompts(model, (9, 5)))
