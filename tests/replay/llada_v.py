@@ -218,7 +218,7 @@ def _cached(case: Case, model: dj.Model, ids, options: dict):
 
 def _logits(model: dj.Model, tokens, embeds, cfg_scale: float, prompt: int) -> np.ndarray:
     whole = None if embeds is None else jnp.pad(embeds, ((0, 0), (0, tokens.shape[1] - prompt), (0, 0)))
-    logits = dj.forward(model, jnp.asarray(tokens), None, whole)
+    logits = dj.forward(model, jnp.asarray(tokens), embeds=whole)
     if cfg_scale:
         masked = np.where(np.arange(tokens.shape[1]) < prompt, model.spec.mask_id, tokens)
         logits = guided(logits, dj.forward(model, masked), cfg_scale)
