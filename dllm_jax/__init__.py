@@ -21,7 +21,11 @@ from dllm_jax.nn.spec import ModelSpec
 # What to decode with; what policies are written in and made of
 from dllm_jax import eviction, nn, policies, samplers, state
 
+# Images in prompts
+from dllm_jax import vision
+
 # Decoding
+from dllm_jax.state.inputs import EMBEDDED
 from dllm_jax.state.layout import Layout
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.explain import explain
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
+    "EMBEDDED",
     "Capture",
     "Intervention",
     "Layout",
@@ -95,6 +100,7 @@ __all__ = [
     "token_log_likelihoods",
     "trajectory_log_probs",
     "tune",
+    "vision",
     "warmup",
 ]
 

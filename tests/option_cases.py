@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 import dllm_jax as dj
-from dllm_jax import eviction, policies, samplers, tasks
+from dllm_jax import eviction, policies, samplers, tasks, vision
 from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware
 from dllm_jax.tasks import Stage
@@ -25,6 +25,9 @@ OPTIONS: dict[type[Options], dict[str, Any]] = {kind: {} for kind in WITHOUT_NEE
     samplers.PCSampler: {"frequencies": frequencies()},
     dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
     ModelSpec: dataclasses.asdict(spec("llada")),
+    VisionSpec: {},
+    vision.AnyRes: {},
+    vision.Pad: {},
     TrainConfig: {"steps": 400},
     Hardware: dataclasses.asdict(HARDWARE["h100"]),
     Ladder: {"rungs": (64, 128)},

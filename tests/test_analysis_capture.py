@@ -82,7 +82,7 @@ def test_what_is_chosen_is_a_part_of_everything(run):
         whole = getattr(every, name)[np.array([3, 0])][:, 1:2]
         moved = np.moveaxis(whole, {"attention": 4}.get(name, 3), 3)  # [t n b l ..]
         picked = np.moveaxis(moved[:, :, sequence, at], 3, {"attention": 4}.get(name, 3))
-        np.testing.assert_allclose(getattr(some, name), picked, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(getattr(some, name), picked, rtol=1e-5, atol=1e-5, err_msg=name)
         assert list(some.coordinates(name)) == list(everything[name])
     assert some.coordinates("k")["layer"].tolist() == [1]
     assert every.coordinates("residual")["layer"].tolist() == [0, 1, 2]

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "policies": POLICIES,
     "decoding": POLICIES | {"samplers", "decoding"},
     "analysis": POLICIES | {"decoding", "analysis"},
+    "vision": STATE | {"checkpoint", "vision"},
 }
 
 
@@ -127,7 +128,7 @@ def test_the_policy_interface_has_at_most_ten_members():
 
 def test_what_is_slow_to_import_waits_until_it_is_needed():
     slow = {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}
-    slow |= {"rich", "tqdm", "tyro"}
+    slow |= {"rich", "tqdm", "tyro", "PIL"}
     code = f"import sys, dllm_jax; print(*sorted({slow} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.split() == []

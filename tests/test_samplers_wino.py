@@ -191,6 +191,25 @@ def test_an_end_of_text_ends_nothing_while_it_may_be_taken_back():
         np.testing.assert_array_equal(before[:kept], after[:kept])
 
 
+def test_a_stop_ends_nothing_while_it_may_be_taken_back():
+    """The stop is a token that is decoded at the first response position, and taken back there."""
+    first, doubtful = -LENGTH, WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
+    for seed in range(40):
+        usual = run(sampler=doubtful, seed=seed)
+        here = np.asarray(usual.trace.tokens)[:, 0, first]
+        masked = here == tiny("llada").spec.mask_id
+        if (back := np.flatnonzero(~masked[:-1] & masked[1:])).size:
+            break
+    assert back.size, "nothing was taken back at the first position"
+    for token in {int(here[back[0]]), int(usual.tokens[0, first + 2])}:
+        out = run(sampler=doubtful, seed=seed, stop=[[token]])
+        for before, after in zip(np.asarray(usual.tokens), np.asarray(out.tokens), strict=True):
+            ends = np.flatnonzero(before[first:] == token)
+            kept = len(before) - LENGTH + (ends[0] if len(ends) else LENGTH)
+            np.testing.assert_array_equal(before[:kept], after[:kept])
+            assert (after[kept:] == tiny("llada").spec.eos_id).all()
+
+
 def test_temperature_draws():
     sampler = dataclasses.replace(SOME, temperature=1.0)
     once, again = (run(sampler=sampler, key=KEY).tokens for _ in range(2))

@@ -83,7 +83,7 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
     layout, plan = request.layout, dataclasses.replace(request.plan, confidence=True)
     state = begin(model, *request.inputs, layout=layout, plan=plan)
-    program = resume.lower(model, state, None, np.int32(9), layout=layout, plan=plan).compile()
+    program = resume.lower(model, state, None, None, np.int32(9), layout=layout, plan=plan).compile()
     text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
     assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"
     assert not re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
@@ -106,6 +106,41 @@ def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
     assert_same(last.output, out)
     np.testing.assert_array_equal(last.tokens, out.tokens)
     assert last.tokens.shape == last.decoded.shape == last.confidence.shape == (2, 19)
+
+
+@pytest.mark.parametrize("policy", [policies.DualCache(), policies.EvictPrompt(budget=3)], ids=short)
+def test_embeddings_stops_and_suffixes_are_as_at_once(policy, capsys):
+    model = tiny("llada")
+    ids, mask = prompts(model, (9, 5))
+    rows = np.random.default_rng(1).standard_normal((*ids.shape, model.spec.width), np.float32)
+    prompt = np.where(mask & (np.arange(9) < 8), dj.EMBEDDED, ids)
+    options = dict(
+        prompt_mask=mask,
+        prompt_embeds=rows,
+        policy=policy,
+        suffix=[3, 1],
+        sampler=samplers.Confidence(cfg_scale=0.5),
+        trace=True,
+        buckets=dj.buckets.Ladder((12,)),
+        **LAYOUT,
+    )
+    plain = dj.generate(model, prompt, **options)
+    stop = int(plain.tokens[0, 9 + 5])
+    out = dj.generate(model, prompt, stop=[[stop]], **options)
+    assert not np.array_equal(out.tokens, plain.tokens)
+    snapshots = list(dj.stream(model, prompt, every=1, stop=[[stop]], **options))
+    assert_same(snapshots[-1].output, out)
+    assert_same(dj.generate(model, prompt, progress=True, stop=[[stop]], **options), out)
+
+    # What stands behind the stop was decoded by no step; what was is told once.
+    last, final = snapshots[-1], np.asarray(out.trace.tokens)[-1]
+    np.testing.assert_array_equal(last.tokens, out.tokens)
+    assert np.isnan(last.confidence[last.tokens != final]).all()
+    told = np.sum([snapshot.decoded for snapshot in snapshots], axis=0)
+    decoded = np.asarray(out.trace.tokens[0] == model.spec.mask_id) & (final != model.spec.mask_id)
+    assert (told <= decoded).all()
+    np.testing.assert_array_equal(told[last.tokens == final], decoded[last.tokens == final])
+    capsys.readouterr()
 
 
 def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():

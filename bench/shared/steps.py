@@ -11,7 +11,7 @@ import dllm_jax as dj
 from bench.shared.device import Time, seconds
 from dllm_jax.decoding.loop import coming
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
 from dllm_jax.nn.arithmetic import rope_table
 
 LEADING = 8  # steps within which the first partial one is looked for
@@ -53,7 +53,8 @@ class Stepper:
 
     def step(self, state: State, width: int | None) -> State:
         """One step of a width; `state` is donated, so the cache is changed in place."""
-        return _step(self.model, self.request.inputs.noise, state, self.request.plan, width)
+        noise, embeds = self.request.inputs.noise, self.request.inputs.embeds
+        return _step(self.model, noise, embeds, state, self.request.plan, width)
 
     def coming(self, state: State) -> int | None:
         """The width that the engine would give the coming step, None for the whole canvas."""
@@ -107,11 +108,12 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _start(model, arrays, layout, plan: Plan) -> State:
-    tokens, valid, noise = arrays
-    return initial(model, tokens, valid, noise, layout, plan)
+    tokens, valid, noise, embeds = arrays
+    return initial(model, tokens, valid, noise, embeds, layout, plan)
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
-def _step(model, noise, state: State, plan: Plan, width: int | None) -> State:
+def _step(model, noise, embeds, state: State, plan: Plan, width: int | None) -> State:
     rope = rope_table(state.canvas.layout.length, model.spec.head, model.spec.rope_base)
-    return step(model, rope, noise, plan, width, state)
+    embeds = canvas_embeds(model, embeds, state.canvas.layout, plan)
+    return step(model, rope, noise, plan, width, state, embeds)

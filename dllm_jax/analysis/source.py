@@ -58,6 +58,12 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
         raise ValueError("models and tokens are looked into outside of jit: what is found lies on the host")
     if isinstance(source, Trace):
         tokens, active = host.everywhere(source.tokens), host.everywhere(source.active)
+        if (tokens == inputs.EMBEDDED).any():
+            raise ValueError(
+                f"the prompt holds {inputs.EMBEDDED} (dllm_jax.EMBEDDED): a trace does not keep what was "
+                "passed as prompt_embeds=, without which its canvases cannot be computed again; "
+                "hidden_states(.., embeds=) takes it"
+            )
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):

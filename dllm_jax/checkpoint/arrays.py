@@ -19,7 +19,7 @@ UNIT = "unit"  # the key of a unit's name
 FILE = 64 * 2**20  # bytes; larger ones are buffered whole in memory
 LEAST = 64 * 2**10  # bytes of a piece: smaller ones cost more to find than to read
 # Into how many pieces axes are cut at most, those of tensor parallelism first.
-PIECES = {"h": 32, "k": 32, "f": 32, "v": 32, "m": 8}
+PIECES = {"h": 32, "k": 32, "f": 32, "v": 32, "m": 8, "H": 16, "F": 16, "M": 8}
 
 
 def write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):

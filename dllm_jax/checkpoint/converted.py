@@ -21,11 +21,12 @@ import numpy as np
 from dllm_jax.checkpoint.arrays import open_array, write
 from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
-from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
 from dllm_jax.checkpoint.stored import Ranges, StoredParameter
 from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
+from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 PARAMS = "params"
@@ -77,10 +78,8 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
     """
     spec, dtype, weights = read_spec(path)
     params = path / PARAMS
-    if spec.layers > len(entries(params)):  # before a list of that many layers is made
-        raise ValueError(
-            f"{path / SPEC}: layers={spec.layers}, but {params} lacks units for that many layers"
-        )
+    if (layers := layers_in_all(spec)) > len(entries(params)):  # before a list of that many is made
+        raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
     units = units_of(spec)
     check_names(params, [unit.name for unit in units], SPEC)
     check_tree(path, PARAMS)
@@ -97,7 +96,7 @@ def write_unit(path: Path, unit: Unit, parameters: dict[str, HostArray]):
     for leaf, parameter in parameters.items():
         axes = _named(leaf, axes_of(leaf, "int8" if is_int8(parameter) else None))
         for name, array in _named(leaf, parameter).items():
-            arrays[name] = axes[name].removeprefix("n"), array
+            arrays[name] = within_layer(axes[name]), array
     write(path / PARAMS / unit.name, unit.name, arrays)
 
 

@@ -105,6 +105,11 @@ def save_hf(
             "adapters alone with lora.save(model, directory)"
         )
     _refuse_int8(InMemory(model), "save the model that was loaded without weights='int8'")
+    if (model.vision is None) != (model.spec.vision is None):
+        raise ValueError(
+            f"spec.vision={model.spec.vision} and model.vision must go together: the parameters of the tower "
+            f"are {'missing' if model.vision is None else 'there without its spec'}"
+        )
     target, original = Path(destination), None
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
@@ -164,7 +169,7 @@ class InMemory:
     @property
     def dtypes(self) -> set[np.dtype]:
         """The dtypes of the parameters."""
-        return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(self.model.params)}
+        return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves((self.model.params, self.model.vision))}
 
     @property
     def weights(self) -> Weights | None:
@@ -176,7 +181,8 @@ class InMemory:
 
         Of arrays that several processes hold parts of, every process fetches all: all must read them.
         """
-        params = self.model.params
+        params = self.model.vision if unit.of_vision else self.model.params
+        assert params is not None, "checked before anything is written"
         found = params if unit.layer is None else layer_of(params, unit.layer)
 
         def fetch(array: jax.Array) -> Stored:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.hints import check_variant
-from dllm_jax.checkpoint.names import dream, llada
+from dllm_jax.checkpoint.names import dream, llada, llada_v
 from dllm_jax.checkpoint.names.table import TensorName, Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
@@ -33,8 +33,12 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llada": Family("llada", llada.NAMES, llada.read, llada.write, llada.template),
     "dream": Family("Dream", dream.NAMES, dream.read, dream.write, dream.template),
+    "llada-v": Family("llava_llada", llada_v.NAMES, llada_v.read, llada_v.write, llada_v.template),
 }
-IGNORED = (r".*\.rotary_emb\.inv_freq",)  # buffers that some writers save; computed here
+IGNORED = (  # buffers that some writers save; computed here
+    r".*\.rotary_emb\.inv_freq",
+    r".*\.embeddings\.position_ids",
+)
 
 
 def family_of(spec: ModelSpec) -> Family:

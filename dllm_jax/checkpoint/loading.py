@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.integrity import check_integrity
-from dllm_jax.checkpoint.source import Source, not_finite, open_checkpoint, opened, refuse
+from dllm_jax.checkpoint.source import Resized, Source, not_finite, open_checkpoint, opened, refuse
 from dllm_jax.checkpoint.stored import StoredParameter
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import Params, abstract, separate_is_faster
+from dllm_jax.nn.parameters import Params, abstract, abstract_vision, separate_is_faster
 from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveFloat, check_argument
+from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from pallas_kernels import Implementation
 
 
@@ -38,8 +38,9 @@ def load(
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
     verify: bool = False,
+    vocab: int | None = None,
 ) -> Model:
-    """Loads a LLaDA or Dream checkpoint.
+    """Loads a LLaDA, LLaDA-V or Dream checkpoint; of LLaDA-V, the vision tower too (`Model.vision`).
 
     No weights are ever initialised, and besides the model only one layer (or the embedding, or the head) is
     in memory at a time. Each process reads only what its own devices hold (of matrices that become int8 while
@@ -65,6 +66,9 @@ def load(
         sequences).
       verify: first compare every file with the hash that was kept of it, see `check_integrity`. Takes as long
         as reading all files once more (every process does, where several share a mesh).
+      vocab: keep so many ids: the first rows of embedding and head. The authors of LLaDA-V run it with those
+        that its tokenizer has, `len(tokenizer)` = 126349, so that softmax and arg-max see no others. None
+        keeps all rows of the checkpoint.
 
     Warns:
       dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
@@ -85,15 +89,17 @@ def load(
         rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
+    vocab = check_argument("vocab", vocab, PositiveInt | None)
     source = open_checkpoint(path)
+    source = source if vocab is None else Resized(source, vocab)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
     if verify and not (found := check_integrity(source.path)).ok:
         raise ValueError(str(found))
     warn_of_replicas(source.spec, mesh, rules)
-    params = fill(source, target, mesh, check_finite, separate_layers, held, rules)
-    return dataclasses.replace(empty, params=params)
+    filled = fill(source, target, mesh, check_finite, separate_layers, held, rules)
+    return dataclasses.replace(empty, params=filled.params, vision=filled.vision)
 
 
 def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:
@@ -129,6 +135,13 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
         raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
 
 
+class Filled(NamedTuple):
+    """The parameters of a checkpoint, see `Model`."""
+
+    params: Params
+    vision: Params | None
+
+
 def fill(
     source: Source,
     dtype: np.dtype,
@@ -137,7 +150,7 @@ def fill(
     separate_layers: bool | None = None,
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
-) -> Params:
+) -> Filled:
     """Parameters of an opened checkpoint on the device or the mesh; arguments as of `load`."""
     weights = weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
@@ -146,19 +159,24 @@ def fill(
     where = functools.partial(
         placements, source.spec, weights=weights, mesh=mesh, platform=platform, rules=rules
     )
-    layers = _List() if separate_layers else _Stack(abstract(source.spec, dtype, weights)["layers"], where)
+    spec, towers = source.spec, source.spec.vision is not None
+    shapes = lambda: (abstract(spec, dtype, weights), abstract_vision(spec, dtype))
+    stack = lambda described: described and _Stack(described["layers"], where)
+    layers, of_vision = (_List(), _List()) if separate_layers else map(stack, shapes())
     lone: Params = {}
+    lone_of_vision: Params = {}
     bad: list[str] = []
     for unit, parameters in opened(source, dtype, weights):
         placed = {leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()}
         if check_finite:
             bad += not_finite(unit, placed, _is_finite)
         if unit.layer is None:
-            lone |= placed
+            (lone_of_vision if unit.of_vision else lone).update(placed)
         else:
-            layers.add(unit.layer, placed)
+            (of_vision if unit.of_vision else layers).add(unit.layer, placed)
     refuse(bad, source)
-    return {"layers": layers.layers, **lone}
+    vision = {"layers": of_vision.layers, **lone_of_vision} if towers else None
+    return Filled({"layers": layers.layers, **lone}, vision)
 
 
 def _place(stored: StoredParameter, where: Any) -> jax.Array | Int8Matrix:

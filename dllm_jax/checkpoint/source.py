@@ -1,6 +1,7 @@
 """Finding a checkpoint, a directory or an id on the Hugging Face hub, and reading it unit by unit."""
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 from dllm_jax.nn.spec import ModelSpec
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+BY_ID = ("embed", "head")  # parameters with a row per token id
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
@@ -50,6 +52,51 @@ class Source(Protocol):
     def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
         """The parameters of one unit by name, in our layout and the stored dtype, none of them read yet."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Resized:
+    """A checkpoint of which the first ids of the vocabulary are used alone, a `Source`.
+
+    Attributes:
+      source: the checkpoint.
+      vocab: rows of embedding and head that are kept.
+    """
+
+    source: Source
+    vocab: int
+
+    def __post_init__(self):
+        if self.vocab > self.source.spec.vocab:
+            raise ValueError(
+                f"vocab={self.vocab} must be at most {self.source.spec.vocab}, the rows of {self.path}"
+            )
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.source.path
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The checkpoint's with fewer ids; raises ValueError if a special one is not among them."""
+        return dataclasses.replace(self.source.spec, vocab=self.vocab)
+
+    @property
+    def dtypes(self) -> set[np.dtype]:
+        """As stored."""
+        return self.source.dtypes
+
+    @property
+    def weights(self) -> Weights | None:
+        """As stored."""
+        return self.source.weights
+
+    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
+        """The parameters of one unit; of embedding and head, the first rows."""
+        fewer = lambda stored: dataclasses.replace(stored, shape=(self.vocab, *stored.shape[1:]))
+        found = self.source.parameters(unit)
+        return {name: jax.tree.map(fewer, found[name]) if name in BY_ID else found[name] for name in found}
 
 
 def read(source: Source, unit: Unit) -> dict[str, HostArray]:

@@ -68,7 +68,10 @@ def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights 
     """Writes spec.json."""
     content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
     content |= {} if weights is None else {"weights": weights}
-    content |= {"spec": dataclasses.asdict(spec)}
+    fields = dataclasses.asdict(spec)
+    if spec.vision is None:
+        del fields["vision"]  # as directories of text models have it since before there were others
+    content |= {"spec": fields}
     (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -76,10 +79,10 @@ def _spec(where: Path, fields: Any) -> ModelSpec:
     names = {field.name for field in dataclasses.fields(ModelSpec)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: spec={fields!r} must be an object with the fields of ModelSpec")
-    if fields.keys() != names:
-        raise ValueError(f"{where}: spec has wrong or missing fields {sorted(fields.keys() ^ names)}")
+    if wrong := sorted((fields.keys() | {"vision"}) ^ names):
+        raise ValueError(f"{where}: spec has wrong or missing fields {wrong}")
     try:
-        spec = ModelSpec(**fields)
+        spec = ModelSpec.of_fields(fields)
         family_of(spec)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error

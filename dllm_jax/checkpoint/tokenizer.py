@@ -32,7 +32,9 @@ def read_tokenizer(folder: Path) -> Any:
         if original := COPIES.get(str(named).removesuffix("Fast")):
             return getattr(transformers, original).from_pretrained(folder, **offline)
         if config.get("model_type", "llama") not in transformers.CONFIG_MAPPING:
-            offline["config"] = transformers.PretrainedConfig.from_dict(config)
+            # Of no use to a tokenizer, and LLaDA-V's spelling of them is one that transformers warns of.
+            known = {key: value for key, value in config.items() if not key.startswith("rope_")}
+            offline["config"] = transformers.PretrainedConfig.from_dict(known)
         return transformers.AutoTokenizer.from_pretrained(folder, **offline)
     except Exception as error:  # of many kinds, from Rust too
         if "trust_remote_code" in str(error):

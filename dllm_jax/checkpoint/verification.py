@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory
 TENSORS_SHOWN = 20  # in the table, those that differ most
-SHAPES = ("family", "layers", "width", "heads", "kv_heads", "head", "hidden", "vocab", "qkv_bias", "tied")
+SHAPES = (
+    *("family", "layers", "width", "heads", "kv_heads", "head", "hidden"),
+    *("vocab", "qkv_bias", "tied", "vision"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _log_softmax(x: Float[np.ndarray, "l v"]) -> Float[np.ndarray, "l v"]:
 def _logits(source: Source, ids: Int[np.ndarray, "1 l"]) -> Float[np.ndarray, "l v"]:
     kinds = source.dtypes
     dtype = next(iter(kinds)) if len(kinds) == 1 and kinds <= set(SUPPORTED) else np.dtype(np.float32)
-    model = Model(fill(source, dtype), source.spec)  # int8 matrices stay int8
+    model = Model(fill(source, dtype).params, source.spec)  # int8 matrices stay int8
     return np.asarray(jax.device_get(forward(model, jnp.asarray(ids)))[0], np.float32)
 
 

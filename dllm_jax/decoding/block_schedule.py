@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -15,7 +15,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     """Settles which sequences are active, and moves on by as many blocks as have nothing to do."""
 
     def settle(canvas: Canvas) -> Canvas:
-        in_range = canvas.block_start < canvas.layout.length
+        in_range = canvas.block_start < canvas.layout.end
         canvas = dataclasses.replace(canvas, active=~canvas.done & in_range)
         return dataclasses.replace(canvas, active=canvas.active & ~block_finished(canvas, policy, sampler))
 
@@ -29,11 +29,12 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
-        # Tokens that may be revoked are final when their block is finished.
-        final = sampler.finished(canvas) if sampler.verifies else True
-        canvas = dataclasses.replace(canvas, done=canvas.done | (ended(canvas) & final))
+        at_eos = ended(canvas, first_eos(canvas)) & final(canvas, sampler)
+        canvas = dataclasses.replace(canvas, done=canvas.done | at_eos)
+    if canvas.stop is not None:
+        canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
     return jax.lax.while_loop(
-        lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.length), next_block, settle(canvas)
+        lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.end), next_block, settle(canvas)
     )
 
 
@@ -44,12 +45,49 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     wanted; Elastic-Cache may leave masks behind an end-of-text for good.
     """
     schedule_over = canvas.block_step >= canvas.layout.steps_per_block
-    nothing_offered = ~jnp.any(policy.eligible(canvas), axis=1)
+    nothing_offered = ~jnp.any(offered(policy, canvas), axis=1)
     return sampler.finished(canvas) | (schedule_over & nothing_offered)
 
 
-def ended(canvas: Canvas) -> Bool[Array, "b"]:
-    """Sequences that cannot change any more: an end-of-text is decoded and nothing before it is masked."""
-    eos = first_eos(canvas)[:, None]
-    open_before = jnp.any(canvas.masked & (canvas.position < eos), axis=1)
-    return (eos[:, 0] < canvas.layout.length) & ~open_before
+def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
+    """The positions that may be decoded in the coming step: those the policy offers, in front of a stop."""
+    eligible = policy.eligible(canvas)
+    return eligible if canvas.stop is None else eligible & (canvas.position < canvas.stop[:, None])
+
+
+def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
+    """Whether decoded tokens stay: those that may be revoked do when their block is finished."""
+    return sampler.finished(canvas) if sampler.verifies else True
+
+
+def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:
+    """Sequences whose answer is there: an end (end-of-text, a stop), and nothing before it is masked."""
+    open_before = jnp.any(canvas.masked & (canvas.position < end[:, None]), axis=1)
+    return (end < canvas.layout.length) & ~open_before
+
+
+def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sampler) -> Canvas:
+    """Looks for stop sequences in the response after a step; their first position is where the answer ends.
+
+    Tokens that may be revoked are looked at when their block is finished.
+
+    As in LLaDA-V's released code: the first of the list that is found counts, at its leftmost place; from
+    then on only the first of the list is looked for, and counts if it lies further to the left.
+    """
+    if canvas.stop is None:
+        return canvas
+    layout, found = canvas.layout, canvas.stop
+    open_ended = found == layout.length
+    for rank, ids in enumerate(stop):
+        # Where all of its ids stand one behind the other, as far as the response reaches.
+        response = canvas.tokens[:, layout.prompt : layout.end]
+        if (places := response.shape[1] - len(ids) + 1) < 1:
+            continue
+        hit = jnp.ones((len(response), places), bool)
+        for i, token in enumerate(ids):
+            hit &= response[:, i : i + places] == token
+        first = layout.prompt + jnp.argmax(hit, axis=1)
+        where = jnp.where(jnp.any(hit, axis=1), first, layout.length)
+        counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
+        found = jnp.where(counts, where, found).astype(jnp.int32)
+    return dataclasses.replace(canvas, stop=jnp.where(final(canvas, sampler), found, canvas.stop))

@@ -1,50 +1,114 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
+from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
+from dllm_jax.state.inputs import Prompts
 
-Message = dict[str, str]
+Message = dict[str, Any]
 PARTS = "role", "content"
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
+@runtime_checkable
+class Processor(Protocol):
+    """What makes prompts of conversations that are not text alone, such as `dllm_jax.vision.Processor`."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, which turns answers into text."""
+        ...
+
+    @property
+    def suppress_tokens(self) -> tuple[int, ...]:
+        """Token ids that an answer never holds."""
+        ...
+
+    def encode(self, model: Model, conversations: list[list[Message]], ladder: Ladder | None) -> Prompts:
+        """Prompts up to where the answers begin, of a length of the ladder if there is one."""
+        ...
+
+
 def chat(
-    model: Model, tokenizer: Any, messages: list[Message] | list[list[Message]], **options
+    model: Model,
+    tokenizer: Any,
+    messages: list[Message] | list[list[Message]],
+    *,
+    stop: Sequence[str] = (),
+    sampler: Sampler = Confidence(),
+    buckets: Ladder | None = None,
+    **options,
 ) -> str | list[str]:
     """Answers a conversation, or a batch of them.
 
     Args:
       model: from `load`.
-      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
-      messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations.
-      **options: passed on to `generate` (length, block, steps, policy, sampler, key, ...).
+      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`; for prompts with images
+        a processor, from `dllm_jax.vision.Processor.load`.
+      messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations. With a processor,
+        messages may hold images: {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
+      stop: texts at which the answer ends, without them; see `stop` of `generate`.
+      sampler: as in `generate`; the ids that a processor suppresses are added to its own.
+      buckets: as in `generate`.
+      **options: passed on to `generate` (length, block, steps, policy, key, ...).
 
     Returns:
       the answer, cut at the first end-of-text or end-of-turn, without special tokens; one string per
       conversation for a batch.
 
     Raises:
-      ValueError: an empty conversation, what is no conversation, or a tokenizer without a chat template.
+      ValueError: an empty conversation, what is no conversation, a tokenizer without a chat template, or
+        images that do not go with their message.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
+    processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     check_tokenizer(tokenizer)
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={shown(messages)} {RULE}")
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
-    prompt, mask = encode_chats(tokenizer, conversations, model.spec.eos_id)
-    out = generate(model, prompt, prompt_mask=mask, **options)
-    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompt.shape[1] :])
+    if not conversations:
+        raise ValueError("messages are empty: there is no conversation to answer")
+    if processor is None:
+        prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id), None)
+    else:
+        if buckets is not None:
+            check_ladder("buckets", buckets)
+        prompts = processor.encode(model, conversations, buckets)
+        both = dict.fromkeys((*(sampler.suppress_tokens or ()), *processor.suppress_tokens))
+        sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both) or None)
+    out = generate(
+        model,
+        prompts.ids,
+        prompt_mask=prompts.mask,
+        prompt_embeds=prompts.embeds,
+        stop=[tokenizer.encode(text, add_special_tokens=False) for text in _texts(stop)],
+        sampler=sampler,
+        buckets=buckets,
+        **options,
+    )
+    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompts.ids.shape[1] :])
     return answers[0] if single else answers
+
+
+def _texts(stop: Any) -> Sequence[str]:
+    """The stop texts; raises ValueError if they are none."""
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop={shown(stop)} must be a list of texts, none of them empty")
+    return stop
 
 
 def encode_chats(

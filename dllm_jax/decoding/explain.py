@@ -14,7 +14,7 @@ from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.kernels import Kernels
-from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -137,7 +137,8 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
         canvas = begin(tokens, valid, model.spec, layout)
         rows = computed_rows(canvas.everything, width)
         cache = empty_cache(model, policy, layout, batch)
-        cache = policy.before_layers(policy.before_first_step(cache, canvas, model, tokens), canvas, rows)
+        cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))
+        cache = policy.before_layers(cache, canvas, rows)
 
         def layer(layer: Layer, *rest):
             kernels = Recording(layer.kernels.implementation, layer.kernels.rules, calls)

@@ -1,5 +1,6 @@
 """`generate` and `infill`: check the input, build the canvas, run the engine."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from dllm_jax.decoding.request import (
     Inputs,
     Keys,
     Request,
+    Stops,
     check_kinds,
     intervening,
     noise_for,
@@ -38,6 +40,8 @@ def generate(
     prompt: inputs.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
+    prompt_embeds: inputs.Embeds | None = None,
+    suffix: inputs.Ids | None = None,
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
@@ -46,6 +50,7 @@ def generate(
     key: Keys | None = None,
     noise: Noise | None = None,
     stop_at_eos: bool = False,
+    stop: Stops = (),
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
@@ -57,12 +62,18 @@ def generate(
 
     One compiled program per (shapes, layout, policy, sampler), whatever the traced numbers of policy and
     sampler (`dllm_jax.traced`); nothing leaves the device inside. May itself be jitted over model, prompt,
-    prompt_mask, key, policy and sampler, and mapped over their numbers; then only shapes are checked.
+    prompt_mask, prompt_embeds, key, policy and sampler, and mapped over their numbers; then only shapes are
+    checked.
 
     Args:
       model: from `load`.
       prompt: token ids Int[b p] (or [p]), left-padded if lengths differ.
       prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
+      prompt_embeds: Float[b p m] (or [p m]), inputs in the place of embeddings: images
+        (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds `dllm_jax.EMBEDDED` (-1), which
+        stays in the output; elsewhere it may be anything. None means none.
+      suffix: token ids Int[s], or Int[b s], that stand behind the response from the start, so that it leads
+        up to them; they end the output. None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
       steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
@@ -77,6 +88,10 @@ def generate(
       stop_at_eos: finish a sequence when everything up to an end-of-text is decoded. Masks that remain behind
         it are filled with it; tokens that were decoded there before stay. Everything up to that end-of-text
         equals the run without.
+      stop: sequences of token ids, such as those of stop strings. Once one of them is decoded in a response,
+        only positions before it are still decoded, and the sequence is finished when none is left; from where
+        the stop begins, the output holds end-of-text. As in LLaDA-V's released code, the first of the list
+        that is found counts, and later only the first of the list can move the end further to the left.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
@@ -101,6 +116,8 @@ def generate(
         model,
         prompt,
         prompt_mask=prompt_mask,
+        prompt_embeds=prompt_embeds,
+        suffix=suffix,
         length=length,
         block=block,
         steps=steps,
@@ -109,6 +126,7 @@ def generate(
         key=key,
         noise=noise,
         stop_at_eos=stop_at_eos,
+        stop=stop,
         trace=trace,
         widths=widths,
         buckets=buckets,
@@ -188,6 +206,7 @@ def _run(model: Model, request: Request, mesh: AnyMesh | None, progress: bool) -
     if progress:
         output = watched(model, request, mesh)
     else:
+        model = dataclasses.replace(model, vision=None)  # what a prompt needs of it is in `prompt_embeds`
         spread, batch = over_devices(request.inputs, model, mesh)
         plan = host.numbers(request.plan, mesh)
         tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)

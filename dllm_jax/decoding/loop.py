@@ -17,10 +17,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.intervention import for_sequences
@@ -37,6 +37,8 @@ def denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None = None,
+    *,
     layout: Layout,
     plan: Plan,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
@@ -47,13 +49,14 @@ def denoise(
       tokens: prompt and masks.
       valid: False at padding.
       noise: source of random numbers; None if the sampler draws none.
+      embeds: inputs of the prompt where its tokens are negative; None if there are none.
       layout: static geometry.
       plan: policy, sampler and the like; programs are compiled once for all of their traced numbers.
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
-      finite), statistics per sequence, and the trace if the plan asks for it. Over a mesh, all are split by
-      sequence.
+      finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
+      the plan asks for it. Over a mesh, all are split by sequence.
     """
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
@@ -61,7 +64,7 @@ def denoise(
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
     whole = functools.partial(_denoise, layout=layout)
-    return over_mesh(whole, model, tokens, valid, noise, plan, out=(by_sequence, by_sequence, trace))
+    return over_mesh(whole, model, tokens, valid, noise, embeds, plan, out=(by_sequence, by_sequence, trace))
 
 
 def _denoise(
@@ -69,18 +72,20 @@ def _denoise(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None,
     plan: Plan,
     layout: Layout,
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
-    state = initial(model, tokens, valid, noise, layout, plan)
-    state = run(model, noise, layout, plan, state)
+    state = initial(model, tokens, valid, noise, embeds, layout, plan)
+    state = run(model, noise, embeds, layout, plan, state)
     return finished(model, plan, state), state.record.stats(state.canvas), state.record.trace
 
 
 def run(
     model: Model,
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None,
     layout: Layout,
     plan: Plan,
     state: State,
@@ -91,6 +96,7 @@ def run(
     Args:
       model: the model.
       noise: source of random numbers; None if the sampler draws none.
+      embeds: inputs of the prompt where its tokens are negative; None if there are none.
       layout: static geometry.
       plan: what the user decided.
       state: before the first of these steps.
@@ -98,6 +104,7 @@ def run(
     """
     interventions = for_sequences(plan.interventions, len(state.canvas.tokens), plan.streams)
     plan = dataclasses.replace(plan, interventions=interventions)
+    embeds = canvas_embeds(model, embeds, layout, plan)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
     rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))
@@ -112,7 +119,7 @@ def run(
     # Profiles and compiled programs show which step an operation belongs to.
     def one(variant: int | None, state: State) -> State:
         with jax.named_scope(scope(variant)):
-            return step(model, rope, noise, plan, variant, state)
+            return step(model, rope, noise, plan, variant, state, embeds)
 
     # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
@@ -140,6 +147,9 @@ def finished(model: Model, plan: Plan, state: State) -> Int[Array, "b l"]:
     if plan.stop_at_eos:
         remaining = state.canvas.masked & state.record.finite[:, None]
         tokens = jnp.where(remaining, model.spec.eos_id, tokens)
+    if (stop := state.canvas.stop) is not None:
+        behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < state.canvas.layout.end)
+        tokens = jnp.where(behind, model.spec.eos_id, tokens)
     return tokens
 
 

@@ -23,7 +23,7 @@ class Output(NamedTuple):
     """The result of a generation.
 
     Attributes:
-      tokens: prompt (padding included) and response.
+      tokens: prompt (padding included) and response, a suffix included.
       stats: cost per sequence, see `Stats`.
       trace: every step if asked for, see `Trace`; else None.
     """

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import MinLen
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.closures import constants
@@ -22,13 +23,14 @@ from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import NonNegativeInt, check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
-from dllm_jax.state.canvas import masked_response
+from dllm_jax.state.canvas import masked_response, with_suffix
 from dllm_jax.state.layout import Layout
 
+Stops = Sequence[Sequence[int]]
 Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
 
@@ -39,11 +41,13 @@ class Inputs(NamedTuple):
       tokens: the canvas.
       valid: False at padding.
       noise: random draws, None if the sampler needs none.
+      embeds: inputs of the prompt where its tokens are `EMBEDDED`, None if there are none.
     """
 
     tokens: Int[Array, "b l"]
     valid: Bool[Array, "b l"]
     noise: Noise | None
+    embeds: Float[Array, "b p m"] | None = None
 
 
 class Request(NamedTuple):
@@ -69,6 +73,8 @@ def prepare(
     prompt: inputs.Ids,
     *,
     prompt_mask: ArrayLike | None = None,
+    prompt_embeds: inputs.Embeds | None = None,
+    suffix: inputs.Ids | None = None,
     length: int = 128,
     block: int | None = None,
     steps: int | None = None,
@@ -77,6 +83,7 @@ def prepare(
     key: Keys | None = None,
     noise: Noise | None = None,
     stop_at_eos: bool = False,
+    stop: Stops = (),
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
     buckets: ladders.Ladder | None = None,
@@ -85,7 +92,7 @@ def prepare(
 ) -> Request:
     """Everything that `generate` does before the engine runs; arguments and errors are its."""
     check_kinds(model, policy, sampler, nonfinite, stop_at_eos=stop_at_eos, trace=trace)
-    prompt = inputs.token_ids(prompt, model.spec, "prompt")
+    prompt, embeds = inputs.embedded_ids(prompt, prompt_embeds, model.spec)
     inputs.no_masks(prompt, model.spec)
     mask = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
     unpadded = prompt.shape[1]
@@ -96,15 +103,33 @@ def prepare(
         if isinstance(noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
         prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
+        embeds = None if embeds is None else host.pad(embeds, prompt.shape[1] - unpadded, 0, 0)
 
     # Everything that depends on shapes alone is static; arrays and numbers go through `denoise`'s arguments.
     p = prompt.shape[1]
-    layout = Layout.of(p, length, block, steps, padded=mask is not None)
-    tokens, valid = masked_response(prompt, mask, length, model.spec)
+    given = None if suffix is None else _suffix_ids(suffix, len(prompt), model.spec)
+    extra = 0 if given is None else given.shape[1]
+    layout = Layout.of(p, length, block, steps, mask is not None, extra)
+    tokens, valid = masked_response(prompt, mask, length + extra, model.spec)
+    tokens = tokens if given is None else with_suffix(tokens, given)
     plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
+    plan = dataclasses.replace(plan, stop=stop_sequences(stop, model.spec))
     plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0], p - unpadded)
     noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
-    return Request(Inputs(tokens, valid, noise), layout, plan, p - unpadded, nonfinite)
+    return Request(Inputs(tokens, valid, noise, embeds), layout, plan, p - unpadded, nonfinite)
+
+
+def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[Array, "b s"]:
+    """Token ids behind the responses, one text for all or one for each sequence."""
+    ids = inputs.token_ids(suffix, spec, "suffix")
+    inputs.no_masks(ids, spec, "suffix")
+    if len(ids) == 1 and batch > 1 and not host.stays_on_devices(ids):
+        ids = host.place(np.repeat(host.values(ids), batch, axis=0), np.int32)
+    if len(ids) != batch:
+        raise ValueError(
+            f"suffix has shape {ids.shape}; expected one text, or one for each of {batch} prompts"
+        )
+    return ids
 
 
 class Spread(NamedTuple):
@@ -131,17 +156,19 @@ def over_devices(inputs: Inputs, model: Model, mesh: AnyMesh | None) -> Spread:
     extra = -batch % model.rules.batch_ways(mesh)
     tokens = host.more_sequences(inputs.tokens, extra, model.spec.eos_id)
     valid = host.more_sequences(inputs.valid, extra, False)
-    noise = _more_noise(inputs.noise, extra)
+    noise, embeds = _more_noise(inputs.noise, extra), inputs.embeds
+    embeds = None if embeds is None else host.more_sequences(embeds, extra, 0)
 
     # Concrete arrays beside traced ones are constants of the user's program, which splits them itself.
-    spread = Inputs(tokens, valid, noise)
+    spread = Inputs(tokens, valid, noise, embeds)
     if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, spread))):
         return Spread(spread, batch)
     names = model.rules.axes(mesh, "b")
     axis = 1 if isinstance(noise, RecordedNoise) else 0
     of_sequences = lambda array, axis=0: host.by_sequence(array, mesh, names, axis)
     noise = jax.tree.map(lambda a: of_sequences(a, axis) if a.ndim else a, noise)
-    return Spread(Inputs(of_sequences(tokens), of_sequences(valid), noise), batch)
+    embeds = None if embeds is None else of_sequences(embeds)
+    return Spread(Inputs(of_sequences(tokens), of_sequences(valid), noise, embeds), batch)
 
 
 def _more_noise(noise: Noise | None, extra: int) -> Noise | None:
@@ -210,6 +237,29 @@ def check_kinds(model: Any, policy: Any, sampler: Any, nonfinite: Any, **flags: 
     check_argument("nonfinite", nonfinite, NonFinite)
     for name, flag in flags.items():
         check_argument(name, flag, bool)
+
+
+def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
+    """Sequences of token ids at which a response ends.
+
+    Raises:
+      ValueError: what is no list of sequences of ids, an empty one, or ids outside the vocabulary.
+    """
+    rule = "must be sequences of one or more token ids, such as [[198], [126348]]"
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise ValueError(f"stop={shown(stop)} {rule}")
+    found = []
+    for ids in stop:
+        try:
+            found.append(check_argument("stop", ids, Annotated[tuple[NonNegativeInt, ...], MinLen(1)]))
+        except ValueError:
+            raise ValueError(f"stop={shown(stop)} {rule}") from None
+        if max(found[-1]) >= spec.vocab or spec.mask_id in found[-1]:
+            raise ValueError(
+                f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
+                f"{spec.mask_id}"
+            )
+    return tuple(found)
 
 
 def noise_for(

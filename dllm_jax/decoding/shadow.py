@@ -66,6 +66,7 @@ def network_with_shadow(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> tuple[Float[Array, "b q m"], Cache, Shadow]:
     """As `step.network`, and the shadow block beside it; arguments are its.
 
@@ -94,8 +95,9 @@ def network_with_shadow(
         return (after, layer.finish(shadow, o.astype(q.dtype))), view.into(cache, layer.index)
 
     masks = jnp.full_like(position, canvas.spec.mask_id)
-    streams = embed(model.params, rows.take(tokens)), embed(model.params, masks)
-    carry = walk(model.params, model.spec, rope, run, (streams, cache), model.kernels, where_used=True)
+    x = embed(model.params, rows.take(tokens), None if embeds is None else rows.take(embeds))
+    carry = (x, embed(model.params, masks)), cache
+    carry = walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
     (x, shadow), cache = carry
     return x, cache, Shadow(shadow, canvas.block_start)
 

@@ -25,8 +25,8 @@ class Stats(NamedTuple):
         summed over forwards.
       cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
-      decoded: response positions that are not masked at the end.
-      answer: decoded tokens before the first end-of-text.
+      decoded: response positions that are not masked at the end, without a suffix.
+      answer: decoded tokens before the first end-of-text, and before a stop.
       finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
         decoded by then is still masked. Its batch mates are as they would be without it.
     """
@@ -140,14 +140,18 @@ class Record(NamedTuple):
         recomputed = (self.computed + self.widened) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
-        before_eos = canvas.decoded & (canvas.position < first_eos(canvas)[:, None])
+        end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
+        decoded = canvas.decoded
+        if canvas.layout.suffix:
+            decoded &= canvas.position < canvas.layout.end
+        before_eos = decoded & (canvas.position < end[:, None])
         return Stats(
             nfe=canvas.step,
             computed=self.computed,
             widened=self.widened,
             cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
-            decoded=jnp.sum(canvas.decoded, axis=1, dtype=jnp.int32),
+            decoded=jnp.sum(decoded, axis=1, dtype=jnp.int32),
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
         )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.block_schedule import advance, find_stop, offered
 from dllm_jax.decoding.closures import Constants
 from dllm_jax.decoding.shadow import Shadow, network_with_shadow, to_verify
 from dllm_jax.decoding.stats import Record
@@ -45,6 +45,7 @@ class Plan:
       confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
       constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
+      stop: sequences of token ids at which a response ends.
     """
 
     policy: Policy
@@ -55,6 +56,7 @@ class Plan:
     confidence: bool = dataclasses.field(default=False, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
+    stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def step_limit(self, layout: Layout) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
@@ -89,15 +91,20 @@ def initial(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"],
     noise: Noise | None,
+    embeds: Float[Array, "b p m"] | None,
     layout: Layout,
     plan: Plan,
 ) -> State:
     """The state before the first step; arguments as in `loop.denoise`."""
     # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
-    canvas = advance(begin(tokens, valid, model.spec, layout), plan.policy, plan.sampler, plan.stop_at_eos)
+    canvas = begin(tokens, valid, model.spec, layout)
+    if plan.stop:
+        canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
+    canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
     cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
-    cache = plan.policy.before_first_step(cache, streams, model, _inputs(plan, streams))
+    x = embed(model.params, _inputs(plan, streams), canvas_embeds(model, embeds, layout, plan))
+    cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, plan.streams * tokens.shape[0])
     record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None, plan.confidence)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
@@ -126,6 +133,20 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
     return cache.separate() if model.layers_are_separate else cache
 
 
+def canvas_embeds(
+    model: Model, embeds: Float[Array, "b p m"] | None, layout: Layout, plan: Plan
+) -> Float[Array, "streams_b l m"] | None:
+    """Inputs in the place of embeddings, as steps take them: for all positions of the canvas and all streams.
+
+    They are read where ids are negative, so those of the response are never read, nor those of the stream
+    whose prompt is masked.
+    """
+    if embeds is None:
+        return None
+    of_canvas = jnp.pad(embeds, ((0, 0), (0, layout.length - layout.prompt), (0, 0)))
+    return constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
+
+
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, empty in inactive sequences.
 
@@ -136,8 +157,26 @@ def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Boo
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 
-def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
-    """One denoising step over the canvas in place (width None) or over `width` positions per sequence."""
+def step(
+    model: Model,
+    rope: Rope,
+    noise: Noise | None,
+    plan: Plan,
+    width: int | None,
+    state: State,
+    embeds: Float[Array, "streams_b l m"] | None = None,
+) -> State:
+    """One denoising step over the canvas in place (width None) or over `width` positions per sequence.
+
+    Args:
+      model: the model.
+      rope: rotary tables of all canvas positions.
+      noise: source of random numbers.
+      plan: what the user decided.
+      width: static.
+      state: before the step.
+      embeds: from `canvas_embeds`.
+    """
     canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
 
@@ -146,17 +185,19 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     cache = policy.before_layers(state.cache, streams, rows)
     tokens, shadow = _inputs(plan, streams), None
     if sampler.verifies:
-        hidden, cache, shadow = network_with_shadow(model, rope, policy, tokens, streams, rows, cache)
+        hidden, cache, shadow = network_with_shadow(model, rope, policy, tokens, streams, rows, cache, embeds)
     else:
-        hidden, cache = network(model, rope, policy.layer, tokens, streams, rows, cache, plan.interventions)
+        hidden, cache = network(
+            model, rope, policy.layer, tokens, streams, rows, cache, plan.interventions, embeds
+        )
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     candidates, finite = _propose(model, plan, canvas, own, hidden, shadow, noise)
     index, _, score, _ = candidates
-    eligible = gather(policy.eligible(canvas), index)
-    offered = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
-    chosen, memory, revoked = sampler.decide(offered, state.memory, canvas, noise)
+    eligible = gather(offered(policy, canvas), index)
+    masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
+    chosen, memory, revoked = sampler.decide(masks, state.memory, canvas, noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, candidates.token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
@@ -168,6 +209,7 @@ def step(model: Model, rope: Rope, noise: Noise | None, plan: Plan, width: int |
     after = write(canvas, chosen, proposal.token)
     if revoked is not None:
         after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
+    after = find_stop(after, plan.stop, sampler)
 
     # A sequence without finite logits ends as it is: no sampler could finish its block, for which its batch
     # mates would wait.
@@ -195,6 +237,7 @@ def network(
     rows: Rows,
     cache: Cache,
     interventions: tuple[Intervention, ...] = (),
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> tuple[Float[Array, "b q m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -207,6 +250,7 @@ def network(
       rows: which positions are computed.
       cache: the policy's, after `Policy.before_layers`.
       interventions: for the sequences of all streams.
+      embeds: inputs where ids are negative.
 
     Returns:
       the residual stream at the rows after the last layer, and the changed cache.
@@ -223,7 +267,8 @@ def network(
             weights.check_reached(getattr(layer, "__qualname__", "the layer"))
         return x, view.into(cache, weights.index)
 
-    x = embedded(interventions, embed(model.params, rows.take(tokens)), rows.index, canvas.step)
+    x = embed(model.params, rows.take(tokens), None if embeds is None else rows.take(embeds))
+    x = embedded(interventions, x, rows.index, canvas.step)
     return walk(model.params, model.spec, rope, run, (x, cache), model.kernels, where_used=True)
 
 
@@ -266,7 +311,7 @@ def _propose(
     predictor = canvas.predictor
     predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
     response_scored = "response" in (policy.scored, sampler.scored)
-    scored = canvas.masked if response_scored else policy.eligible(canvas)
+    scored = canvas.masked if response_scored else offered(policy, canvas)
 
     # Only candidates meet the vocabulary; they are compacted to a static number first. Masks outside of the
     # block are candidates only if the response is scored, or if earlier blocks were left with masks.

@@ -112,8 +112,9 @@ def snapshots(
 def _snapshots(
     model: Model, request: Request, mesh: AnyMesh | None, every: int
 ) -> Generator[Snapshot, None, None]:
+    model = dataclasses.replace(model, vision=None)  # as `generate` does
     spread, batch = over_devices(request.inputs, model, mesh)
-    noise = spread.noise
+    noise, embeds = spread.noise, spread.embeds
     plan = host.numbers(dataclasses.replace(request.plan, confidence=True), mesh)
     layout, steps = request.layout, host.numbers(np.int32(every), mesh)
     own = np.s_[:batch, request.extra :]
@@ -121,10 +122,10 @@ def _snapshots(
     # One piece is under way while the host looks at the one before it.
     before = host.everywhere(spread.tokens)[own]
     state = begin(model, *spread, layout=layout, plan=plan)
-    state, piece = resume(model, state, noise, steps, layout, plan)
+    state, piece = resume(model, state, noise, embeds, steps, layout, plan)
     running = True
     while running:
-        state, next_piece = resume(model, state, noise, steps, layout, plan)
+        state, next_piece = resume(model, state, noise, embeds, steps, layout, plan)
         running = bool(host.everywhere(piece.running))
         snapshot = _seen(piece, before, own)
         if not running:

@@ -1,5 +1,6 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
+import dataclasses
 import inspect
 import time
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host
 
-OPTIONS = inspect.signature(prepare).parameters.keys() - {"model", "prompt", "prompt_mask", "buckets"}
+OF_REQUESTS = {"model", "prompt", "prompt_mask", "prompt_embeds", "buckets"}
+OPTIONS = inspect.signature(prepare).parameters.keys() - OF_REQUESTS
 
 
 class Compiled(NamedTuple):
@@ -65,6 +67,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
+    model = dataclasses.replace(model, vision=None)  # as `generate` does
     request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
     inputs, plan = _placed(model, request.inputs, request.plan)
     program = denoise.lower(model, *inputs, layout=request.layout, plan=plan).compile()

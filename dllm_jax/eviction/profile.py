@@ -6,7 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.nn.attention import attention, key_mask
@@ -19,7 +19,7 @@ from dllm_jax.state.canvas import masked_response
 
 @jax.jit
 def importance(
-    model: Model, tokens: Int[Array, "b l"], among: Bool[Array, "b l"], valid: Bool[Array, "b l"]
+    model: Model, x: Float[Array, "b l m"], among: Bool[Array, "b l"], valid: Bool[Array, "b l"]
 ) -> Float[Array, "n b"]:
     """Importance of each layer: 1 - cosine of the residual stream before and after its attention.
 
@@ -27,12 +27,12 @@ def importance(
 
     Args:
       model: the model.
-      tokens: ids, mask_id where undecided.
+      x: embedded inputs (`dllm_jax.nn.layer.embed`).
       among: positions to average over.
       valid: False at padding.
     """
-    (batch, length), spec = tokens.shape, model.spec
-    position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    (batch, length), spec = valid.shape, model.spec
+    position = jnp.broadcast_to(jnp.arange(length), valid.shape)
 
     def run(layer: Layer, carry):
         x, profile = carry
@@ -42,7 +42,7 @@ def importance(
         similarity = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
         return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
 
-    start = embed(model.params, tokens), jnp.zeros((spec.layers, batch))
+    start = x, jnp.zeros((spec.layers, batch))
     return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1]
 
 
@@ -66,7 +66,8 @@ def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) 
     prompts = inputs.token_ids(prompts, model.spec, "prompts")
     mask = inputs.left_padding(prompt_mask, prompts.shape, "prompt_mask")
     tokens, valid = masked_response(prompts, mask, length, model.spec)
-    profile = np.asarray(importance(model, tokens, valid, valid), np.float64).mean(axis=1)
+    x = embed(model.params, tokens)
+    profile = np.asarray(importance(model, x, valid, valid), np.float64).mean(axis=1)
     return tuple(float(value) for value in profile)
 
 

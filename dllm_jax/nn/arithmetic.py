@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
@@ -96,7 +97,10 @@ class Rope(NamedTuple):
 
 def rope_table(positions: int, head: int, base: float) -> Rope:
     """Angles position * base^(-2j/d), computed in float32 as the references do."""
-    frequency = 1.0 / base ** (jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    # Frequencies by the host's float32 power, whose bits are those of the references. XLA's differ in the
+    # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
+    exponent = np.arange(0, head, 2, dtype=np.float32) / np.float32(head)
+    frequency = np.float32(1) / np.float32(base) ** exponent
     angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
     return Rope(jnp.cos(angle), jnp.sin(angle))
 

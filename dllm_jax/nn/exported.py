@@ -32,7 +32,7 @@ def _model_to_bytes(static: tuple[Any, ...]) -> bytes:
 def _model_from_bytes(data: bytes) -> tuple[Any, ...]:
     spec, implementation, rules = json.loads(data)
     names = {axis: tuple(listed) for axis, listed in rules.items()}
-    return ModelSpec(**spec), implementation, MeshRules(**names)
+    return ModelSpec.of_fields(spec), implementation, MeshRules(**names)
 
 
 export.register_pytree_node_serialization(

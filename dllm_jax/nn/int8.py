@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
 from dllm_jax.nn.mesh import MeshRules
-from dllm_jax.nn.sharding import AXES, OUTPUTS, shape, sharding, stacked_format
+from dllm_jax.nn.sharding import AXES, OUTPUTS, shape, sharding, stacked_format, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 Weights = Literal["int8"]  # how matrices are held, if not in the model's dtype
@@ -81,7 +81,7 @@ def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, st
     """Shape and dtype of a parameter, an `Int8Matrix` of them if it is int8; arguments as of `placements`."""
     axes = axes_of(leaf, weights)
     sized = lambda axes, dtype: jax.ShapeDtypeStruct(
-        shape(spec, axes if stacked else axes.removeprefix("n")), dtype
+        shape(spec, axes if stacked else within_layer(axes)), dtype
     )
     if not is_int8(axes):
         return sized(axes, dtype)
@@ -110,7 +110,7 @@ def placements(
     """
 
     def where(axes: str) -> Any:
-        own = axes if stacked else axes.removeprefix("n")
+        own = axes if stacked else within_layer(axes)
         split = None if mesh is None else sharding(spec, own, mesh, rules)
         return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
 

@@ -165,9 +165,18 @@ class Layer:
         return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y
 
 
-def embed(params: Params, tokens: Int[Array, "b q"]) -> Float[Array, "b q m"]:
-    """Embeddings of the tokens, the residual stream before the first layer."""
-    return params["embed"][tokens]
+def embed(
+    params: Params, tokens: Int[Array, "b q"], embeds: Float[Array, "b q m"] | None = None
+) -> Float[Array, "b q m"]:
+    """Embeddings of the tokens, the residual stream before the first layer.
+
+    Args:
+      params: the model's.
+      tokens: ids; where they are negative, the row of `embeds` stands in the place of an embedding.
+      embeds: in any float dtype; None if there are no such positions.
+    """
+    x = params["embed"][tokens]
+    return x if embeds is None else jnp.where((tokens < 0)[..., None], embeds.astype(x.dtype), x)
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:

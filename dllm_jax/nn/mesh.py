@@ -73,6 +73,9 @@ class MeshRules(Options):
             "f": self.mlp,
             "v": self.vocab,
             "m": self.width,
+            "H": self.heads,  # capitals are the axes of a vision tower
+            "F": self.mlp,
+            "M": self.width,
         }
         return table.get(letter, ())
 

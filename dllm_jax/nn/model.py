@@ -18,7 +18,7 @@ from dllm_jax.nn.intervention import Intervention, checked, embedded, intervened
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
-from dllm_jax.nn.parameters import Params, describe
+from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Implementation, check_implementation
@@ -36,12 +36,15 @@ class Model:
         where they are supported, interpreted on CPUs); or None, kernels where they were measured to be faster
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
+      vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
+        `params`; None of text models. Nothing that decodes or trains reads it, see `dllm_jax.vision`.
     """
 
     params: Params
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
     rules: MeshRules = dataclasses.field(default=MeshRules(), metadata={"static": True})
+    vision: Params | None = None
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)
@@ -52,6 +55,8 @@ class Model:
         size, *lines = describe(self.params)
         if self.implementation is not None:
             lines.append(f"attention and eviction by {self.implementation}")
+        if self.vision is not None:
+            lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
 
     @property
@@ -86,6 +91,7 @@ class Model:
 
 Tokens = Int[Array, "b l"] | Int[np.ndarray, "b l"]
 Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
+Embeds = Float[Array, "b l m"] | Float[np.ndarray, "b l m"]
 
 
 def full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
@@ -108,6 +114,7 @@ def forward(
     tokens: Tokens,
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
+    embeds: Embeds | None = None,
 ) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
@@ -116,6 +123,8 @@ def forward(
       tokens: ids, mask_id where undecided.
       valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
       interventions: other values at named places, in the order in which they act; without `steps`.
+      embeds: inputs in the place of embeddings where tokens are -1 (`dllm_jax.EMBEDDED`), such as rows of
+        images and soft prompts; None if there are none.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
@@ -124,11 +133,12 @@ def forward(
       ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not
         fit.
     """
-    _check_inputs(model, tokens, valid)
-    return _forward(model, tokens, valid, checked(interventions, model.spec, *tokens.shape, steps=None))
+    _check_inputs(model, tokens, valid, embeds)
+    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
+    return _forward(model, tokens, valid, fitting, embeds)
 
 
-def _check_inputs(model: Any, tokens: Any, valid: Any):
+def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
     """Refuses what is no input of a full pass; ids are looked at where this process holds them."""
     check_argument("model", model, Model, ", such as dj.load(path)")
     kinds = ("tokens", tokens, jnp.integer, "token ids"), ("valid", valid, jnp.bool_, "True and False")
@@ -138,12 +148,25 @@ def _check_inputs(model: Any, tokens: Any, valid: Any):
             raise ValueError(f"{name}={shown(array)} must be an array [batch, positions] of {words}")
     if valid is not None and valid.shape != tokens.shape:
         raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
+    if embeds is not None:
+        check_embeds(embeds, (*tokens.shape, model.spec.width), "embeds")
     if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
         return
     ids = np.asarray(jax.device_get(tokens))
-    outside = (ids < 0) | (ids >= model.spec.vocab)
+    outside = (ids < (0 if embeds is None else -1)) | (ids >= model.spec.vocab)
     if outside.any():
         raise ValueError(f"tokens hold id {ids[outside][0]}, outside the vocabulary [0, {model.spec.vocab})")
+
+
+def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
+    """Raises ValueError if inputs in the place of embeddings are no floats of this shape."""
+    known = isinstance(embeds, jax.Array | np.ndarray) and jnp.issubdtype(embeds.dtype, jnp.floating)
+    if not known or embeds.shape != shape:
+        given = f"of dtype {embeds.dtype} and shape {embeds.shape}" if hasattr(embeds, "shape") else ""
+        raise ValueError(
+            f"{name}{given and ' '}{given or f'={shown(embeds)}'} must be floats [batch, positions, width] = "
+            f"{list(shape)}"
+        )
 
 
 @jax.jit
@@ -152,13 +175,14 @@ def _forward(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "b l v"]:
-    def logits(model: Model, tokens, valid, interventions) -> Float[Array, "b l v"]:
-        hidden = encode(model, tokens, valid, interventions=interventions)
+    def logits(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "b l v"]:
+        hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds)
         return unembed(model.params, model.spec, hidden)
 
-    tokens = tokens.astype(jnp.int32)
-    return over_mesh(logits, model, tokens, valid, interventions, out=_by_sequence(model, tokens, "blv"))
+    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, "blv")
+    return over_mesh(logits, model, *arrays, out=out)
 
 
 def hidden_states(
@@ -166,13 +190,15 @@ def hidden_states(
     tokens: Tokens,
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
+    embeds: Embeds | None = None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
     Arguments and errors are those of `forward`.
     """
-    _check_inputs(model, tokens, valid)
-    return _hidden_states(model, tokens, valid, checked(interventions, model.spec, *tokens.shape, steps=None))
+    _check_inputs(model, tokens, valid, embeds)
+    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
+    return _hidden_states(model, tokens, valid, fitting, embeds)
 
 
 @jax.jit
@@ -181,9 +207,10 @@ def _hidden_states(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "n_plus_1 b l m"]:
-    tokens = tokens.astype(jnp.int32)
-    return over_mesh(_stream, model, tokens, valid, interventions, out=_by_sequence(model, tokens, "nbl"))
+    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, "nbl")
+    return over_mesh(_stream, model, *arrays, out=out)
 
 
 def _stream(
@@ -191,11 +218,12 @@ def _stream(
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
+    embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid)
-    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens)
+    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
     spec, x = model.spec, embedded(interventions, x, position, step)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
 
@@ -219,17 +247,19 @@ def encode(
     layer_pass: LayerPass | None = None,
     within: Mask | None = None,
     interventions: tuple[Intervention, ...] = (),
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
-    `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does.
-    Interventions are those of a single pass, see `dllm_jax.nn.intervention`.
+    `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does;
+    `embeds` are the inputs where tokens are negative. Interventions are those of a single pass, see
+    `dllm_jax.nn.intervention`.
     """
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid)
     if within is not None:
         mask = within if mask is None else mask & within
-    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens)
+    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
 
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)

@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights, held_as, is_int8
 from dllm_jax.nn.low_rank import adapted, is_low_rank
-from dllm_jax.nn.sharding import AXES
+from dllm_jax.nn.sharding import AXES, VISION, shape
 from dllm_jax.nn.spec import ModelSpec
 
 Params = dict[str, Any]
@@ -36,6 +36,15 @@ def abstract(
     params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
     held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked=True)
     return jax.tree_util.tree_map_with_path(held, params)
+
+
+def abstract_vision(spec: ModelSpec, dtype: Any = jnp.float32) -> Params | None:
+    """Shapes and dtypes of a tower and its projector (`Model.vision`), stacked; None of text models."""
+    if spec.vision is None:
+        return None
+    sized = {leaf: jax.ShapeDtypeStruct(shape(spec, AXES[leaf]), dtype) for leaf in VISION}
+    stacked = {leaf: sized.pop(leaf) for leaf in VISION if AXES[leaf].startswith("N")}
+    return {"layers": stacked, **sized}
 
 
 def separate(params: Params) -> Params:

@@ -29,7 +29,37 @@ AXES: dict[str, str] = {
     "down": "nfm",
     "norm": "m",
     "head": "vm",
+    # Of a vision tower, in letters of its own (`sizes`): N layers, M width, H heads, D head width, F MLP
+    # width, P patches, C colours, I and J pixels of a patch; e is the inner width of the projector.
+    "patch": "IJCM",
+    "patch_bias": "M",
+    "position": "PM",
+    "norm1": "NM",
+    "norm1_bias": "NM",
+    "vision_q": "NMHD",
+    "vision_q_bias": "NHD",
+    "vision_k": "NMHD",
+    "vision_k_bias": "NHD",
+    "vision_v": "NMHD",
+    "vision_v_bias": "NHD",
+    "vision_o": "NHDM",
+    "vision_o_bias": "NM",
+    "norm2": "NM",
+    "norm2_bias": "NM",
+    "fc1": "NMF",
+    "fc1_bias": "NF",
+    "fc2": "NFM",
+    "fc2_bias": "NM",
+    "post_norm": "M",
+    "post_norm_bias": "M",
+    "projector_in": "Me",
+    "projector_in_bias": "e",
+    "projector_out": "em",
+    "projector_out_bias": "m",
+    "newline": "m",
 }
+# The parameters of a vision tower and of what stands behind it.
+VISION = tuple(AXES)[tuple(AXES).index("patch") :]
 # Of the matrices: the axes they produce. What is left is summed over.
 OUTPUTS: dict[str, str] = {
     "q": "hd",
@@ -45,7 +75,9 @@ OUTPUTS: dict[str, str] = {
 
 def leaves(spec: ModelSpec) -> tuple[str, ...]:
     """Names of the parameters a model of this spec has, in the order of `AXES`."""
-    absent = {"head"} if spec.tied else set()
+    absent = set() if spec.vision else set(VISION)
+    if spec.tied:
+        absent |= {"head"}
     if not spec.qkv_bias:
         absent |= {"q_bias", "k_bias", "v_bias"}
     return tuple(leaf for leaf in AXES if leaf not in absent)
@@ -53,7 +85,7 @@ def leaves(spec: ModelSpec) -> tuple[str, ...]:
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
     """Length of every axis letter."""
-    return {
+    decoder = {
         "n": spec.layers,
         "m": spec.width,
         "h": spec.heads,
@@ -62,6 +94,25 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
         "f": spec.hidden,
         "v": spec.vocab,
     }
+    if (vision := spec.vision) is None:
+        return decoder
+    return decoder | {
+        "N": vision.layers,
+        "M": vision.width,
+        "H": vision.heads,
+        "D": vision.head,
+        "F": vision.hidden,
+        "P": vision.patches,
+        "C": 3,
+        "I": vision.patch,
+        "J": vision.patch,
+        "e": spec.width,
+    }
+
+
+def within_layer(axes: str) -> str:
+    """The axes of one layer's part of a parameter: without the letter of stacked layers, `n` or `N`."""
+    return axes.removeprefix("n").removeprefix("N")
 
 
 def shape(spec: ModelSpec, axes: str) -> tuple[int, ...]:

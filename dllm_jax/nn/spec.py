@@ -1,7 +1,8 @@
 """What a model is: the static numbers that fix its shapes and its arithmetic."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
@@ -14,6 +15,54 @@ from dllm_jax.options import (
 
 RopeBase = Annotated[float, Interval(ge=1, le=10**12)]  # whose powers are finite and not zero in float32
 NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionSpec(Options):
+    """Static description of a SigLIP tower and of the projector behind it; hashable.
+
+    The projector's inner width is the decoder's width.
+
+    Attributes:
+      layers: encoder layers `N` that are there: of SigLIP's own all but the last.
+      width: of the tower `M`.
+      heads: attention heads `H`, each width / heads wide.
+      hidden: width of the MLP `F`.
+      image: pixels along each side of a view.
+      patch: pixels along each side of a patch; borders that fill none are never seen.
+      norm_eps: epsilon inside LayerNorm's square root.
+    """
+
+    layers: PositiveInt = 26
+    width: PositiveInt = 1152
+    heads: PositiveInt = 16
+    hidden: PositiveInt = 4304
+    image: PositiveInt = 384
+    patch: PositiveInt = 14
+    norm_eps: NormEps = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width} must be a multiple of heads={self.heads}")
+        if self.patch > self.image:
+            raise ValueError(f"patch={self.patch} must be at most image={self.image}")
+
+    @property
+    def head(self) -> int:
+        """Width of an attention head `D`."""
+        return self.width // self.heads
+
+    @property
+    def side(self) -> int:
+        """Patches along each side of a view."""
+        return self.image // self.patch
+
+    @property
+    def patches(self) -> int:
+        """Patches of a view `P`, which are its features."""
+        return self.side**2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +89,7 @@ class ModelSpec(Options):
       rope_in_f32: rotate in float32 (LLaDA) or in the activation dtype (Dream).
       pad_rows_attend: queries at padding attend to real keys (LLaDA masks keys only) or to nothing
         (Dream takes the outer product of the padding mask with itself).
+      vision: the tower whose features stand in prompts in the place of images (LLaDA-V), None of text models.
     """
 
     family: str
@@ -60,6 +110,7 @@ class ModelSpec(Options):
     shifted: bool
     rope_in_f32: bool
     pad_rows_attend: bool
+    vision: Annotated[VisionSpec | None, NoneMeans("text only")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,6 +127,19 @@ class ModelSpec(Options):
         for name in ("eos_id", "eot_id"):
             if getattr(self, name) == self.mask_id:
                 raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "ModelSpec":
+        """The spec of `dataclasses.asdict`'s fields; those of text models may lack `vision`.
+
+        Raises:
+          TypeError: fields that there are not.
+          ValueError: values that break a rule.
+        """
+        vision = fields.get("vision")
+        if vision is not None and not isinstance(vision, Mapping):
+            raise ValueError(f"vision={vision!r} must be an object with the fields of VisionSpec, or null")
+        return cls(**{**fields, "vision": None if vision is None else VisionSpec(**vision)})
 
     @property
     def group(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
@@ -34,7 +34,7 @@ class Policy(Options):
         return Cache(layers=KV.zeros(spec, batch, layout.length, dtype) if self.reuses else (), shared=())
 
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
         """Called once, before the first step; may run the model over the request and store what it finds.
 
@@ -42,7 +42,7 @@ class Policy(Options):
           cache: from `init`.
           canvas: the request, for the sequences of all streams.
           model: the model.
-          tokens: the inputs of the first step; with guidance, the second stream's prompt is masked.
+          x: the embedded inputs of the first step; with guidance, the second stream's prompt is masked.
         """
         return cache
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 from typing_extensions import override
 
 from dllm_jax.eviction.pair_store import PairStore
@@ -82,11 +82,11 @@ class EvictPrompt(PromptEviction):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
         """The policy's own, and the layer budgets of each sequence."""
-        cache = self._of_policy(cache, self.policy.before_first_step(_under(cache), canvas, model, tokens))
-        pairs = self.with_budgets(cache.shared.pairs, canvas, model, tokens)
+        cache = self._of_policy(cache, self.policy.before_first_step(_under(cache), canvas, model, x))
+        pairs = self.with_budgets(cache.shared.pairs, canvas, model, x)
         return cache._replace(shared=cache.shared._replace(pairs=pairs))
 
     @override

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
@@ -60,10 +60,10 @@ class MaskKV(PromptEviction, DLLMCache):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
         """Sets the layer budgets of each sequence (equations 9-13)."""
-        return cache._replace(shared=self.with_budgets(cache.shared, canvas, model, tokens))
+        return cache._replace(shared=self.with_budgets(cache.shared, canvas, model, x))
 
     @override
     def due(

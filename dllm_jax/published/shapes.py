@@ -76,6 +76,7 @@ def abstract(
         put = lambda array, at: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
         return jax.tree.map(put, leaf, where)
 
-    return Model(
-        jax.tree_util.tree_map_with_path(placed, params, is_leaf=is_int8), spec, implementation, rules
-    )
+    towers = parameters.abstract_vision(spec, target)
+    towers = jax.eval_shape(parameters.separate, towers) if towers and separate_layers else towers
+    put = lambda tree: jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_int8)
+    return Model(put(params), spec, implementation, rules, put(towers))

@@ -6,12 +6,12 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.arithmetic import divided
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import LARGEST, NoneMeans, Options, PositiveInt, TracedUnlessZero
+from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.filters import survivors
@@ -38,6 +38,8 @@ class Sampler(Options, abc.ABC):
       cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: end-of-text is never decoded.
+      suppress_tokens: ids that are never decoded; their logits are -inf, for confidences too. LLaDA-V's
+        released code has four of them. None suppresses nothing.
       confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
         "entropy" that of a uniform distribution) and so are decoded last; refused where the order is random.
         LLaDA's released code forgets end-of-text when temperature > 0; this does not.
@@ -52,6 +54,7 @@ class Sampler(Options, abc.ABC):
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
+    suppress_tokens: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no ids")] = None
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
     scored: ClassVar[Literal["block", "response"]] = "block"
@@ -140,6 +143,8 @@ class Sampler(Options, abc.ABC):
 
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""
+        if outside := [i for i in self.suppress_tokens or () if i >= spec.vocab]:
+            raise ValueError(f"suppress_tokens holds {outside[0]}, outside the vocabulary [0, {spec.vocab})")
         if self.confidence_eos_eot_inf and spec.eot_id is None:
             raise ValueError(
                 "confidence_eos_eot_inf needs the id of the end-of-turn token, which the checkpoint does not "
@@ -164,6 +169,8 @@ class Sampler(Options, abc.ABC):
         logits = logits.astype(jnp.float32)
         if self.logits_eos_inf:
             logits = _ruled_out(logits, canvas.spec.eos_id)
+        if self.suppress_tokens:
+            logits = _ruled_out(logits, *self.suppress_tokens)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
         # Divided by a tiny temperature a logit may exceed what float32 holds.

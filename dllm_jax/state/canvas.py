@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn.attention import Mask, padding_mask
@@ -42,6 +43,8 @@ class Canvas:
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
         decode; None where the sampler decides by the model's output.
+      stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
+        None if there are no stop sequences.
     """
 
     tokens: Int[Array, "b l"]
@@ -56,6 +59,7 @@ class Canvas:
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
     planned_order: Int[Array, "b l"] | None = None
+    stop: Int[Array, "b"] | None = None
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -120,7 +124,8 @@ class Canvas:
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
         end = self.block_start + self.layout.block
-        return self.masked & (self.position < end) & self.active[:, None]
+        eligible = self.masked & (self.position < end) & self.active[:, None]
+        return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
@@ -189,6 +194,14 @@ def masked_response(
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 
 
+def with_suffix(tokens: Int[Array, "b l"], suffix: Int[Array, "b s"]) -> Int[Array, "b l"]:
+    """The canvas with given text at its end."""
+    if host.stays_on_devices(tokens) or host.stays_on_devices(suffix):
+        return tokens.at[:, -suffix.shape[1] :].set(suffix)
+    kept = host.values(tokens)[:, : -suffix.shape[1]]
+    return host.place(np.concatenate([kept, host.values(suffix)], axis=1), np.int32)
+
+
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch = tokens.shape[0]
@@ -255,8 +268,10 @@ def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> S
 
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
-    """Position of the first end-of-text in the response, l if there is none."""
+    """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
     hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
+    if canvas.layout.suffix:
+        hit &= canvas.position < canvas.layout.end
     return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
 
 

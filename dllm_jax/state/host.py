@@ -89,9 +89,9 @@ def ones(shape: tuple[int, ...]) -> Bool[Array, "..."]:
     return place(np.ones(shape), bool)
 
 
-def pad(array: Shaped[Array, "b p"], left: int, right: int, value: int | bool) -> Shaped[Array, "b q"]:
+def pad(array: Shaped[Array, "b p *d"], left: int, right: int, value: int | bool) -> Shaped[Array, "b q *d"]:
     """The array with more columns on either side; traced arrays are padded in the program they belong to."""
-    return _padded(array, ((0, 0), (left, right)), value)
+    return _padded(array, ((0, 0), (left, right), *[(0, 0)] * (array.ndim - 2)), value)
 
 
 def more_sequences(

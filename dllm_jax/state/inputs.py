@@ -5,21 +5,45 @@ each process checks the sequences it holds.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
 from dllm_jax.state import host
 
 Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # Int[b p], or one sequence Int[p]
+Embeds = Float[Array, "..."] | Float[np.ndarray, "..."]  # Float[b p m], or of one sequence Float[p m]
+EMBEDDED = -1  # in the place of a token id: the input is a row of `prompt_embeds`
 
 
-def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
+class Prompts(NamedTuple):
+    """The prompts of a batch, as `generate` takes them.
+
+    Attributes:
+      ids: token ids, left-padded, `EMBEDDED` where the input is a row of `embeds`.
+      mask: False at padding.
+      embeds: None if there are no such positions.
+    """
+
+    ids: Int[Array, "b p"]
+    mask: Bool[Array, "b p"]
+    embeds: Float[Array, "b p m"] | None
+
+
+def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[Array, "b p"]:
     """Tokens as int32 [b p]; a single sequence may come as [p].
+
+    Args:
+      tokens: what the user passed.
+      spec: the model.
+      name: what the user calls it.
+      least: smallest value that is allowed, `EMBEDDED` where inputs may stand in the place of ids.
 
     Raises:
       ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.
@@ -40,10 +64,32 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str) -> Int[Array, "b p"]:
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {tokens.dtype}; token ids must be integers")
     if (known := host.readable(tokens)) is not None:
-        outside = (known < 0) | (known >= spec.vocab)
+        outside = (known < least) | (known >= spec.vocab)
         if outside.any():
-            raise ValueError(f"{name} holds id {known[outside][0]}, outside the vocabulary [0, {spec.vocab})")
+            found = known[outside][0]
+            hint = "; -1 is for inputs of prompt_embeds=" if found == EMBEDDED else ""
+            raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {spec.vocab}){hint}")
     return host.place(tokens, np.int32)
+
+
+def embedded_ids(
+    prompt: Ids, embeds: Embeds | None, spec: ModelSpec
+) -> tuple[Int[Array, "b p"], Float[Array, "b p m"] | None]:
+    """Prompts, and the inputs that stand in the place of embeddings where they hold `EMBEDDED`.
+
+    Raises:
+      ValueError: as `token_ids`; inputs of another shape or dtype, or of which none is read.
+    """
+    if embeds is None:
+        return token_ids(prompt, spec, "prompt"), None
+    ids = token_ids(prompt, spec, "prompt", EMBEDDED)
+    embeds = host.fetched(embeds) if hasattr(embeds, "shape") else embeds
+    if hasattr(embeds, "ndim") and embeds.ndim == 2:
+        embeds = embeds[None]
+    check_embeds(embeds, (*ids.shape, spec.width), "prompt_embeds")
+    if (known := host.readable(ids)) is not None and not (known == EMBEDDED).any():
+        raise ValueError("prompt holds no -1 (dllm_jax.EMBEDDED): nothing of prompt_embeds would be read")
+    return ids, host.place(embeds, embeds.dtype)
 
 
 def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):

@@ -16,6 +16,7 @@ class Layout(Options):
         non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive.
       steps: denoising steps in all, for samplers with a fixed schedule.
       padded: some sequences have left padding, so attention needs a mask.
+      suffix: positions at the end of the response that hold given text from the start; no block has them.
     """
 
     prompt: NonNegativeInt
@@ -23,15 +24,21 @@ class Layout(Options):
     block: PositiveInt
     steps: PositiveInt
     padded: bool = False
+    suffix: NonNegativeInt = 0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.response % self.block:
-            raise ValueError(f"length={self.response} must be a multiple of block={self.block}")
+        if self.suffix >= self.response:
+            raise ValueError(
+                f"suffix={self.suffix} must be below response={self.response}, which it is part of"
+            )
+        length = self.response - self.suffix
+        if length % self.block:
+            raise ValueError(f"length={length} must be a multiple of block={self.block}")
         if self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
-                f"length / block = {self.response} / {self.block} = {self.blocks}"
+                f"length / block = {length} / {self.block} = {self.blocks}"
             )
 
     @classmethod
@@ -42,11 +49,12 @@ class Layout(Options):
         block: int | None = None,
         steps: int | None = None,
         padded: bool = False,
+        suffix: int = 0,
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
         check_argument("length", length, PositiveInt)
         block, steps = (length if n is None else n for n in (block, steps))
-        return cls(prompt, length, block, steps, padded)
+        return cls(prompt, length + suffix, block, steps, padded, suffix)
 
     @property
     def length(self) -> int:
@@ -56,7 +64,12 @@ class Layout(Options):
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return self.response // self.block
+        return (self.response - self.suffix) // self.block
+
+    @property
+    def end(self) -> int:
+        """The position behind the last block."""
+        return self.length - self.suffix
 
     @property
     def steps_per_block(self) -> int:

@@ -61,7 +61,7 @@ DESCRIPTION = """
     answer_length answer_seed arrays attention attention_mask_passed base_rope_theta batch
     batch_size cache_ratio_field_returned_by_reference cache_ratio_paper calibration case commit
     computed_fraction dataset_score_levenshtein decoded decoded_without_logits
-    diff_when_max_length_not_overridden dropped_for_size dtype edit_similarity_backend
+    diff_when_max_length_not_overridden dropped_for_size dtype eager_check edit_similarity_backend
     effective_rope_theta family fields files input_kind input_seeds interpretations kv_bytes_formula
     left_pads leftover_masks loglik loglik_float64 loglik_weights_perturbed_1e6 longllada_commit
     longllada_repo masked_tail masks_left_at_end mean_recomputed_fraction method min_topk_gap model
@@ -70,7 +70,7 @@ DESCRIPTION = """
     same_sampler_in scaling_factor seeds smallest_selection_margin source source_commit source_file
     source_files source_function source_repo split status status_reason steps_note tie_breaking
     tokens_per_forward tokens_that_differ_from_no_eviction top_k_source torch torch_seed
-    total_forward_steps triggered_steps unpatched_topk_gives_same_tokens weights_dtype
+    total_forward_steps triggered_steps unpatched_topk_gives_same_tokens versions weights_dtype
     why_this_source
 """
 MEASURED = re.compile("max_abs_diff|_vs_|_docs|^robust|^diff_")  # comparisons made while recording

@@ -225,7 +225,8 @@ def look(model: dj.Model, canvas: Canvas, voter) -> tuple[np.ndarray, np.ndarray
 
 def profile(model: dj.Model, canvas: Canvas, among) -> np.ndarray:
     """Importance of each layer in this pass."""
-    return np.asarray(eviction.importance(model, canvas.tokens, among, canvas.valid), np.float64)[:, 0]
+    x = embed(model.params, canvas.tokens)
+    return np.asarray(eviction.importance(model, x, among, canvas.valid), np.float64)[:, 0]
 
 
 def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):

@@ -7,7 +7,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.samplers.transfer import dream_times
-from tests.replay import d2cache, dkv, dllm_cache, elastic, longbench, maskkv, samplers, sparse_dllm
+from tests.replay import d2cache, dkv, dllm_cache, elastic, llada_v, longbench, maskkv, samplers, sparse_dllm
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, exactly
 from tests.replay.noise import recorded
@@ -195,6 +195,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     **d2cache.METHODS,
     **dkv.METHODS,
     **longbench.METHODS,
+    **llada_v.METHODS,
 }
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 import dllm_jax as dj
 from dllm_jax.decoding.loop import coming
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.step import Plan, State, initial, step
+from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
 from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.samplers import Noise
 from dllm_jax.state.rows import scatter
@@ -47,9 +47,9 @@ class Logging:
         )
         return cache._replace(shared=(cache.shared, log))
 
-    def before_first_step(self, cache, canvas, model, tokens):
+    def before_first_step(self, cache, canvas, model, x):
         own, log = cache.shared
-        cache = super().before_first_step(cache._replace(shared=own), canvas, model, tokens)
+        cache = super().before_first_step(cache._replace(shared=own), canvas, model, x)
         return cache._replace(shared=(cache.shared, log))
 
     def layer(self, layer, x, cache, rows, canvas):
@@ -70,19 +70,20 @@ class Logging:
 
 
 @functools.partial(jax.jit, static_argnames="width")
-def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, state: State) -> State:
+def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, state: State, embeds) -> State:
     canvas = state.canvas
     rope = rope_table(canvas.layout.length, canvas.spec.head, canvas.spec.rope_base)
-    return step(model, rope, noise, plan, width, state)
+    return step(model, rope, noise, plan, width, state, embeds)
 
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
-    (tokens, valid, noise), layout, plan, *_ = prepare(model, prompt, **options)
-    state = initial(model, tokens, valid, noise, layout, plan)
+    (tokens, valid, noise, embeds), layout, plan, *_ = prepare(model, prompt, **options)
+    state = initial(model, tokens, valid, noise, embeds, layout, plan)
+    embeds = canvas_embeds(model, embeds, layout, plan)
     yield state
     while bool(state.canvas.active.any()):
         variant = int(coming(plan, state))
         width = None if variant == len(plan.widths) else plan.widths[variant]
-        state = _step(model, noise, plan, width, state)
+        state = _step(model, noise, plan, width, state, embeds)
         yield state

@@ -9,7 +9,7 @@ import numpy as np
 
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
-from dllm_jax.nn.sharding import AXES, leaves, sizes
+from dllm_jax.nn.sharding import AXES, VISION, leaves, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 
@@ -33,14 +33,17 @@ class Unit:
     """What is read and written at once, so that memory stays bounded: a layer, or a lone parameter.
 
     Attributes:
-      name: "embed", "norm", "head" or "layer_007".
-      layer: layer number, None for a lone parameter.
+      name: "embed", "norm", "head" or "layer_007"; of a vision tower "vision_007", and "vision" for what is
+        outside of its layers.
+      layer: layer number, None outside of layers.
       entries: its lines of the name table, layer number filled in.
+      of_vision: whether its parameters are `Model.vision`'s instead of `Model.params`'.
     """
 
     name: str
     layer: int | None
     entries: tuple[TensorName, ...]
+    of_vision: bool = False
 
     def arrays(self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None) -> dict[str, Any]:
         """Our shape and dtype of every parameter in the unit, see `dllm_jax.nn.int8.abstract`."""
@@ -50,20 +53,40 @@ class Unit:
 
 def own_axes(leaf: str) -> str:
     """Our axes of a parameter within its unit, i.e. without the stacked layers."""
-    return AXES[leaf].removeprefix("n")
+    return within_layer(AXES[leaf])
 
 
 def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
-    """Everything a checkpoint of this spec holds: embedding, layers in order, norm, head unless tied."""
+    """Everything a checkpoint of this spec holds: embedding, layers in order, norm, head unless tied.
+
+    Then what is outside of the layers of a vision tower, and its layers in order.
+    """
     present = set(leaves(spec))
-    entries = [entry for entry in table if entry.leaf in present]
+    entries = [entry for entry in table if entry.leaf in present and entry.leaf not in VISION]
     layered = [entry for entry in entries if AXES[entry.leaf].startswith("n")]
     lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in entries if entry not in layered}
-    layers = [
-        Unit(f"layer_{n:03d}", n, tuple(dataclasses.replace(e, name=e.name.format(n=n)) for e in layered))
-        for n in range(spec.layers)
-    ]
-    return (lone.pop("embed"), *layers, *lone.values())
+    layers = [_of_layer(f"layer_{n:03d}", n, layered) for n in range(spec.layers)]
+    return (lone.pop("embed"), *layers, *lone.values(), *_units_of_vision(spec, table))
+
+
+def _units_of_vision(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
+    if spec.vision is None:
+        return ()
+    entries = [entry for entry in table if entry.leaf in VISION]
+    layered = [entry for entry in entries if AXES[entry.leaf].startswith("N")]
+    rest = Unit("vision", None, tuple(entry for entry in entries if entry not in layered), of_vision=True)
+    layers = [_of_layer(f"vision_{n:03d}", n, layered, of_vision=True) for n in range(spec.vision.layers)]
+    return (rest, *layers)
+
+
+def _of_layer(name: str, n: int, entries: list[TensorName], of_vision: bool = False) -> Unit:
+    numbered = (dataclasses.replace(entry, name=entry.name.format(n=n)) for entry in entries)
+    return Unit(name, n, tuple(numbered), of_vision)
+
+
+def layers_in_all(spec: ModelSpec) -> int:
+    """Layers of the decoder and of its vision tower, each of which is a unit."""
+    return spec.layers + (spec.vision.layers if spec.vision else 0)
 
 
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
@@ -134,9 +157,9 @@ def check(
     Raises:
       ValueError: listing every missing, misshaped and unmapped tensor with its shapes.
     """
-    if spec.layers > len(found):  # before a list of that many layers is made
+    if (layers := layers_in_all(spec)) > len(found):  # before a list of that many layers is made
         raise ValueError(
-            f"{where}: its config describes {spec.layers} layers, its files hold {len(found)} tensors in all"
+            f"{where}: its config describes {layers} layers, its files hold {len(found)} tensors in all"
         )
     expected = {e.name: hf_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
     extra = set(found) - set(expected)

@@ -13,7 +13,10 @@ from jaxtyping import Bool, Float, Int
 from dllm_jax.decoding.stats import Trace
 from dllm_jax.options import shown
 from dllm_jax.state import host
+from dllm_jax.state.inputs import EMBEDDED
 
+NO_ID = -2  # neither a token nor an input of a prompt with embeddings
+GIVEN = "▦"  # an input of a prompt with embeddings, which has no text
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no whole character
 
 
@@ -118,13 +121,13 @@ def values(array: Any) -> np.ndarray:
 def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray) -> int:
     """The mask token, which an output does not name: what positions held that a step decoded.
 
-    If nothing was decoded it stands where no candidate was proposed; -1 if there is no such position either.
+    If nothing was decoded it stands where no candidate was proposed; NO_ID if there is no such position.
     """
     step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
     if len(step):
         return int(tokens[step[0], sequence[0], position[0]])
     unscored = proposed[np.isneginf(score)]
-    return int(unscored[0]) if len(unscored) else -1
+    return int(unscored[0]) if len(unscored) else NO_ID
 
 
 class Piece(NamedTuple):
@@ -145,15 +148,18 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     Raises:
       ValueError: the tokenizer is none of transformers' kind.
     """
+    ids = list(ids)
+    given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDDED}
+    ids = [i for i in ids if i != EMBEDDED]
     if tokenizer is None:
-        return {i: Piece(str(i), False) for i in ids}
+        return given | {i: Piece(str(i), False) for i in ids}
     needed = "decode", "convert_ids_to_tokens", "all_special_ids"
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
         raise ValueError(
             f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
         )
     special = set(tokenizer.all_special_ids)
-    return {i: Piece(_text(tokenizer, i), i in special) for i in ids}
+    return given | {i: Piece(_text(tokenizer, i), i in special) for i in ids}
 
 
 def _text(tokenizer: Any, token: int) -> str:

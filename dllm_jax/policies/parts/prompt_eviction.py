@@ -53,7 +53,7 @@ class PromptEviction(Policy):
         return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
 
     def with_budgets(
-        self, pairs: PairStore, canvas: Canvas, model: Model, tokens: Int[Array, "b l"]
+        self, pairs: PairStore, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> PairStore:
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
@@ -61,7 +61,7 @@ class PromptEviction(Policy):
         budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
 
         # The importance of the layers is measured only if the budgets ask for it.
-        measure = lambda: eviction.importance(model, tokens, canvas.valid, canvas.valid)
+        measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
         return pairs._replace(budget=self.layers.of_request(budgets, measure, self.budget, length))
 
     def attend_or_evict(

@@ -1,0 +1,318 @@
+"""Images on the host: the views of an image that the tower sees, and what each image token is made of.
+
+The published preprocessing of LLaDA-V (LLaVA-NeXT's anyres), in Pillow's integer arithmetic. An image becomes
+square views; the tower makes features of their patches; an image token is a weighted sum of at most four
+features, or the newline embedding. Which ones depends on the image's size alone and is a table (`Merge`).
+"""
+
+import abc
+import dataclasses
+import io
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from annotated_types import MinLen
+from jaxtyping import Float, Float32, Int, UInt8
+from typing_extensions import override
+
+from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.options import NoneMeans, Options, PositiveInt, check_argument, shown
+
+PIXELS = 89_478_485  # in an image; Pillow's own limit against decompression bombs
+ASPECT = 200  # longest side over shortest: beyond, a view has no pixel of the image left
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
+NEWLINE = -1  # in the place of a feature: the newline embedding
+GREY = (127, 127, 127)  # of padding to a square, the mean of the normalisation; a canvas of tiles is black
+
+# float32(u8 * (1/255) in float64), then (x - 0.5) / 0.5 in float32, for every value of a byte.
+NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+
+ALONE = np.array([1, 0, 0, 0], np.float32)  # the weights of a token that is one feature
+Canvases = tuple[tuple[PositiveInt, ...], ...]  # pairs (width, height)
+
+
+class Merge(NamedTuple):
+    """What the tokens of an image are made of.
+
+    Attributes:
+      source: features that a token is the sum of, by view * patches + patch (row-major); `NEWLINE` in all
+        four is the newline embedding.
+      weight: of the features, 0 for those that do not count.
+    """
+
+    source: Int[np.ndarray, "t 4"]
+    weight: Float32[np.ndarray, "t 4"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Views(Options, abc.ABC):
+    """How an image becomes views and tokens."""
+
+    @abc.abstractmethod
+    def cut(self, image: Any, vision: VisionSpec) -> list[Any]:
+        """The views of an image: square, `vision.image` pixels wide, as Pillow's images in RGB."""
+
+    @abc.abstractmethod
+    def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
+        """The tokens of an image of this size (width, height)."""
+
+    def pixels(self, image: Any, vision: VisionSpec) -> UInt8[np.ndarray, "views side side 3"]:
+        """The views as an array."""
+        return np.stack([np.asarray(view) for view in self.cut(image, vision)])
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyRes(Views):
+    """The whole image in one view, its aspect ratio ignored, then tiles of it in (about) its own resolution.
+
+    Tokens are those of the first view, then the rows of the tiles' map without its padding, each ended by a
+    newline; the map is scaled down bilinearly where it has more than 1.1 ** 2 times `budget` views' patches.
+
+    Attributes:
+      budget: N of "anyres_max_N"; None never scales down ("anyres").
+      canvases: sizes (width, height) that images are fitted into, in the order of preference; multiples of a
+        view's side. None means every grid of up to 6 x 6 views, wider ones later.
+    """
+
+    budget: Annotated[PositiveInt | None, NoneMeans("no limit")] = 4
+    canvases: Annotated[Canvases | None, MinLen(1), NoneMeans("grids of up to 6 x 6")] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for canvas in self.canvases or ():
+            if len(canvas) != 2:
+                raise ValueError(f"canvases hold {canvas}; expected pairs (width, height)")
+
+    def canvas(self, size: tuple[int, int], vision: VisionSpec) -> tuple[int, int]:
+        """The canvas for an image: the one that keeps most of its pixels, then with the least waste."""
+        side, (w, h) = vision.image, size
+        grids = [(side * i, side * j) for i in range(1, 7) for j in range(1, 7)]
+        canvases = grids if self.canvases is None else [(c[0], c[1]) for c in self.canvases]
+        for width, height in canvases:
+            if width % side or height % side:
+                raise ValueError(f"canvases hold ({width}, {height}); expected multiples of {side}")
+
+        def rank(canvas: tuple[int, int]) -> tuple[int, int]:
+            scale = min(canvas[0] / w, canvas[1] / h)
+            effective = min(int(w * scale) * int(h * scale), w * h)
+            return effective, effective - canvas[0] * canvas[1]
+
+        return max(canvases, key=rank)  # the first of equals
+
+    @override
+    def cut(self, image: Any, vision: VisionSpec) -> list[Any]:
+        from PIL import Image
+
+        side, (w, h) = vision.image, image.size
+        width, height = self.canvas((w, h), vision)
+        if width / w < height / h:
+            inner = width, min(math.ceil(h * (width / w)), height)
+        else:
+            inner = min(math.ceil(w * (height / h)), width), height
+        canvas = Image.new("RGB", (width, height), (0, 0, 0))
+        canvas.paste(image.resize(inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
+        corners = [(x, y) for y in range(0, height, side) for x in range(0, width, side)]
+        tiles = [canvas.crop((x, y, x + side, y + side)) for x, y in corners]
+        return [image.resize((side, side)).convert("RGB"), *tiles]
+
+    @override
+    def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
+        side, (w, h) = vision.side, size
+        grid = [length // vision.image for length in self.canvas(size, vision)]
+        rows, columns = side * grid[1], side * grid[0]
+
+        # Unpadding: of the map of all tiles, the symmetric part that the image covers.
+        if w / h > columns / rows:
+            covered = int(h * (columns / w))
+            top, left = (rows - covered) // 2, 0
+        else:
+            covered = int(w * (rows / h))
+            top, left = 0, (columns - covered) // 2
+        row, column = _whole(top, rows - top), _whole(left, columns - left)
+
+        # Downscaling: torch's bilinear interpolation without antialiasing.
+        if self.budget is not None:
+            times = math.sqrt(len(row[0]) * len(column[0]) / (self.budget * vision.patches))
+            if times > 1.1:
+                row = _bilinear(row[0][:, 0], int(len(row[0]) // times))
+                column = _bilinear(column[0][:, 0], int(len(column[0]) // times))
+
+        # A token is the sum over two rows and two columns; every row of the map ends with a newline.
+        y, x = row[0][:, None, :, None], column[0][None, :, None, :]
+        tile = 1 + (y // side) * grid[0] + x // side
+        source = tile * vision.patches + (y % side) * side + x % side
+        weight = row[1][:, None, :, None] * column[1][None, :, None, :]
+        source, weight = (a.reshape(len(row[0]), len(column[0]), 4) for a in (source, weight))
+        tiles = _with_newlines(source, weight)
+        base = _features(np.arange(vision.patches))
+        return Merge(*(np.concatenate(parts) for parts in zip(base, tiles, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pad(Views):
+    """One view: the image in the middle of a grey square. For several images in a prompt, and for training.
+
+    Attributes:
+      newline: end the image's tokens with a newline, as in training (730 tokens). The published evaluation
+        hands over all images as one array, which leaves it out (729).
+    """
+
+    newline: bool = False
+
+    @override
+    def cut(self, image: Any, vision: VisionSpec) -> list[Any]:
+        from PIL import Image
+
+        w, h = image.size
+        longest = max(w, h)
+        square = Image.new("RGB", (longest, longest), GREY)
+        square.paste(image, ((longest - w) // 2, (longest - h) // 2))
+        return [square.resize((vision.image, vision.image))]
+
+    @override
+    def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
+        source, weight = _features(np.arange(vision.patches))
+        if not self.newline:
+            return Merge(source, weight)
+        return _with_newlines(source[None], weight[None])
+
+
+def views_of_config(aspect: Any, pinpoints: Any, where: str) -> Views:
+    """What `image_aspect_ratio` and `image_grid_pinpoints` of a config.json say.
+
+    Args:
+      aspect: "anyres_max_4", "anyres" or "pad"; None is the published one.
+      pinpoints: pairs, "(1x1),...,(6x6)", or None for the grids of up to 6 x 6.
+      where: the file, for messages.
+
+    Raises:
+      ValueError: anything else.
+    """
+    if aspect == "pad":
+        return Pad(newline=True)
+    found = re.fullmatch(r"anyres(?:_max_([1-9]\d{0,3}))?", str("anyres_max_4" if aspect is None else aspect))
+    if not found:
+        raise ValueError(f"{where}: image_aspect_ratio={shown(aspect)} must be anyres_max_N, anyres or pad")
+    budget = None if found[1] is None else int(found[1])
+    if isinstance(pinpoints, str):  # of grids: "(1x1),...,(6x6)" is every one between the two
+        ends = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+)x(\d+)\)", pinpoints)]
+        if ends != [(1, 1), (6, 6)]:
+            raise ValueError(f"{where}: image_grid_pinpoints={pinpoints!r} is not supported; pass pairs")
+        pinpoints = None
+    try:
+        return AnyRes(budget, check_argument("canvases", pinpoints, Canvases | None))
+    except ValueError as error:
+        raise ValueError(f"{where}: image_grid_pinpoints: {error}") from None
+
+
+def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
+    """An image from a file, an array or one of Pillow's images, checked and decoded.
+
+    Args:
+      source: a path; uint8 [h w] grey, [h w 3] RGB or [h w 4] RGBA; or a `PIL.Image.Image`.
+      exif: turn it as its EXIF orientation says; LLaDA-V does not.
+      convert: to RGB, as the published evaluation does, which drops transparency; otherwise it is scaled in
+        its own mode, as its demonstration does.
+
+    Raises:
+      ImportError: Pillow is not installed.
+      FileNotFoundError: there is no such file.
+      ValueError: broken, of no pixels, of too many pixels (decompression bombs), too thin, or of another
+        kind; names the file.
+    """
+    name = f"image {os.fspath(source)!r}" if isinstance(source, str | os.PathLike) else "image"
+    image = _opened(source, name)
+    w, h = image.size
+    if w < 1 or h < 1:
+        raise ValueError(f"{name} has {w} x {h} pixels; expected at least one")
+    if w * h > PIXELS:
+        raise ValueError(f"{name} has {w} x {h} pixels; at most {PIXELS:,} are decoded")
+    if max(w, h) > ASPECT * min(w, h):
+        raise ValueError(f"{name} has {w} x {h} pixels: one side is more than {ASPECT} times the other")
+    if image.mode not in MODES:
+        raise ValueError(f"{name} has the mode {image.mode!r}; supported: {', '.join(MODES)}; convert it")
+    try:
+        image.load()
+        if exif:
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+        return image.convert("RGB") if convert else image
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, EOFError, struct.error, ...
+        raise ValueError(f"{name} cannot be decoded: {error}") from error
+
+
+def normalised(pixels: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Pixels as the tower takes them: -1 is black, 1 full colour."""
+    return NORMALISED[pixels]
+
+
+def _opened(source: Any, name: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("images need Pillow: pip install 'dllm-jax[vision]'") from error
+
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, np.ndarray):
+        shaped = source.ndim == 2 or (source.ndim == 3 and source.shape[2] in (3, 4))
+        if source.dtype != np.uint8 or not shaped:
+            given = f"dtype {source.dtype} and shape {source.shape}"
+            raise ValueError(f"image of {given} must be uint8 [h w], [h w 3] or [h w 4]")
+        if not source.size:
+            raise ValueError(f"image has {source.shape[1]} x {source.shape[0]} pixels; expected at least one")
+        return Image.fromarray(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"image={shown(source)} must be a path, an array uint8 [h w 3], or one of Pillow's images"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(Path(source).read_bytes()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{name} does not exist") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise ValueError(f"{name} has more than {PIXELS:,} pixels: {error}") from error
+    except Exception as error:  # what is no image at all, a directory, ...
+        raise ValueError(f"{name} cannot be read: {error}") from error
+
+
+Line = tuple[Int[np.ndarray, "_ 2"], Float32[np.ndarray, "_ 2"]]  # two places of a map's axis, and weights
+
+
+def _whole(start: int, stop: int) -> Line:
+    """The places from start to stop as they are."""
+    place = np.arange(start, stop)
+    return np.stack([place, place], axis=1), np.tile(ALONE[:2], (len(place), 1))
+
+
+def _bilinear(places: Int[np.ndarray, "n"], length: int) -> Line:
+    """Places scaled to a length: torch's interpolation with align_corners=False, in float32."""
+    scale = np.float32(len(places)) / np.float32(length)
+    at = np.maximum(scale * (np.arange(length, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
+    first = at.astype(np.int64)
+    second = np.minimum(first + 1, len(places) - 1)
+    fraction = at - first.astype(np.float32)
+    weight = np.stack([np.float32(1) - fraction, fraction], axis=1)
+    return places[np.stack([first, second], axis=1)], weight.astype(np.float32)
+
+
+def _features(source: Int[np.ndarray, "t"]) -> Merge:
+    """Tokens that are features as they are."""
+    weight = np.tile(ALONE, (len(source), 1))
+    return Merge(np.repeat(source[:, None], 4, axis=1), weight)
+
+
+def _with_newlines(source: Int[np.ndarray, "r c 4"], weight: Float[np.ndarray, "r c 4"]) -> Merge:
+    """The tokens of a map, row by row, each row with a newline behind it."""
+    end = np.full((len(source), 1, 4), NEWLINE)
+    newline = np.tile(ALONE, (len(source), 1, 1))
+    source = np.concatenate([source, end], axis=1).reshape(-1, 4)
+    return Merge(source, np.concatenate([weight, newline], axis=1).reshape(-1, 4))

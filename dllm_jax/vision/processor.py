@@ -1,0 +1,186 @@
+"""What `dj.chat` takes in the place of a tokenizer for prompts with images."""
+
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
+
+from dllm_jax.checkpoint.config import read_config
+from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.options import Options, PositiveInt, check_argument
+from dllm_jax.state import host
+from dllm_jax.state.inputs import EMBEDDED, Prompts
+from dllm_jax.vision import tower
+from dllm_jax.vision.images import AnyRes, Merge, Pad, Views, open_image, views_of_config
+from dllm_jax.vision.prompt import PLACE, SUPPRESSED, prompt_ids, rendered
+
+LONGEST = 16384  # rows of a prompt in training
+
+
+class Encoded(NamedTuple):
+    """A prompt with its images, on the host.
+
+    Attributes:
+      ids: token ids, `EMBEDDED` in the place of image tokens.
+      source: features that image tokens are made of, see `Merge`; of the prompt's own views.
+      weight: of the features, 0 at ids.
+      pixels: of all views.
+    """
+
+    ids: Int[np.ndarray, "p"]
+    source: Int[np.ndarray, "p 4"]
+    weight: Float32[np.ndarray, "p 4"]
+    pixels: UInt8[np.ndarray, "views side side 3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor(Options):
+    """Turns conversations with images into prompts of LLaDA-V.
+
+    Attributes:
+      tokenizer: the checkpoint's.
+      one: how the image of a prompt with one image becomes tokens.
+      several: how each of several images does.
+      drop_first_id: see `dllm_jax.vision.prompt.prompt_ids`; True is the released code's.
+      exif: turn images as their EXIF orientation says.
+      convert: images to RGB before anything else, see `open_image`.
+      at_once: views that the tower takes in one program, which bounds its memory.
+      longest: positions that a prompt may have; longer ones are refused (the released code cuts the end off).
+    """
+
+    tokenizer: Any
+    one: Views = AnyRes()
+    several: Views = Pad()
+    drop_first_id: bool = True
+    exif: bool = False
+    convert: bool = True
+    at_once: PositiveInt = 8
+    longest: PositiveInt = LONGEST
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **options: Any) -> "Processor":
+        """The processor of a checkpoint: its tokenizer, and how its config.json cuts images.
+
+        Args:
+          path: as of `dllm_jax.load`.
+          **options: fields, in place of the checkpoint's.
+
+        Raises:
+          FileNotFoundError: no such directory, no config.json, or no tokenizer.
+          ValueError: an unsupported value, or a tokenizer that cannot be read; names the file.
+        """
+        folder = locate(path)
+        config = read_config(folder / "config.json")
+        aspect, pinpoints = (config.values.get(f"image_{key}") for key in ("aspect_ratio", "grid_pinpoints"))
+        longest = config.integer("tokenizer_model_max_length", default=LONGEST)
+        found = {"one": views_of_config(aspect, pinpoints, config.where), "longest": longest}
+        if "tokenizer" not in options:
+            found["tokenizer"] = read_tokenizer(folder)
+        return cls(**{**found, **options})
+
+    @property
+    def suppress_tokens(self) -> tuple[int, ...]:
+        """Ids that an answer never holds; those of the four that the tokenizer knows."""
+        known = self.tokenizer.convert_tokens_to_ids(list(SUPPRESSED))
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        return tuple(i for i in known if i is not None and i != unknown)
+
+    def encode(self, model: Model, conversations: list[list[dict[str, Any]]], ladder: Any = None) -> Prompts:
+        """Prompts of a batch of conversations, left-padded, with the features of their images.
+
+        Args:
+          model: whose tower is used; all images of the batch go through it together, `at_once` views at a
+            time.
+          conversations: lists of messages, see `dllm_jax.vision.prompt`.
+          ladder: pad to its next rung (`dllm_jax.buckets.Ladder`), so that images of all sizes share
+            programs.
+
+        Raises:
+          ValueError: a model without a tower, messages, placeholders or images that break a rule, or a prompt
+            that is too long.
+        """
+        spec = check_argument("model", model, Model, ", such as dj.load(path)").spec
+        if spec.vision is None or model.vision is None:
+            raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
+        prompts = [self.prompt(messages, spec.vision) for messages in conversations]
+        width = max(len(prompt.ids) for prompt in prompts)
+        width = width if ladder is None else ladder.fit(width)
+        ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id, spec.vision)
+        pixels = np.concatenate([prompt.pixels for prompt in prompts])
+        if not len(pixels):
+            return Prompts(ids, mask, None)
+        views = tower.view_embeddings(model.vision, spec.vision, pixels, self.at_once)
+        return Prompts(ids, mask, tower.merged(model.vision, views, source, weight))
+
+    def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
+        """One conversation on the host: ids, and what its image tokens are made of."""
+        text, sources = rendered(messages)
+        images = [open_image(source, self.exif, self.convert) for source in sources]
+        views = self.one if len(images) < 2 else self.several
+        pixels = [views.pixels(image, vision) for image in images]
+        merges = [views.merge(image.size, vision) for image in images]
+        found = spliced(prompt_ids(self.tokenizer, text, self.drop_first_id), pixels, merges, vision)
+        if len(found.ids) > self.longest:
+            raise ValueError(f"the prompt has {len(found.ids)} positions; at most longest={self.longest}")
+        return found
+
+
+def spliced(
+    ids: list[int],
+    pixels: list[UInt8[np.ndarray, "views side side 3"]],
+    merges: list[Merge],
+    vision: VisionSpec,
+) -> Encoded:
+    """A prompt in which every `PLACE` has become its image's tokens.
+
+    Args:
+      ids: from `prompt_ids`.
+      pixels: the views of each image.
+      merges: the tokens of each image.
+      vision: the tower.
+
+    Raises:
+      ValueError: another number of places than of images.
+    """
+    if ids.count(PLACE) != len(merges):
+        raise ValueError(f"the prompt has {ids.count(PLACE)} places for {len(merges)} images")
+    first = np.cumsum([0, *map(len, pixels)])[:-1] * vision.patches  # of each image, among all features
+    images = iter(zip(merges, first, strict=True))
+    tokens, source, weight = [], [], []
+    for i in ids:
+        if i != PLACE:
+            tokens.append([i])
+            source.append(np.zeros((1, 4), np.int64))
+            weight.append(np.zeros((1, 4), np.float32))
+            continue
+        merge, offset = next(images)
+        tokens.append([EMBEDDED] * len(merge.source))
+        source.append(np.where(merge.source < 0, merge.source, merge.source + offset))
+        weight.append(merge.weight)
+    empty = np.zeros((0, vision.image, vision.image, 3), np.uint8)
+    views = np.concatenate([empty, *pixels])
+    return Encoded(np.concatenate(tokens), np.concatenate(source), np.concatenate(weight), views)
+
+
+def _left_padded(
+    prompts: list[Encoded], width: int, pad_id: int, vision: VisionSpec
+) -> tuple[Int[Array, "b p"], Bool[Array, "b p"], Int[np.ndarray, "b p 4"], Float[np.ndarray, "b p 4"]]:
+    """The prompts as arrays of one width; features are counted over the views of all of them."""
+    ids = np.full((len(prompts), width), pad_id, np.int32)
+    mask = np.zeros(ids.shape, bool)
+    source = np.zeros((*ids.shape, 4), np.int32)
+    weight = np.zeros(source.shape, np.float32)
+    views = 0
+    for row, prompt in enumerate(prompts):
+        own = slice(width - len(prompt.ids), width)
+        ids[row, own], mask[row, own] = prompt.ids, True
+        offset = views * vision.patches
+        source[row, own] = np.where(prompt.source < 0, prompt.source, prompt.source + offset)
+        weight[row, own] = prompt.weight
+        views += len(prompt.pixels)
+    return host.place(ids, np.int32), host.place(mask, bool), source, weight

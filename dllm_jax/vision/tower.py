@@ -1,0 +1,137 @@
+"""The SigLIP tower and the projector as pure functions of their parameters (`Model.vision`).
+
+SigLIP2 so400m in LLaDA-V: all encoder layers but the last, neither the final norm nor the pooling head; then
+Linear, exact GELU, Linear on every patch (https://arxiv.org/abs/2502.14786, https://arxiv.org/abs/2505.16933).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.nn.attention import attention
+from dllm_jax.nn.mesh import over_mesh
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.vision.images import NEWLINE, normalised
+
+
+def patch_embeddings(
+    params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]
+) -> Float[Array, "views P M"]:
+    """Patches as vectors, row-major, with their positions added; borders that fill no patch are cut off."""
+    n, size = vision.side, vision.patch
+    inner = pixels[:, : n * size, : n * size].astype(params["patch"].dtype)
+    patches = inner.reshape(-1, n, size, n, size, 3).transpose(0, 1, 3, 2, 4, 5)
+    patches = patches.reshape(-1, n * n, size * size * 3)
+    kernel = params["patch"].reshape(size * size * 3, -1)
+    return einsum("tpi,iM->tpM", patches, kernel) + params["patch_bias"] + params["position"]
+
+
+def encoder_layer(
+    weights: dict[str, Any], vision: VisionSpec, x: Float[Array, "views P M"]
+) -> Float[Array, "views P M"]:
+    """A pre-norm encoder layer: attention over the patches of a view, then a tanh-GELU MLP."""
+    normed = layer_norm(x, weights["norm1"], weights["norm1_bias"], vision.norm_eps)
+    project = lambda name: einsum("tpM,MHD->tpHD", normed, weights[name]) + weights[f"{name}_bias"]
+    o, _ = attention(project("vision_q"), project("vision_k"), project("vision_v"))
+    x = x + einsum("tpHD,HDM->tpM", o, weights["vision_o"]) + weights["vision_o_bias"]
+
+    normed = layer_norm(x, weights["norm2"], weights["norm2_bias"], vision.norm_eps)
+    hidden = jax.nn.gelu(
+        einsum("tpM,MF->tpF", normed, weights["fc1"]) + weights["fc1_bias"], approximate=True
+    )
+    return x + einsum("tpF,FM->tpM", hidden, weights["fc2"]) + weights["fc2_bias"]
+
+
+def encode(
+    params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]
+) -> Float[Array, "views P M"]:
+    """The tower's features: the residual stream behind its last layer."""
+    x, layers = patch_embeddings(params, vision, pixels), params["layers"]
+    if isinstance(layers, list):
+        for weights in layers:
+            x = encoder_layer(weights, vision, x)
+        return x
+    return jax.lax.scan(lambda x, weights: (encoder_layer(weights, vision, x), None), x, layers)[0]
+
+
+def project(params: Params, features: Float[Array, "views P M"]) -> Float[Array, "views P m"]:
+    """Features in the decoder's width."""
+    hidden = einsum("tpM,Me->tpe", features, params["projector_in"]) + params["projector_in_bias"]
+    hidden = jax.nn.gelu(hidden, approximate=False)
+    return einsum("tpe,em->tpm", hidden, params["projector_out"]) + params["projector_out_bias"]
+
+
+def layer_norm(
+    x: Float[Array, "*b M"], scale: Float[Array, "M"], bias: Float[Array, "M"], eps: float
+) -> Float[Array, "*b M"]:
+    """LayerNorm in float32, cast back to x's dtype."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def view_embeddings(
+    params: Params, vision: VisionSpec, pixels: UInt8[np.ndarray, "views side side 3"], at_once: int
+) -> Float[Array, "rounded_views P m"]:
+    """The features of views as the decoder takes them, from pixels on the host.
+
+    Args:
+      params: `Model.vision`.
+      vision: `ModelSpec.vision`.
+      pixels: of all views.
+      at_once: views in one program, which bounds its memory; all batches have this size, black views at the
+        end of the last, so that one program serves any number of views.
+
+    Returns:
+      features of the views and, behind them, of the black ones.
+    """
+    found = []
+    for start in range(0, len(pixels), at_once):
+        batch = pixels[start : start + at_once]
+        batch = np.pad(batch, ((0, at_once - len(batch)), (0, 0), (0, 0), (0, 0)))
+        found.append(_embeddings(params, normalised(batch), vision))
+    return jnp.concatenate(found) if len(found) > 1 else found[0]
+
+
+@functools.partial(jax.jit, static_argnames="vision")
+def _embeddings(
+    params: Params, pixels: Float32[Array, "views side side 3"], vision: VisionSpec
+) -> Float[Array, "views P m"]:
+    run = lambda params, pixels: project(params, encode(params, vision, pixels))
+    return over_mesh(run, params, pixels, out=PartitionSpec())
+
+
+def merged(
+    params: Params,
+    views: Float[Array, "views P m"],
+    source: Int[np.ndarray, "b p 4"],
+    weight: Float32[np.ndarray, "b p 4"],
+) -> Float[Array, "b p m"]:
+    """Image tokens in their places: weighted sums of features in float32, or the newline embedding.
+
+    Args:
+      params: `Model.vision`.
+      views: from `view_embeddings`.
+      source: which features, by view * P + patch over all views, or `NEWLINE`; anything where no image is.
+      weight: of the features; 0 everywhere where no image is.
+    """
+    return _merged(params["newline"], views, source.astype(np.int32), weight.astype(np.float32))
+
+
+@jax.jit
+def _merged(newline, views, source, weight) -> Float[Array, "b p m"]:
+    def run(newline, views, source, weight):
+        rows = jnp.concatenate([views.reshape(-1, views.shape[-1]), newline[None]])
+        source = jnp.where(source == NEWLINE, rows.shape[0] - 1, source)
+        parts = (rows[source[..., i]].astype(jnp.float32) * weight[..., i, None] for i in range(4))
+        return sum(parts, start=jnp.zeros((), jnp.float32)).astype(views.dtype)
+
+    return over_mesh(run, newline, views, source, weight, out=PartitionSpec())

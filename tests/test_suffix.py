@@ -1,0 +1,82 @@
+"""Responses that lead up to given text."""
+
+import jax
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from tests.models import FAMILIES, random_tokens, tiny
+from tests.policy_cases import CASES, KEY, suited
+from tests.test_prompt_embeds import prompts
+from tests.traces import assert_same_run, of_sequence
+
+SUFFIX = [3, 9, 4]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
+    model = tiny(family)
+    prompt = random_tokens(model.spec, 1, 6, seed=5)
+    ours = dj.generate(model, prompt, suffix=SUFFIX, length=8, trace=True)
+    template = np.concatenate([prompt, [[model.spec.mask_id] * 8], [SUFFIX]], axis=1)
+    theirs = dj.infill(model, template, trace=True)
+    assert_same_run(ours.trace, theirs.trace, computed=True)
+    np.testing.assert_array_equal(np.asarray(ours.tokens)[0, -3:], SUFFIX)
+    assert (ours.stats.decoded[0], ours.stats.nfe[0]) == (8, 8)
+    without = dj.generate(model, prompt, length=8, trace=True)
+    assert not np.allclose(without.trace.score[0, 0, 6:14], ours.trace.score[0, 0, 6:14])
+
+
+@pytest.mark.rotate(every=4)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: type(case.policy).__name__)
+def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(case, family):
+    model = tiny(family)
+    ids, mask = prompts(model)
+    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True)
+    options["sampler"] = suited(case.limit, samplers.Confidence())
+    exact = dj.generate(model, ids, **options)
+    assert_same_run(dj.generate(model, ids, policy=case.limit, **options).trace, exact.trace)
+    options = dict(
+        length=8, block=4, suffix=SUFFIX, policy=case.policy, sampler=options["sampler"], trace=True
+    )
+    keys = jax.random.split(KEY, 2)
+    batch = dj.generate(model, ids, prompt_mask=mask, key=keys, **options)
+    alone = dj.generate(model, ids[1:, -5:], key=keys[1:], **options)
+    assert_same_run(of_sequence(batch.trace, 1, 5 + 8 + 3), alone.trace, computed=True)
+
+
+def test_ends_of_text_and_stops_are_not_looked_for_in_a_suffix():
+    model = tiny("llada")
+    ids, mask = prompts(model)
+    eos = model.spec.eos_id
+    options = dict(prompt_mask=mask, length=8, block=4, suffix=[eos, 7], policy=policies.DualCache())
+    never = samplers.Confidence(suppress_tokens=(eos, 7))
+    plain = dj.generate(model, ids, sampler=never, **options)
+    assert plain.stats.answer.tolist() == [8, 8]
+    for more in (dict(stop_at_eos=True), dict(stop=[[7]])):
+        np.testing.assert_array_equal(
+            dj.generate(model, ids, sampler=never, **more, **options).tokens, plain.tokens
+        )
+    own = dj.generate(model, ids, sampler=never, **(options | dict(suffix=[[eos, 7], [5, 6]])))
+    np.testing.assert_array_equal(np.asarray(own.tokens)[:, -2:], [[eos, 7], [5, 6]])
+    first = int(plain.tokens[0, 9])
+    cut = dj.generate(model, ids, sampler=never, stop=[[first]], **options)
+    np.testing.assert_array_equal(np.asarray(cut.tokens)[0, 9:], [eos] * 8 + [eos, 7])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [
+        ([61], "suffix holds id 61, outside"),
+        ([59], r"suffix\[0, 0\] is the mask id 59"),
+        ([], "suffix has shape"),
+        ([[1], [2], [3]], r"suffix has shape \(3, 1\); expected one text, or one for each of 2 prompts"),
+    ],
+)
+def test_what_is_no_suffix_is_refused(suffix, message):
+    with pytest.raises(ValueError, match=message):
+        dj.generate(tiny("llada"), [[1, 2], [3, 4]], length=4, suffix=suffix)
+    with pytest.raises(ValueError, match="suffix=4 must be below response=4"):
+        dj.Layout(prompt=1, response=4, block=2, steps=2, suffix=4)

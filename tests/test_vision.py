@@ -1,0 +1,227 @@
+"""Images: views and tokens, the tower against numpy, prompts, and what is refused."""
+
+import io
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from PIL import Image
+
+import dllm_jax as dj
+from dllm_jax import vision
+from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.vision import AnyRes, Pad, tower
+from dllm_jax.vision.images import normalised, open_image, views_of_config
+from dllm_jax.vision.prompt import PLACE, prompt_ids, rendered
+from tests import llada_v
+
+PUBLISHED = VisionSpec()
+SIZES = {  # width x height: canvas, rows and columns of the map after scaling, tokens
+    (100, 100): ((384, 384), 27, 27, 1485),
+    (300, 200): ((384, 384), 19, 27, 1261),
+    (500, 375): ((768, 384), 27, 36, 1728),
+    (360, 500): ((384, 768), 38, 27, 1793),
+    (640, 480): ((768, 768), 40, 54, 2929),
+    (1024, 768): ((1152, 768), 46, 62, 3627),
+    (1920, 1080): ((1920, 1152), 40, 72, 3649),
+    (2304, 2304): ((2304, 2304), 54, 54, 3699),
+    (1700, 2200): ((1920, 2304), 61, 47, 3657),
+    (3000, 400): ((2304, 384), 21, 162, 4152),
+    (130, 900): ((384, 1152), 81, 11, 1701),
+    (2304, 20): ((2304, 384), 1, 162, 892),
+}
+
+
+def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    shape = (height, width) if mode == "L" else (height, width, len(mode))
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_give_the_published_numbers_of_tokens(size):
+    canvas, rows, columns, tokens = SIZES[size]
+    assert AnyRes().canvas(size, PUBLISHED) == canvas
+    merge = AnyRes().merge(size, PUBLISHED)
+    assert len(merge.source) == tokens == 729 + rows * (columns + 1)
+    newline = np.flatnonzero(merge.source[:, 0] < 0)
+    np.testing.assert_array_equal(newline, 729 + columns + np.arange(rows) * (columns + 1))
+    np.testing.assert_allclose(merge.weight.sum(axis=1), 1, rtol=1e-6)
+    views = 1 + canvas[0] * canvas[1] // 384**2
+    assert merge.source.max() < views * 729
+
+
+def test_settings_are_read_from_the_config():
+    grids = [[384 * i, 384 * j] for i in range(1, 7) for j in range(1, 7)]
+    for pinpoints in (grids, "(1x1),...,(6x6)", None):
+        found = views_of_config("anyres_max_4", pinpoints, "here")
+        assert found.canvas((1280, 720), PUBLISHED) == (1536, 768)
+    assert views_of_config("pad", None, "here") == Pad(newline=True)
+    assert views_of_config("anyres", None, "here") == AnyRes(None)
+    for aspect, pinpoints, message in (
+        ("square", None, "here: image_aspect_ratio='square' must be anyres_max_N"),
+        ("anyres_max_4", "(1x1),...,(3x3)", "here: image_grid_pinpoints="),
+        ("anyres_max_4", [[384]], "here: image_grid_pinpoints: .*pairs"),
+        ("anyres_max_4", [["a", 2]], "here: image_grid_pinpoints: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            views_of_config(aspect, pinpoints, "here")
+    with pytest.raises(ValueError, match=r"\(100, 384\); expected multiples of 384"):
+        AnyRes(4, ((100, 384),)).canvas((5, 5), PUBLISHED)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> dj.Model:
+    return dj.load(llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny"))
+
+
+@pytest.mark.parametrize("size", [(70, 25), (40, 90), (90, 88), (12, 7)])
+def test_image_tokens_are_those_of_an_independent_program(model, size):
+    """Tower, projector, stitching, unpadding, downscaling (the third) and newlines."""
+    views = views_of_config("anyres_max_4", llada_v.config()["image_grid_pinpoints"], "here")
+    pixels = views.pixels(picture(*size), model.spec.vision)
+    weights = llada_v.tensors()
+    features = llada_v.tower(weights, normalised(pixels))
+    ours = tower.view_embeddings(model.vision, model.spec.vision, pixels, at_once=4)
+    np.testing.assert_allclose(ours[: len(pixels)], features, atol=1e-4)
+    canvas = views.canvas(size, model.spec.vision)
+    want = llada_v.image_tokens(features, weights["model.image_newline"], size, canvas)
+    merge = views.merge(size, model.spec.vision)
+    tokens = tower.merged(model.vision, ours, merge.source[None], merge.weight[None])[0]
+    np.testing.assert_allclose(tokens, want, atol=1e-4)
+    assert (merge.weight[:, 1:] > 0).any() == (size == (90, 88))
+
+
+def test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features(model, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 30, 30, 3), np.uint8)
+    spec = model.spec.vision
+    want = tower.view_embeddings(model.vision, spec, pixels, 5)
+    for at_once in (2, 8):
+        ours = tower.view_embeddings(model.vision, spec, pixels, at_once)
+        np.testing.assert_allclose(ours[:5], want, atol=1e-5)
+    path = llada_v.write(tmp_path / "tiny")
+    stacked = dj.load(path, separate_layers=False)
+    np.testing.assert_allclose(tower.view_embeddings(stacked.vision, spec, pixels, 5), want, atol=1e-5)
+    mesh = jax.make_mesh((2, 2), ("tp", "fsdp"))
+    split = dj.load(path, mesh=mesh)
+    assert split.vision["layers"][0]["vision_q"].sharding.spec == PartitionSpec("fsdp", "tp", None)
+    np.testing.assert_allclose(tower.view_embeddings(split.vision, spec, pixels, 5), want, atol=1e-5)
+    half = dj.load(path, dtype=jnp.bfloat16)
+    near = tower.view_embeddings(half.vision, spec, pixels, 5)
+    assert near.dtype == jnp.bfloat16
+    np.testing.assert_allclose(near.astype(np.float32), want, atol=0.15)
+
+
+def test_kinds_of_images_are_the_same_image(tmp_path):
+    image = picture(9, 6)
+    image.save(tmp_path / "a.png")
+    for source in (tmp_path / "a.png", str(tmp_path / "a.png"), np.asarray(image), image):
+        np.testing.assert_array_equal(open_image(source), np.asarray(image))
+    assert open_image(picture(9, 6, mode="L")).mode == "RGB"
+    assert open_image(picture(9, 6, mode="L"), convert=False).mode == "L"
+    assert open_image(np.zeros((6, 9, 4), np.uint8)).mode == "RGB"
+    np.testing.assert_array_equal(open_image(picture(9, 6).convert("P")).size, (9, 6))
+
+
+def test_orientation_is_applied_on_request_alone(tmp_path):
+    image = picture(9, 6)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    image.save(tmp_path / "a.png", exif=exif)
+    assert open_image(tmp_path / "a.png").size == (9, 6)
+    turned = open_image(tmp_path / "a.png", exif=True)
+    np.testing.assert_array_equal(turned, np.rot90(np.asarray(image), -1))
+
+
+def broken(path):
+    stream = io.BytesIO()
+    picture(64, 64).save(stream, "png")
+    path.write_bytes(stream.getvalue()[:2000])
+    return path
+
+
+def bomb(path):
+    Image.new("1", (20000, 9000)).save(path)
+    return path
+
+
+REFUSED = {
+    "cannot be decoded": lambda at: broken(at / "cut.png"),
+    "cannot be read": lambda at: (at / "text.png").write_text("no image") and at / "text.png",
+    "does not exist": lambda at: at / "nothing.png",
+    "more than 89,478,485 pixels": lambda at: bomb(at / "bomb.png"),
+    "cannot be read: ": lambda at: at,
+    "one side is more than 200 times the other": lambda at: Image.new("RGB", (1001, 5)),
+    "image has 0 x 5 pixels": lambda at: Image.new("RGB", (0, 5)),
+    "image has 3 x 0 pixels": lambda at: np.zeros((0, 3, 3), np.uint8),
+    "dtype float32": lambda at: np.zeros((4, 4, 3), np.float32),
+    r"shape \(4, 4, 2\)": lambda at: np.zeros((4, 4, 2), np.uint8),
+    "has the mode 'F'": lambda at: Image.new("F", (4, 4)),
+    "image=3 must be": lambda at: 3,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_no_image_is_refused_by_name(tmp_path, message):
+    with warnings.catch_warnings(), pytest.raises((ValueError, FileNotFoundError), match=message):
+        open_image(REFUSED[message](tmp_path))
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    def encode(self, text, add_special_tokens):
+        return list(text.encode())
+
+
+def test_images_have_their_places_in_both_forms_of_a_message():
+    text, images = rendered([{"role": "user", "content": "<image> <image>\nA?", "images": [1, 2]}])
+    parts = [{"type": "image", "image": 1}, {"type": "image", "image": 2}, {"type": "text", "text": "A?"}]
+    assert rendered([{"role": "user", "content": parts}]) == (text, [1, 2])
+    mixed, images = rendered([{"role": "user", "content": [parts[2], parts[0]]}])
+    assert mixed.endswith(
+        "user<|end_header_id|>\n\nA?<image><|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert images == [1]
+    own, _ = rendered([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A?"}])
+    assert own.startswith("<|startoftext|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>")
+
+
+def test_the_first_id_behind_an_image_is_lost_unless_it_is_asked_for():
+    assert prompt_ids(Letters(), "ab<image>\ncd<image>") == [97, 98, PLACE, 99, 100, PLACE]
+    assert prompt_ids(Letters(), "ab<image>\ncd", drop_first_id=False) == [97, 98, PLACE, 10, 99, 100]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages=.* must be at least one message"),
+        ([{"role": "user", "content": "<image>"}], r"messages\[0\] has 1 placeholders <image> and 0 images"),
+        ([{"role": "user", "content": "A", "images": [1]}], "has 0 placeholders <image> and 1 images"),
+        (
+            [{"role": "user", "content": "<image> <image>", "images": [1]}],
+            "2 placeholders <image> and 1 ",
+        ),
+        ([{"role": "robot", "content": "A"}], "roles: system, user, assistant"),
+        ([{"role": "user"}], r"messages\[0\]="),
+        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]="),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}],
+            "1 placeholders <image> and 0 images",
+        ),
+        ([{"role": "user", "content": "<image>", "images": 3}], "images=3 must be a list"),
+    ],
+)
+def test_messages_that_do_not_match_their_images_are_refused(messages, message):
+    with pytest.raises(ValueError, match=message):
+        rendered(messages)
+
+
+def test_an_image_needs_a_tower_and_a_place():
+    text = dj.load(dj.embedded.path("tiny-llada"))
+    with pytest.raises(ValueError, match=r"the model \(llada\) has no vision tower"):
+        vision.Processor(Letters()).encode(text, [[{"role": "user", "content": "A"}]])
+    with pytest.raises(ValueError, match="1 places for 0 images"):
+        vision.processor.spliced([1, PLACE], [], [], PUBLISHED)
