@@ -3,27 +3,10 @@
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec, NormEps, RopeBase
+from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.nn.spec import ModelSpec
 
-LAYER = "model.layers.{n}."
-NAMES = (
-    TensorName("model.embed_tokens.weight", "embed", "v m"),
-    TensorName(LAYER + "input_layernorm.weight", "attn_norm", "m"),
-    TensorName(LAYER + "self_attn.q_proj.weight", "q", "hd m"),
-    TensorName(LAYER + "self_attn.k_proj.weight", "k", "kd m"),
-    TensorName(LAYER + "self_attn.v_proj.weight", "v", "kd m"),
-    TensorName(LAYER + "self_attn.q_proj.bias", "q_bias", "hd"),
-    TensorName(LAYER + "self_attn.k_proj.bias", "k_bias", "kd"),
-    TensorName(LAYER + "self_attn.v_proj.bias", "v_bias", "kd"),
-    TensorName(LAYER + "self_attn.o_proj.weight", "o", "m hd"),
-    TensorName(LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
-    TensorName(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
-    TensorName(LAYER + "mlp.up_proj.weight", "up", "f m"),
-    TensorName(LAYER + "mlp.down_proj.weight", "down", "m f"),
-    TensorName("model.norm.weight", "norm", "m"),
-    TensorName("lm_head.weight", "head", "v m"),
-)
+NAMES = as_llama.names(qkv_bias=True)
 REQUIREMENTS = (
     Requirement("hidden_act", ("silu",), needed=True),
     Requirement("rope_scaling", (None,)),
@@ -39,25 +22,14 @@ def read(config: Config) -> ModelSpec:
       ValueError: naming the key, its value and what is supported.
     """
     config.check((*REQUIREMENTS, *_sliding_window(config)))
-    vocab, heads = config.integer("vocab_size"), config.integer("num_attention_heads")
-    head = config.head_width("hidden_size", "num_attention_heads")
-    config.check((Requirement("head_dim", (head, None)),))
+    shared = as_llama.read(config)
+    config.check((Requirement("head_dim", (shared["head"], None)),))
     return ModelSpec(
+        **shared,
         family="dream",
-        layers=config.integer("num_hidden_layers"),
-        width=config.integer("hidden_size"),
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=heads),
-        head=head,
-        hidden=config.integer("intermediate_size"),
-        vocab=vocab,
-        rope_base=config.number("rope_theta", RopeBase),
-        norm_eps=config.number("rms_norm_eps", NormEps),
         mask_id=config.integer("mask_token_id"),
-        eos_id=config.integer("eos_token_id"),
-        eot_id=config.end_of_turn(vocab, END_OF_TURN),
+        eot_id=config.end_of_turn(shared["vocab"], END_OF_TURN),
         qkv_bias=True,
-        tied=config.flag("tie_word_embeddings"),
         shifted=True,
         rope_in_f32=False,
         pad_rows_attend=False,
@@ -66,20 +38,7 @@ def read(config: Config) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """The config.json keys that the spec determines."""
-    keys = {
-        "model_type": "Dream",
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.width,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "intermediate_size": spec.hidden,
-        "vocab_size": spec.vocab,
-        "rope_theta": spec.rope_base,
-        "rms_norm_eps": spec.norm_eps,
-        "mask_token_id": spec.mask_id,
-        "eos_token_id": spec.eos_id,
-        "tie_word_embeddings": spec.tied,
-    }
+    keys = {"model_type": "Dream"} | as_llama.write(spec)
     return keys if spec.eot_id == END_OF_TURN.get(spec.vocab) else keys | {"eot_token_id": spec.eot_id}
 
 

@@ -10,25 +10,14 @@ siglip2-so400m-patch14-384 and of LLaDA's tokenizer. A config.json of other size
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
+from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec, NormEps, RopeBase, VisionSpec
+from dllm_jax.nn.spec import ModelSpec, NormEps, VisionSpec
 
-LAYER = "model.layers.{n}."
 TOWER = "model.vision_tower.vision_tower.vision_model."
 BLOCK = TOWER + "encoder.layers.{n}."
 NAMES = (
-    TensorName("model.embed_tokens.weight", "embed", "v m"),
-    TensorName(LAYER + "input_layernorm.weight", "attn_norm", "m"),
-    TensorName(LAYER + "self_attn.q_proj.weight", "q", "hd m"),
-    TensorName(LAYER + "self_attn.k_proj.weight", "k", "kd m"),
-    TensorName(LAYER + "self_attn.v_proj.weight", "v", "kd m"),
-    TensorName(LAYER + "self_attn.o_proj.weight", "o", "m hd"),
-    TensorName(LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
-    TensorName(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
-    TensorName(LAYER + "mlp.up_proj.weight", "up", "f m"),
-    TensorName(LAYER + "mlp.down_proj.weight", "down", "m f"),
-    TensorName("model.norm.weight", "norm", "m"),
-    TensorName("lm_head.weight", "head", "v m"),
+    *as_llama.names(qkv_bias=False),
     TensorName(TOWER + "embeddings.patch_embedding.weight", "patch", "M C I J"),
     TensorName(TOWER + "embeddings.patch_embedding.bias", "patch_bias", "M"),
     TensorName(TOWER + "embeddings.position_embedding.weight", "position", "P M"),
@@ -80,28 +69,17 @@ def read(config: Config) -> ModelSpec:
       ValueError: naming the key, its value and what is supported.
     """
     config.check(REQUIREMENTS)
-    vocab, heads = config.integer("vocab_size"), config.integer("num_attention_heads")
-    vision = _read_vision(config)
+    shared, vision = as_llama.read(config), _read_vision(config)
     config.check((Requirement("mm_hidden_size", (vision.width,)),))
     tower = config.values.get("mm_vision_tower", "siglip")
     if not isinstance(tower, str) or "siglip" not in tower.lower():
         raise ValueError(f"{config.where}: mm_vision_tower={tower!r} is not supported; supported: SigLIP")
     return ModelSpec(
+        **shared,
         family="llada-v",
-        layers=config.integer("num_hidden_layers"),
-        width=config.integer("hidden_size"),
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", default=heads),
-        head=config.head_width("hidden_size", "num_attention_heads"),
-        hidden=config.integer("intermediate_size"),
-        vocab=vocab,
-        rope_base=config.number("rope_theta", RopeBase),
-        norm_eps=config.number("rms_norm_eps", NormEps),
-        mask_id=_read_mask(config, vocab),
-        eos_id=config.integer("eos_token_id"),
-        eot_id=_read_end_of_turn(config, vocab),
+        mask_id=_read_mask(config, shared["vocab"]),
+        eot_id=_read_end_of_turn(config, shared["vocab"]),
         qkv_bias=False,
-        tied=config.flag("tie_word_embeddings"),
         shifted=False,
         rope_in_f32=False,
         pad_rows_attend=True,
@@ -112,20 +90,9 @@ def read(config: Config) -> ModelSpec:
 def write(spec: ModelSpec) -> dict[str, Any]:
     """The config.json keys that the spec determines."""
     assert spec.vision is not None, "a LLaDA-V model has a tower"
-    keys = {
-        "model_type": "llava_llada",
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.width,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "intermediate_size": spec.hidden,
-        "vocab_size": spec.vocab,
-        "rope_theta": spec.rope_base,
-        "rms_norm_eps": spec.norm_eps,
-        "mask_token_id": spec.mask_id,
-        "eos_token_id": spec.eos_id,
+    keys = {"model_type": "llava_llada"} | as_llama.write(spec)
+    keys |= {
         "eot_token_id": spec.eot_id,
-        "tie_word_embeddings": spec.tied,
         "mm_hidden_size": spec.vision.width,
         "special_tokens": None,
     }
