@@ -11,16 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import tyro
 
 from dllm_jax import lora
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Example
 from dllm_jax.training import Batch, vrpo_loss
-from examples.learning import Curve, drawn, encoded, held_out, learner, pretrained, updating
-
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+from examples.learning import Curve, adam, adapted, drawn, encoded, held_out, learner, pretrained, updating
 
 
 def pairs(tokenizer: Any, spec: ModelSpec, step: int, count: int) -> tuple[Batch, Batch]:
@@ -62,9 +59,8 @@ def main(
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)
-    options = lora.LoRA(rank=rank, alpha=2.0 * rank, matrices=MATRICES)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
-    state = learner(lora.attach(base, options, jax.random.key(0)), optimizer)
+    optimizer = adam(learning_rate)
+    state = learner(adapted(base, rank), optimizer)
     objective = lambda policy, chosen, rejected, key: vrpo_loss(
         policy, lora.detach(policy), chosen, rejected, key, beta=beta, draws=draws, chunk=draws
     )

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
 
 import dllm_jax as dj
@@ -29,9 +28,7 @@ from dllm_jax.training import (
     response_log_probs,
     until_end,
 )
-from examples.learning import LENGTH, Curve, drawn, held_out, learner, pretrained, updating
-
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+from examples.learning import LENGTH, Curve, adam, adapted, drawn, held_out, learner, pretrained, updating
 
 
 def rollouts(
@@ -85,9 +82,8 @@ def main(
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)
-    options = lora.LoRA(rank=rank, alpha=2.0 * rank, matrices=MATRICES)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
-    state = learner(lora.attach(base, options, jax.random.key(0)), optimizer)
+    optimizer = adam(learning_rate)
+    state = learner(adapted(base, rank), optimizer)
 
     def objective(policy: dj.Model, old: dj.Model, batch: Batch, masks: Masks, advantage: jax.Array):
         estimate = lambda each: response_log_probs(each, batch, masks)

@@ -23,12 +23,23 @@ from dllm_jax.training import Batch, joined, split
 # item's kind have? There are nine kinds of three examples each, of which one lies.
 TASK, SIZE, LENGTH = FewShot(kinds=9, wrong=1), 3, 2  # the answer is a digit and the end of the turn
 HELD_OUT = 99  # seed of the questions that accuracy is measured on
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # that are adapted
 
 
 def pretrained(name: str) -> tuple[dj.Model, Any]:
     """An embedded model and its tokenizer."""
     path = dj.embedded.path(name)
     return dj.load(path), AutoTokenizer.from_pretrained(path)
+
+
+def adapted(base: dj.Model, rank: int) -> dj.Model:
+    """A model with fresh adapters."""
+    return lora.attach(base, lora.LoRA(rank=rank, alpha=2.0 * rank, matrices=MATRICES), jax.random.key(0))
+
+
+def adam(learning_rate: float) -> optax.GradientTransformation:
+    """Adam at a constant rate, with clipped gradients."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
 
 
 def drawn(step: int, count: int) -> list[Example]:

@@ -10,16 +10,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import tyro
 from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.training import Batch, Memory, Source, TrainConfig, train
-from examples.learning import Curve, drawn, encoded, held_out, pretrained
-
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+from examples.learning import Curve, adapted, drawn, encoded, held_out, pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +69,10 @@ def main(
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)
-    options = lora.LoRA(rank=rank, alpha=2.0 * rank, matrices=MATRICES)
-    adapted = lora.attach(base, options, jax.random.key(0))
+    start = adapted(base, rank)
     curve = Curve(out, model=model, batch=batch, rank=rank, learning_rate=learning_rate)
     lesson = Lesson(tokenizer, base.spec, curve, batch, questions)
-    lesson.review({}, adapted, 0)
+    lesson.review({}, start, 0)
     config = TrainConfig(
         steps=steps,
         learning_rate=learning_rate,
@@ -85,7 +81,7 @@ def main(
         review_every=review_every,
         save_every=review_every,
     )
-    run = train(adapted, lesson, config, trainable=lora.trainable, progress=False)
+    run = train(start, lesson, config, trainable=lora.trainable, progress=False)
     if adapter is not None:
         lora.save(run.model, adapter, base=model, overwrite=True)
     return curve
