@@ -171,40 +171,41 @@ def test_a_given_token_is_never_taken_back():
     assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
 
 
-def test_an_end_of_text_ends_nothing_while_it_may_be_taken_back():
-    """The end-of-text is a token that is decoded at the first response position, and taken back there."""
-    first, doubtful = -LENGTH, WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
+DOUBTFUL = WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
+FIRST = -LENGTH  # of the response's positions
+
+
+def taken_back_first() -> tuple[int, dj.Output, int]:
+    """A seed, its run, and a token that the run decodes at the first response position and takes back."""
     for seed in range(40):
-        usual = run(sampler=doubtful, seed=seed)
-        here = np.asarray(usual.trace.tokens)[:, 0, first]
+        usual = run(sampler=DOUBTFUL, seed=seed)
+        here = np.asarray(usual.trace.tokens)[:, 0, FIRST]
         masked = here == tiny("llada").spec.mask_id
         if (back := np.flatnonzero(~masked[:-1] & masked[1:])).size:
-            break
-    assert back.size, "nothing was taken back at the first position"
-    model = tiny("llada").replace_spec(eos_id=int(here[back[0]]))
+            return seed, usual, int(here[back[0]])
+    raise AssertionError("nothing was taken back at the first position")
+
+
+def test_an_end_of_text_ends_nothing_while_it_may_be_taken_back():
+    """The end-of-text is a token that is decoded at the first response position, and taken back there."""
+    seed, _, token = taken_back_first()
+    model = tiny("llada").replace_spec(eos_id=token)
     full, stopped = (
-        run(sampler=doubtful, seed=seed, model=model, stop_at_eos=stop) for stop in (False, True)
+        run(sampler=DOUBTFUL, seed=seed, model=model, stop_at_eos=stop) for stop in (False, True)
     )
     for before, after in zip(np.asarray(full.tokens), np.asarray(stopped.tokens), strict=True):
-        ends = np.flatnonzero(before[first:] == model.spec.eos_id)
+        ends = np.flatnonzero(before[FIRST:] == model.spec.eos_id)
         kept = len(before) - LENGTH + (ends[0] + 1 if len(ends) else LENGTH)
         np.testing.assert_array_equal(before[:kept], after[:kept])
 
 
 def test_a_stop_ends_nothing_while_it_may_be_taken_back():
     """The stop is a token that is decoded at the first response position, and taken back there."""
-    first, doubtful = -LENGTH, WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
-    for seed in range(40):
-        usual = run(sampler=doubtful, seed=seed)
-        here = np.asarray(usual.trace.tokens)[:, 0, first]
-        masked = here == tiny("llada").spec.mask_id
-        if (back := np.flatnonzero(~masked[:-1] & masked[1:])).size:
-            break
-    assert back.size, "nothing was taken back at the first position"
-    for token in {int(here[back[0]]), int(usual.tokens[0, first + 2])}:
-        out = run(sampler=doubtful, seed=seed, stop=[[token]])
+    seed, usual, taken_back = taken_back_first()
+    for token in {taken_back, int(usual.tokens[0, FIRST + 2])}:
+        out = run(sampler=DOUBTFUL, seed=seed, stop=[[token]])
         for before, after in zip(np.asarray(usual.tokens), np.asarray(out.tokens), strict=True):
-            ends = np.flatnonzero(before[first:] == token)
+            ends = np.flatnonzero(before[FIRST:] == token)
             kept = len(before) - LENGTH + (ends[0] if len(ends) else LENGTH)
             np.testing.assert_array_equal(before[:kept], after[:kept])
             assert (after[kept:] == tiny("llada").spec.eos_id).all()
