@@ -48,7 +48,7 @@ def rollouts(
     )
     answer = np.asarray(sampled.tokens)[:, prompt.shape[1] :]
     right = exact(decode_answers(model, tokenizer, answer), questions)
-    return Batch(prompt, answer, mask), np.asarray(right, np.float32)
+    return Batch(*map(jnp.asarray, (prompt, answer, mask))), np.asarray(right, np.float32)
 
 
 def main(
@@ -109,7 +109,6 @@ def main(
     rewards: list[float] = []
     for step in range(1, steps + 1):
         batch, reward = rollouts(state.model, tokenizer, step, prompts, group, temperature)
-        batch = jax.tree.map(jnp.asarray, batch)
         rewards.append(float(reward.mean()))
         old, advantage = state.model, group_advantages(reward, group)
         for key in jax.random.split(jax.random.fold_in(jax.random.key(1), step), updates):

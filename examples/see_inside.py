@@ -58,6 +58,7 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
 
 def report_attention(seen: dj.Capture, tokenizer):
     """The tokens that the first mask attends to most, before the first step, in each captured layer."""
+    assert seen.attention is not None, "attention was asked for"
     first = int(np.argmax(seen.tokens[0, 0] != seen.tokens[-1, 0]))  # decoded by some step: a mask at first
     for layer, weights in zip(seen.layers, seen.attention[0, :, 0, :, first].mean(axis=1), strict=True):
         top = np.argsort(-weights)[:4]
@@ -82,6 +83,7 @@ def patched_by_layer(net: dj.Model, clean: np.ndarray, other: np.ndarray, at: np
     """
     masks = np.full((1, LENGTH), net.spec.mask_id, np.int32)
     source = dj.capture(net, np.concatenate([other, masks], axis=1), ("residual",), positions=at)
+    assert source.residual is not None, "the stream was asked for"
     layers = jnp.arange(net.spec.layers + 1)
 
     def at_layer(layer: jax.Array, value: jax.Array) -> jax.Array:
@@ -95,6 +97,7 @@ def draw(directory: Path, seen: dj.Capture, found: dj.analysis.Similarity):
     """Saves the figures with which papers on cache policies argue."""
     from dllm_jax.analysis import figures  # needs matplotlib
 
+    assert seen.k is not None, "keys were asked for"
     directory.mkdir(parents=True, exist_ok=True)
     drawn = {
         "similarity-by-kind": figures.similarity_by_kind(found),

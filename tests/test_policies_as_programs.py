@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.step import Plan
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.widths import step_widths
 from tests.models import FAMILIES, separate, tiny
 from tests.policy_cases import EVERY, KEY, suited

@@ -206,7 +206,10 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     besides = (~np.asarray(always.trace.computed) & np.pad(mask, ((0, 0), (0, 8)), constant_values=True)) / 2
     took_part = np.asarray(always.trace.active)[..., None]
     np.testing.assert_allclose(always.stats.widened, (besides * took_part).sum((0, 2)))
+    np.testing.assert_array_equal(always.trace.widened[0], True)
+    np.testing.assert_array_equal(always.trace.widened[1:], took_part[1:] & [False, True])
     np.testing.assert_array_equal(run(-1.0).stats.widened, 0)
+    np.testing.assert_array_equal(run(-1.0).trace.widened[1:], False)
 
 
 def test_widened_counts_the_conditional_stream_alone():

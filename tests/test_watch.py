@@ -1,6 +1,7 @@
 """What recorded generations look like: in a terminal, and as a page that runs nothing of its data."""
 
 import base64
+import dataclasses
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ TOKENS = np.array(
         [[1, 2, 5, 4, 0], [3, 2, 9, 7, 8]],
     ]
 )
+WIDENED = np.array([[[1, 1, 1]] * 2, [[0, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 1, 1]]], dtype=bool)
 ACTIVE = np.array([[True, True], [True, False], [True, True]])
 COMPUTED = np.array(
     [[[1, 1, 1, 1, 1]] * 2, [[0, 0, 1, 1, 0], [0] * 5], [[0, 0, 1, 0, 1], [0, 1, 1, 1, 1]]], dtype=bool
@@ -44,9 +46,9 @@ def recorded(ids: np.ndarray = TOKENS) -> dj.Output:
     """An output made by hand: what it shows is known without a model."""
     proposed = np.where(np.isneginf(SCORE), ids[0, 0, 2], ids[1:])
     room = lambda a: np.concatenate([a, a[-1:]])  # as inside of jit, for one step more than ran
-    trace = Trace(
-        room(ids), room(COMPUTED), room(proposed), room(SCORE.astype(np.float32)), room(ACTIVE), np.int32(3)
-    )
+    score = SCORE.astype(np.float32)
+    parts = ids, COMPUTED, proposed, score, ACTIVE, WIDENED
+    trace = Trace(*(room(part) for part in parts), np.int32(3))
     stats = Stats(*(np.array([3, 2]) for _ in Stats._fields))
     return jax.tree.map(jax.numpy.asarray, dj.Output(ids[-1], stats, trace))
 
@@ -83,8 +85,17 @@ def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
 
 def test_what_no_step_has_computed_has_no_age():
     record = Recording.of(recorded().trace, 0)
-    never = Recording(record.tokens, record.computed & False, record.proposed, record.score, MASK)
+    none = dict(computed=record.computed & False, widened=record.widened & False)
+    never = dataclasses.replace(record, **none)
     assert never.age.tolist() == [[-1] * 5] * 3
+    assert never.layer_age.tolist() == [[[-1] * 5] * 3] * 3
+
+
+def test_layers_that_widened_read_of_every_position_what_they_computed_then():
+    first, second = (Recording.of(recorded().trace, i) for i in (0, 1))
+    assert first.layer_age[1].tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 1], [0] * 5]
+    assert first.layer_age[2].tolist() == [[2, 2, 0, 1, 0], [2, 2, 0, 1, 0], [1, 1, 0, 1, 0]]
+    assert second.layer_age[1].tolist() == [[1, 0, 0, 0, 0], [0] * 5, [0] * 5]
 
 
 def test_the_mask_is_known_without_a_decoded_token():
@@ -112,7 +123,7 @@ def test_a_step_of_a_chain_fits_a_line_of_a_terminal():
     mask, end = (read.convert_tokens_to_ids(name) for name in (tokenizer.MASK, tokenizer.EOT))
     answer = [*read.encode("b>c;" * 7, add_special_tokens=False), *[end] * 4]
     tokens, none = np.array([[mask] * 32, answer]), np.full((1, 32), mask)
-    record = Recording(tokens, none > 0, none, np.ones((1, 32), np.float32), mask)
+    record = Recording(tokens, none > 0, none, np.ones((1, 32), np.float32), none[:, :1] < 0, mask)
     lines = str(grid(record, read)).splitlines()
     assert [len(line) <= 80 for line in lines] == [True, True]
     assert lines[-1].split()[-4:] == [END] * 4
@@ -327,6 +338,10 @@ def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
     assert not parts.of("img")
     assert HOSTILE[3] in parts.text  # the name, as text
     assert "step 3 of 3" in parts.text
-    assert len(parts.of("canvas")) == 1
+    assert [attrs["aria-label"].split(":")[0] for attrs, _ in parts.of("canvas")] == [
+        "Map of positions and steps",
+        "Map of positions and layers",
+    ]
+    assert "Layers at step 3" in parts.text
     notes = [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
     assert notes[1] == f"position 3: “{HOSTILE[4]}”, step 1, confidence 0.500"

@@ -49,6 +49,7 @@ def of_sequence(trace: Trace | None, sequence: int, length: int) -> Trace:
         proposed=pick(ours.proposed),
         score=pick(ours.score),
         active=ours.active[active][:, sequence : sequence + 1],
+        widened=ours.widened[active][:, sequence : sequence + 1],
         steps=active.sum(),
     )
 

@@ -10,8 +10,9 @@ import jax
 import dllm_jax as dj
 from bench.shared.device import Time, seconds
 from dllm_jax.decoding.loop import coming
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
+from dllm_jax.decoding.step import State, canvas_embeds, initial, step
 from dllm_jax.nn.arithmetic import rope_table
 
 LEADING = 8  # steps within which the first partial one is looked for

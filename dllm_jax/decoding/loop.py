@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
+from dllm_jax.decoding.step import State, canvas_embeds, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.intervention import for_sequences

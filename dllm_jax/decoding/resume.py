@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.loop import finished, run, unfinished
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.step import Plan, State, initial, split_cache
+from dllm_jax.decoding.step import State, initial, split_cache
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers.noise import Noise

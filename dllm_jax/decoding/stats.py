@@ -50,6 +50,7 @@ class Trace(NamedTuple):
       proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       active: sequences that took part.
+      widened: layers that computed every position, be it in `computed` or not (`Policy.extra_positions`).
       steps: number of steps that ran.
     """
 
@@ -58,6 +59,7 @@ class Trace(NamedTuple):
     proposed: Int[Array, "t b l"]
     score: Float[Array, "t b l"]
     active: Bool[Array, "t b"]
+    widened: Bool[Array, "t b n"]
     steps: Int[Array, ""]
 
 
@@ -102,7 +104,7 @@ class Record(NamedTuple):
         before: Canvas,
         after: Canvas,
         computed: Bool[Array, "b l"],
-        extra: Float[Array, "b"],
+        extra: Float[Array, "b n"],
         finite: Bool[Array, "b"],
         proposal: Proposal,
     ) -> "Record":
@@ -112,7 +114,7 @@ class Record(NamedTuple):
           before: the canvas before the step.
           after: the canvas after it.
           computed: positions fed through the network.
-          extra: positions computed beyond the selection (`Policy.extra_positions`).
+          extra: positions that layers computed beyond the selection (`Policy.extra_positions`).
           finite: sequences whose logits were finite in this step.
           proposal: what the sampler was offered.
         """
@@ -122,12 +124,12 @@ class Record(NamedTuple):
         return Record(
             steps=self.steps + 1,
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
-            widened=self.widened + extra,
+            widened=self.widened + jnp.mean(extra, axis=1),
             refreshes=self.refreshes + everything.astype(jnp.int32),
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else _add(self.trace, self.steps, before, after, computed, proposal),
+            else _add(self.trace, self.steps, before, after, computed, extra, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
@@ -207,6 +209,7 @@ def cut(trace: Trace, batch: int, left: int) -> Trace:
         proposed=part(trace.proposed, ran, own, right),
         score=part(trace.score, ran, own, right),
         active=part(trace.active, ran, own),
+        widened=part(trace.widened, ran, own),
         steps=trace.steps,
     )
 
@@ -220,6 +223,7 @@ def _empty_trace(canvas: Canvas, limit: int) -> Trace:
         proposed=jnp.full(shape, canvas.spec.mask_id, jnp.int32),
         score=jnp.full(shape, -jnp.inf, jnp.float32),
         active=jnp.zeros(shape[:2], bool),
+        widened=jnp.zeros((*shape[:2], canvas.spec.layers), bool),
         steps=jnp.int32(0),
     )
 
@@ -232,8 +236,9 @@ def _decoded_with(
     return jnp.where(before.tokens != after.tokens, new, confidence)
 
 
-def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, proposal: Proposal) -> Trace:
+def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, extra, proposal: Proposal) -> Trace:
     """The trace with one more step, written in place since the loop carries it."""
+    widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
     put = lambda array, value, at: jax.lax.dynamic_update_index_in_dim(array, value, at, 0)
     return Trace(
         tokens=put(trace.tokens, after.tokens, step + 1),
@@ -241,5 +246,6 @@ def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, proposal: 
         proposed=put(trace.proposed, proposal.token, step),
         score=put(trace.score, proposal.score, step),
         active=put(trace.active, before.active, step),
+        widened=put(trace.widened, widened, step),
         steps=step + 1,
     )

@@ -9,63 +9,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
-from dllm_jax.decoding.closures import Constants
-from dllm_jax.decoding.shadow import Shadow, network_with_shadow, to_verify
+from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.propose import propose
+from dllm_jax.decoding.shadow import network_with_shadow
 from dllm_jax.decoding.stats import Record
-from dllm_jax.nn.arithmetic import Rope, guided
+from dllm_jax.nn.arithmetic import Rope
 from dllm_jax.nn.intervention import IntervenedLayer, Intervention, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers.base import Sampler
-from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact, compact_rows, full_rows, gather, scatter
-from dllm_jax.traced import fixed_at
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything that a user decides about a run: static, but for the numbers of policy and sampler.
-
-    A pytree whose leaves are these numbers (`dllm_jax.traced`): a program takes a plan as an argument.
-
-    Attributes:
-      policy: decides which positions are recomputed and what is cached.
-      sampler: decides which tokens are decoded.
-      widths: static widths of the partial steps to compile, ascending.
-      stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
-      trace: record every step.
-      confidence: record the confidences with which positions are decoded.
-      interventions: other values at named places of the network; data, as the numbers are.
-      constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
-      stop: sequences of token ids at which a response ends.
-    """
-
-    policy: Policy
-    sampler: Sampler
-    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    stop_at_eos: bool = dataclasses.field(metadata={"static": True})
-    trace: bool = dataclasses.field(metadata={"static": True})
-    confidence: bool = dataclasses.field(default=False, metadata={"static": True})
-    interventions: tuple[Intervention, ...] = ()
-    constants: Constants = dataclasses.field(default=(), metadata={"static": True})
-    stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
-
-    def step_limit(self, layout: Layout) -> int:
-        """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
-        return self.sampler.max_steps(layout) + layout.response
-
-    @property
-    def streams(self) -> int:
-        """Forwards per step: two with classifier-free guidance."""
-        return 1 if fixed_at(self.sampler.cfg_scale, 0) else 2
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter
 
 
 class State(NamedTuple):
@@ -193,7 +152,7 @@ def step(
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite = _propose(model, plan, canvas, own, hidden, shadow, noise)
+    candidates, finite = propose(model, plan, canvas, own, hidden, shadow, noise)
     index, _, score, _ = candidates
     eligible = gather(offered(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
@@ -279,72 +238,3 @@ def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
     unconditional = jnp.arange(canvas.tokens.shape[0])[:, None] % plan.streams == 1
     in_prompt = canvas.position < canvas.layout.prompt
     return jnp.where(unconditional & in_prompt, canvas.spec.mask_id, canvas.tokens)
-
-
-def _propose(
-    model: Model,
-    plan: Plan,
-    canvas: Canvas,
-    rows: Rows,
-    hidden: Float[Array, "streams_b q m"],
-    shadow: Shadow | None,
-    noise: Noise | None,
-) -> tuple[Candidates, Bool[Array, "b"]]:
-    """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
-
-    And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
-    would decode; those of padding may be anything.
-
-    Args:
-      model: the model.
-      plan: what the user decided.
-      canvas: state before the step.
-      rows: what the conditional stream computed.
-      hidden: the residual stream after the last layer, of all streams.
-      shadow: that of the shadow block, if the sampler verifies tokens, which are then candidates too.
-      noise: source of random numbers.
-    """
-    spec, layout, sampler, policy = canvas.spec, canvas.layout, plan.sampler, plan.policy
-
-    # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
-    # computed.
-    predictor = canvas.predictor
-    predicted = jnp.take_along_axis(rows.mask(), predictor, axis=1)
-    response_scored = "response" in (policy.scored, sampler.scored)
-    scored = canvas.masked if response_scored else offered(policy, canvas)
-
-    # Only candidates meet the vocabulary; they are compacted to a static number first. Masks outside of the
-    # block are candidates only if the response is scored, or if earlier blocks were left with masks.
-    everywhere = sampler.allow_mask_token or response_scored
-    upper_bound = layout.response if everywhere else layout.block
-    candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
-    if shadow is not None:
-        # What is verified is in the shadow, whether or not the step computes it.
-        candidates, most = candidates | to_verify(canvas), upper_bound
-    index = compact(candidates, most)
-
-    # Logits of each candidate are computed from its predictor's entry in `hidden`.
-    padded = jnp.pad(predictor, ((0, 0), (0, 1)), constant_values=layout.length)
-    slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
-    read = gather(hidden, repeat(slot, plan.streams))
-
-    # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
-    verified = jnp.zeros_like(index, bool)
-    if shadow is not None:
-        verified = gather(to_verify(canvas), index) & (index < layout.length)
-        at, of_shadow = repeat((index, verified), plan.streams)
-        read = jnp.where(of_shadow[..., None], shadow.take(at), read)
-    logits = unembed(model.params, spec, read)
-
-    # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
-    if plan.streams == 2:
-        conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
-        logits = guided(conditional, unconditional, sampler.cfg_scale)
-    proposed = sampler.propose(logits, index, canvas, noise)
-    candidate = index < layout.length
-    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
-    finite = jnp.all(finite | ~candidate, axis=1)
-
-    # What is verified is not offered again: it has neither a score nor a token.
-    score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
-    return proposed._replace(score=score, token=jnp.where(verified, spec.mask_id, proposed.token)), finite

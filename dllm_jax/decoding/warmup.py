@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.request import Inputs, over_devices, prepare
-from dllm_jax.decoding.step import Plan
 from dllm_jax.nn.mesh import current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument

@@ -109,15 +109,15 @@ class Policy(Options):
 
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b"]:
-        """Positions computed beyond the selection, averaged over layers; read by `Stats` alone.
+    ) -> Float[Array, "b n"]:
+        """Positions that each layer computed beyond the selection; read by statistics and trace alone.
 
         Args:
           cache: after the step, for the sequences of all streams.
           canvas: before the step.
           computed: the positions fed through the network.
         """
-        return jnp.zeros(computed.shape[:1])
+        return jnp.zeros((computed.shape[0], canvas.spec.layers))
 
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.

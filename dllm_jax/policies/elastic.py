@@ -139,12 +139,13 @@ class ElasticCache(Policy):
     @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b"]:
+    ) -> Float[Array, "b n"]:
         """The positions that were not selected, in the layers from `start` on."""
         streams = cache.shared.start.shape[0] // computed.shape[0]
-        start, layers = stream(cache.shared.start, 0, streams), canvas.spec.layers
-        further = jnp.sum(canvas.valid & ~computed, axis=1) * (layers - start) / layers
-        return jnp.where(canvas.active, further, 0.0)
+        start = stream(cache.shared.start, 0, streams)[:, None]
+        further = jnp.sum(canvas.valid & ~computed, axis=1, keepdims=True)
+        wide = canvas.active[:, None] & (jnp.arange(canvas.spec.layers) >= start)
+        return jnp.where(wide, further, 0).astype(jnp.float32)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

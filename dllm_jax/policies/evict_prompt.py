@@ -132,7 +132,7 @@ class EvictPrompt(PromptEviction):
     @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b"]:
+    ) -> Float[Array, "b n"]:
         """The policy's, and the pass that measures the importance of the layers, if there was one."""
         measured = super().extra_positions(cache, canvas, computed)
         return measured + self.policy.extra_positions(_under(cache), canvas, computed)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.loop import coming
+from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.step import Plan, State, canvas_embeds, initial, step
+from dllm_jax.decoding.step import State, canvas_embeds, initial, step
 from dllm_jax.nn.arithmetic import cosine, rope_table
 from dllm_jax.samplers import Noise
 from dllm_jax.state.rows import scatter

@@ -30,8 +30,21 @@ function prepared(panel) {
       lastComputed.fill(i, step.computed[run], step.computed[run + 1]);
     panel.ages.push(lastComputed.map((at) => (at < 0 ? -1 : i - at)));
   });
+  // Where layers differ, some compute every position, though few were selected.
+  panel.widens = panel.steps.some(({ widened }) => widened.length && (widened[0] > 0 || widened[1] < panel.layers));
   panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask ? [i] : []));
   return panel;
+}
+
+// What a step, counted from 1, reads of every position in one layer: age as above.
+function layerAges(panel, layer, step) {
+  let since = -1; // the last step that ran this layer over everything
+  for (let i = 0; i < step; i += 1) {
+    const runs = panel.steps[i].widened;
+    for (let run = 0; run < runs.length; run += 2) if (layer >= runs[run] && layer < runs[run + 1]) since = i;
+  }
+  const age = since < 0 ? Infinity : step - 1 - since;
+  return panel.ages[step - 1].map((own) => (own < 0 ? (since < 0 ? -1 : age) : Math.min(own, age)));
 }
 
 const pieceOf = (panel, token) => panel.pieces[token] ?? [`[${token}]`, false];
@@ -127,6 +140,40 @@ function drawMap(panel) {
   );
 }
 
+// The layers at one step, of policies whose layers may compute different positions.
+function drawLayers(panel) {
+  const step = Math.max(1, Math.min(view.step, panel.steps.length));
+  const palette = colours();
+  const [length, canvas] = [panel.tokens.length, panel.layerCanvas];
+  const across = Math.max(2, Math.min(16, Math.floor(1600 / length)));
+  const down = Math.max(3, Math.min(14, Math.floor(240 / panel.layers)));
+  canvas.width = across * length;
+  canvas.height = down * panel.layers;
+  canvas.style.height = `${canvas.height}px`;
+  canvas.parentElement.style.maxWidth = `${24 * length}px`;
+  const draw = canvas.getContext("2d");
+  for (let layer = 0; layer < panel.layers; layer += 1)
+    layerAges(panel, layer, step).forEach((age, x) => {
+      draw.fillStyle = rgb(ageColour(age, palette));
+      draw.fillRect(x * across, layer * down, across, down);
+    });
+  panel.layerTitle.textContent = `Layers at step ${step} (across: positions, down: layers)`;
+}
+
+function layerNote(panel, event) {
+  const box = panel.layerCanvas.getBoundingClientRect();
+  const position = Math.floor(((event.clientX - box.left) / box.width) * panel.tokens.length);
+  const layer = Math.floor(((event.clientY - box.top) / box.height) * panel.layers);
+  if (!(position in panel.tokens) || layer < 0 || layer >= panel.layers) return null;
+  const step = Math.max(1, Math.min(view.step, panel.steps.length));
+  return `layer ${layer}, position ${position}: ${ageInWords(layerAges(panel, layer, step)[position])}`;
+}
+
+function ageInWords(age) {
+  if (age === 0) return "computed";
+  return age < 0 ? "never computed so far" : `read from ${age} step${age > 1 ? "s" : ""} ago`;
+}
+
 function mapNote(panel, event) {
   const box = panel.canvas.getBoundingClientRect();
   const position = Math.floor(((event.clientX - box.left) / box.width) * panel.tokens.length);
@@ -137,9 +184,8 @@ function mapNote(panel, event) {
   const age = panel.ages[step - 1][position];
   const token = panel.states[step][position];
   const what = token.token === panel.mask ? "masked" : inWords(panel, token.token);
-  const how = age === 0 ? "computed" : age < 0 ? "never computed so far" : `read from ${age} step${age > 1 ? "s" : ""} ago`;
   const decoded = token.step === step && token.token !== panel.mask ? ", decoded now" : "";
-  return { step, text: `step ${step}, position ${position}: ${what}${decoded}\n${how}` };
+  return { step, text: `step ${step}, position ${position}: ${what}${decoded}\n${ageInWords(age)}` };
 }
 
 // -- the page -----------------------------------------------------------------------------------------------
@@ -210,6 +256,17 @@ function build(panel) {
     legend.append(entry);
   }
   section.append(map, legend);
+  if (panel.widens) {
+    panel.layerTitle = element("h3");
+    panel.layerCanvas = element("canvas");
+    panel.layerCanvas.setAttribute("role", "img");
+    panel.layerCanvas.setAttribute("aria-label", "Map of positions and layers: computed, or read from how many steps ago");
+    const layers = element("div", "map layers");
+    layers.append(panel.layerCanvas);
+    layers.addEventListener("mousemove", (event) => tip(event, layerNote(panel, event)));
+    layers.addEventListener("mouseleave", () => tip(null));
+    section.append(panel.layerTitle, layers);
+  }
   byId("panels").append(section);
 }
 
@@ -221,6 +278,7 @@ function render() {
   byId("high").textContent = byStep ? `${last}` : "0";
   for (const panel of panels) {
     panel.nodes.forEach(([position, node]) => drawToken(panel, position, node));
+    if (panel.widens) drawLayers(panel);
     const at = Math.min(view.step, panel.steps.length);
     panel.cursor.style.top = `${at * panel.rowHeight - 2}px`;
     panel.cursor.style.height = `${panel.rowHeight + 4}px`;
@@ -263,5 +321,8 @@ document.querySelectorAll("input[name=colour]").forEach((radio) =>
   radio.addEventListener("change", () => ((view.colour = radio.value), render())),
 );
 byId("panels").addEventListener("mouseover", (event) => tip(event, event.target.dataset.note));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.forEach(drawMap));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  panels.forEach(drawMap);
+  render();
+});
 render();

@@ -94,18 +94,20 @@ def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
         "mask": record.mask_id,
         "named": tokenizer is not None,
         "pieces": {str(token): [piece.text, piece.special] for token, piece in known.items()},
+        "layers": record.widened.shape[1],
         "tokens": record.tokens[0].tolist(),
         "steps": [_step(record, step) for step in range(record.steps)],
     }
 
 
 def _step(record: Recording, step: int) -> dict[str, Any]:
-    """One step: [position, token, confidence] of what it wrote, of other candidates; what it computed."""
+    """One step: [position, token, confidence] of what it wrote and of other candidates; what it computed."""
     changed = record.changed[step]
     wrote = _triples(changed, record.tokens[step + 1], record.score[step])
     proposed = ~changed & ~np.isneginf(record.score[step])
     candidates = _triples(proposed, record.proposed[step], record.score[step])
-    return {"wrote": wrote, "proposed": candidates, "computed": _runs(record.computed[step])}
+    computed, widened = _runs(record.computed[step]), _runs(record.widened[step])
+    return {"wrote": wrote, "proposed": candidates, "computed": computed, "widened": widened}
 
 
 def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.ndarray) -> list[list]:

@@ -29,6 +29,7 @@ class Recording:
       computed: positions that each step fed through the network.
       proposed: candidate token of each scored position, mask_id elsewhere.
       score: its confidence, -inf elsewhere.
+      widened: layers that each step ran over all positions, be they in `computed` or not (Elastic-Cache).
       mask_id: the mask token.
     """
 
@@ -36,6 +37,7 @@ class Recording:
     computed: Bool[np.ndarray, "t l"]
     proposed: Int[np.ndarray, "t l"]
     score: Float[np.ndarray, "t l"]
+    widened: Bool[np.ndarray, "t n"]
     mask_id: int
 
     @classmethod
@@ -62,13 +64,14 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran; a sequence that waits for its
         # batch mates does not take part in all that did.
-        tokens, computed, proposed, score, active, steps = map(values, trace)
+        tokens, computed, proposed, score, active, widened, steps = map(values, trace)
         own = np.flatnonzero(active[: int(steps), sequence])
         return cls(
             tokens=tokens[np.concatenate([[0], own + 1]), sequence],
             computed=computed[own, sequence],
             proposed=proposed[own, sequence],
             score=score[own, sequence],
+            widened=widened[own, sequence],
             mask_id=_mask_id(tokens, proposed, score),
         )
 
@@ -106,11 +109,21 @@ class Recording:
     def age(self) -> Int[np.ndarray, "t l"]:
         """Steps since what a step reads of a position was computed: 0 where it computes it itself.
 
-        -1 where no step has computed it yet.
+        -1 where no step has computed it yet. In layers that widened it may be less, see `layer_age`.
         """
-        step = np.arange(self.steps)[:, None]
-        last = np.maximum.accumulate(np.where(self.computed, step, -1), axis=0)
-        return np.where(last < 0, -1, step - last)
+        return _since(self.computed)
+
+    @property
+    def layer_age(self) -> Int[np.ndarray, "t n l"]:
+        """The same of every layer, with what it computed when it ran over all positions."""
+        return _since(self.computed[:, None, :] | self.widened[:, :, None])
+
+
+def _since(computed: Bool[np.ndarray, "t *rest"]) -> Int[np.ndarray, "t *rest"]:
+    """Steps since each entry was last computed; -1 where it never was."""
+    step = np.arange(len(computed)).reshape(-1, *(1,) * (computed.ndim - 1))
+    last = np.maximum.accumulate(np.where(computed, step, -1), axis=0)
+    return np.where(last < 0, -1, step - last)
 
 
 def values(array: Any) -> np.ndarray:

@@ -145,10 +145,11 @@ class PromptEviction(Policy):
     @override
     def extra_positions(
         self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b"]:
+    ) -> Float[Array, "b n"]:
         """The pass that measures the importance of the layers before the first step, if there was one."""
         first = canvas.active & (canvas.step == 0) & self.layers.online
-        return jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
+        measured = jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
+        return jnp.repeat(measured[:, None], canvas.spec.layers, axis=1)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the pairs that a kv head keeps in any layer."""

@@ -1,0 +1,51 @@
+"""What a user decides about a run, as a program takes it."""
+
+import dataclasses
+
+import jax
+
+from dllm_jax.decoding.closures import Constants
+from dllm_jax.nn.intervention import Intervention
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers.base import Sampler
+from dllm_jax.state.layout import Layout
+from dllm_jax.traced import fixed_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that a user decides about a run: static, but for the numbers of policy and sampler.
+
+    A pytree whose leaves are these numbers (`dllm_jax.traced`): a program takes a plan as an argument.
+
+    Attributes:
+      policy: decides which positions are recomputed and what is cached.
+      sampler: decides which tokens are decoded.
+      widths: static widths of the partial steps to compile, ascending.
+      stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
+      trace: record every step.
+      confidence: record the confidences with which positions are decoded.
+      interventions: other values at named places of the network; data, as the numbers are.
+      constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
+      stop: sequences of token ids at which a response ends.
+    """
+
+    policy: Policy
+    sampler: Sampler
+    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    stop_at_eos: bool = dataclasses.field(metadata={"static": True})
+    trace: bool = dataclasses.field(metadata={"static": True})
+    confidence: bool = dataclasses.field(default=False, metadata={"static": True})
+    interventions: tuple[Intervention, ...] = ()
+    constants: Constants = dataclasses.field(default=(), metadata={"static": True})
+    stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def step_limit(self, layout: Layout) -> int:
+        """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
+        return self.sampler.max_steps(layout) + layout.response
+
+    @property
+    def streams(self) -> int:
+        """Forwards per step: two with classifier-free guidance."""
+        return 1 if fixed_at(self.sampler.cfg_scale, 0) else 2

@@ -1,0 +1,89 @@
+"""The candidates of a step: which positions meet the vocabulary, and the token and score of each."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.decoding.block_schedule import offered
+from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.shadow import Shadow, to_verify
+from dllm_jax.nn.arithmetic import guided
+from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.model import Model
+from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.canvas import Canvas, repeat, stream
+from dllm_jax.state.rows import Rows, compact, gather
+
+
+def propose(
+    model: Model,
+    plan: Plan,
+    canvas: Canvas,
+    rows: Rows,
+    hidden: Float[Array, "streams_b q m"],
+    shadow: Shadow | None,
+    noise: Noise | None,
+) -> tuple[Candidates, Bool[Array, "b"]]:
+    """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
+
+    And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
+    would decode; those of padding may be anything.
+
+    Args:
+      model: the model.
+      plan: what the user decided.
+      canvas: state before the step.
+      rows: what the conditional stream computed.
+      hidden: the residual stream after the last layer, of all streams.
+      shadow: that of the shadow block, if the sampler verifies tokens, which are then candidates too.
+      noise: source of random numbers.
+    """
+    spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
+    index = _positions(plan, canvas, rows, verify=shadow is not None)
+
+    # Logits of each candidate are computed from its predictor's entry in `hidden`.
+    padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=layout.length)
+    slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
+    read = gather(hidden, repeat(slot, plan.streams))
+
+    # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
+    verified = jnp.zeros_like(index, bool)
+    if shadow is not None:
+        verified = gather(to_verify(canvas), index) & (index < layout.length)
+        at, of_shadow = repeat((index, verified), plan.streams)
+        read = jnp.where(of_shadow[..., None], shadow.take(at), read)
+    logits = unembed(model.params, spec, read)
+
+    # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
+    if plan.streams == 2:
+        conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
+        logits = guided(conditional, unconditional, sampler.cfg_scale)
+    proposed = sampler.propose(logits, index, canvas, noise)
+    candidate = index < layout.length
+    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
+    finite = jnp.all(finite | ~candidate, axis=1)
+
+    # What is verified is not offered again: it has neither a score nor a token.
+    score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
+    return proposed._replace(score=score, token=jnp.where(verified, spec.mask_id, proposed.token)), finite
+
+
+def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Array, "b c"]:
+    """The positions that are candidates, compacted to a static number: only they meet the vocabulary."""
+    policy, sampler, layout = plan.policy, plan.sampler, canvas.layout
+
+    # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
+    # computed.
+    predicted = jnp.take_along_axis(rows.mask(), canvas.predictor, axis=1)
+    response_scored = "response" in (policy.scored, sampler.scored)
+    scored = canvas.masked if response_scored else offered(policy, canvas)
+
+    # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
+    # with masks.
+    everywhere = sampler.allow_mask_token or response_scored
+    upper_bound = layout.response if everywhere else layout.block
+    candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
+    if verify:
+        # What is verified is in the shadow, whether or not the step computes it.
+        candidates, most = candidates | to_verify(canvas), upper_bound
+    return compact(candidates, most)
