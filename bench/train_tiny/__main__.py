@@ -130,7 +130,7 @@ def training(steps: int, decay: int) -> TrainConfig:
 
 RECIPES = {
     "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(3500, 2500)),
-    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(5000, 3500)),
+    "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(4000, 3000)),
 }
 
 
