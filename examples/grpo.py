@@ -53,12 +53,12 @@ def rollouts(
 
 def main(
     model: str = "tiny-llada",
-    steps: int = 40,
-    prompts: int = 8,
+    steps: int = 30,
+    prompts: int = 16,
     group: int = 8,
     updates: int = 2,
     rank: int = 8,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 3e-4,
     temperature: float = 1.0,
     kl: float = 0.02,
     review_every: int = 5,

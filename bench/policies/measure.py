@@ -21,6 +21,7 @@ from bench.policies.workloads import Workload
 from bench.shared import device, runner
 
 TOGETHER = 4  # settings that share the exact decoder's runs
+SAVED = 16  # settings until results are written, for which the exact decoders run anew
 PROGRAMS = 8  # settings until compiled programs are dropped: they use up the process's memory maps
 
 
@@ -42,23 +43,29 @@ class Timing:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-def stages(workload: Workload, earlier: dict[str, Any], timing: Timing | None) -> Iterator[dict[str, Any]]:
-    """A workload's results, after its settings have run and after they have been timed.
+def stages(
+    workload: Workload, earlier: dict[str, Any], timing: Timing | None, saved: int = SAVED
+) -> Iterator[dict[str, Any]]:
+    """A workload's results, after every few settings have run and after they have been timed.
 
     Args:
       workload: what is measured.
       earlier: its results so far. Rows that they have of the same workload are not run again, nor timed if
         they have been; rows of settings that the grid does not have any more are left out.
       timing: how to time; None does not.
+      saved: settings that run until there are results again.
     """
     about = workload.described
     same = all(earlier.get(key, "") == value for key, value in about.items() if key != "date")
     results: dict[str, Any] = earlier if same else about | {"rows": []}
     # by the curve too: with one block there is, "one block" is named like the rest
     rows = {setting: find(results, setting, curve=setting.curve) for setting in workload.grid}
-    if missing := [setting for setting, row in rows.items() if row is None]:
-        rows |= measure(workload, missing)
-        results = results | about | {"rows": list(rows.values())}
+    missing = [setting for setting, row in rows.items() if row is None]
+    for start in range(0, len(missing), saved):
+        rows |= measure(workload, missing[start : start + saved])
+        done = min(start + saved, len(missing))
+        print(f"{workload.name}: {done} of {len(missing)} settings run", file=sys.stderr)
+        results = results | about | {"rows": [row for row in rows.values() if row is not None]}
         yield results
     if timing and any("speed_range" not in row for row in results["rows"]):
         yield time_the_rest(workload, results, timing)
@@ -75,7 +82,6 @@ def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[s
             jax.clear_caches()
         parts = [workload.run(setting, prompt) for prompt in workload.chunks()]
         outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        print(f"{workload.name}: {i + 1} of {len(running)} settings run", file=sys.stderr)
     return {s: _row(workload, s, (outs[EXACT], outs[s.exact]), outs[s.unlabelled]) for s in settings}
 
 
