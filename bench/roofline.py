@@ -3,11 +3,12 @@
 python -m bench.roofline
 python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
 python -m bench.roofline --batches 1 --markdown     (the tables of docs/performance.md)
+python -m bench.roofline --models llada-v-8b --images 1 2 4 --hardware h100 --batches 1 --markdown
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -16,11 +17,33 @@ from bench.shared import runner
 from bench.shared.measure import Grid
 from dllm_jax import roofline
 from dllm_jax.roofline import HARDWARE
+from dllm_jax.vision import AnyRes, Pad
 
 NOTE = """
 full, partial: milliseconds of a full step and, on average, of the others; ms/token: per token of the batch;
 over exact: speed over the exact decoder's; waits: fraction of the time that is memory-bound. Lower bounds at
 the full rates of the data sheets, see dllm_jax/roofline."""
+
+
+class Prompt(NamedTuple):
+    """A prompt of the table.
+
+    Attributes:
+      positions: in all.
+      images: how many of them it has.
+      views: that the tower sees.
+    """
+
+    positions: int
+    images: int = 0
+    views: int = 0
+
+    @property
+    def head(self) -> str:
+        """The prompt as a column's head."""
+        if not self.images:
+            return f"prompt {self.positions}"
+        return f"{self.images} image{'s' * (self.images > 1)}, {self.positions} positions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +54,10 @@ class Forecast:
       models: names of `dj.presets.model_spec`.
       hardware: names of `dllm_jax.roofline.HARDWARE`.
       grid: the generations.
+      images: prompts with so many images each instead of the grid's, for a model with a tower.
+      size: width and height of an image, in pixels.
+      text: positions of such a prompt besides its images.
+      tiled: cut several images into tiles, as one is; the published evaluation has a square for each.
       chips: number of chips that share the work perfectly.
       dtype: of parameters and storage; the rates are those of bfloat16.
       markdown: short tables, a column per prompt length.
@@ -40,6 +67,10 @@ class Forecast:
     models: tuple[str, ...] = ("llada-8b", "dream-7b")
     hardware: tuple[str, ...] = tuple(HARDWARE)
     grid: Annotated[Grid, tyro.conf.arg(name="")] = Grid()  # noqa: RUF009 (frozen)
+    images: tuple[int, ...] = ()
+    size: tuple[int, int] = (1024, 768)
+    text: int = 64
+    tiled: bool = False
     chips: int = 1
     dtype: str = "bfloat16"
     markdown: bool = False
@@ -53,16 +84,29 @@ class Forecast:
         """A row per policy, prompt, batch and hardware."""
         spec, chips = dj.presets.model_spec(model), {n: HARDWARE[n].times(self.chips) for n in self.hardware}
         work = lambda policy, prompt, batch: roofline.work(
-            spec, policy, self.grid.layout(prompt), batch, self.dtype
+            spec, policy, self.grid.layout(prompt.positions), batch, self.dtype, views=prompt.views
         )
-        exact = {shape: work(dj.policies.Policy(), *shape) for shape in self.grid.shapes()}
+        shapes = [(prompt, batch) for prompt in self.prompts(model) for batch in self.grid.batches]
+        exact = {shape: work(dj.policies.Policy(), *shape) for shape in shapes}
         for policy in self.grid.chosen:
-            for prompt, batch in self.grid.shapes():
+            for prompt, batch in shapes:
                 mine = work(policy, prompt, batch)
+                images = {"images": prompt.images} if prompt.images else {}
                 for name, chip in chips.items():
                     ratio = exact[prompt, batch].on(chip).seconds / mine.on(chip).seconds
-                    case = {"model": model, "hardware": name, "policy": type(policy).__name__}
-                    yield case | {"prompt": prompt, "batch": batch} | figures(mine, chip, ratio)
+                    case = {"model": model, "hardware": name, "policy": type(policy).__name__, **images}
+                    case |= {"prompt": prompt.positions, "batch": batch}
+                    yield case | figures(mine, chip, ratio)
+
+    def prompts(self, model: str) -> list[Prompt]:
+        """The prompts: those of the grid, or those with images."""
+        if not self.images:
+            return [Prompt(positions) for positions in self.grid.prompts]
+        found, several = [], AnyRes() if self.tiled else Pad()
+        for count in self.images:
+            made = roofline.images(dj.presets.model_spec(model), [self.size] * count, several=several)
+            found.append(Prompt(self.text + made.positions, count, made.views))
+        return found
 
 
 def figures(work: roofline.Work, hardware: roofline.Hardware, ratio: float) -> dict[str, Any]:
@@ -74,6 +118,7 @@ def figures(work: roofline.Work, hardware: roofline.Hardware, ratio: float) -> d
         "ms_per_token": times.ms_per_token,
         "over_exact": ratio,
         "memory_bound": times.memory_bound,
+        **({} if work.tower is None else {"tower_ms": times.tower_ms}),
         "cache_gb": work.memory.cache / 1e9,
         "memory_gb": work.memory.total / 1e9,
         "fits": work.memory.fits(hardware),
@@ -115,9 +160,12 @@ def tables(forecast: Forecast, model: str, hardware: str, rows: list[dict[str, A
         for row in rows:
             if row["batch"] == batch:
                 lines.setdefault(row["policy"], [f"`{row['policy']}`"]).append(short_cell(row))
-        heads = ("policy", *(f"prompt {prompt}" for prompt in forecast.grid.prompts))
+        heads = ("policy", *(prompt.head for prompt in forecast.prompts(model)))
         yield f"\n{name}, batch {batch}:\n"
-        yield runner.table(heads, "l" + "r" * len(forecast.grid.prompts), lines.values())
+        if forecast.images:
+            towers = [row for row in rows if (row["batch"], row["policy"]) == (batch, rows[0]["policy"])]
+            lines["the tower alone"] = ["the tower alone", *(short(row["tower_ms"]) for row in towers)]
+        yield runner.table(heads, "l" + "r" * (len(heads) - 1), lines.values())
 
 
 def short_cell(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import tyro
 import dllm_jax as dj
 from bench import compile_time, growth
 from bench import roofline as predictions
+from bench.compiled.program import Case
 from bench.generate import __main__ as generate
 from bench.generate import generation, tables
 from bench.generate.generation import Generation, Limits
@@ -302,6 +303,32 @@ def test_predictions(tmp_path, capsys):
     assert (exact["policy"], exact["over_exact"]) == ("Policy", 1.0)
     with pytest.raises(ValueError, match="z80"):
         predictions.Forecast(hardware=("z80",))
+
+
+def test_predictions_of_prompts_with_images(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    grid = Grid(("Policy", "DualCache"), batches=(1,), length=64)
+    forecast = predictions.Forecast(
+        ("llada-v-8b",), ("h100",), grid, images=(1, 2), markdown=True, json=found
+    )
+    predictions.main(forecast)
+    assert "| policy | 1 image, 3691 positions | 2 images, 1522 positions |" in capsys.readouterr().out
+    one, two, *_ = json.loads(found.read_text())["rows"]
+    assert (one["images"], one["prompt"], two["images"], two["prompt"]) == (1, 3691, 2, 1522)
+    assert one["tower_ms"] == two["tower_ms"] > 5, "eight views at a time"
+    tiled = dataclasses.replace(forecast, images=(2,), tiled=True)
+    assert [prompt.positions for prompt in tiled.prompts("llada-v-8b")] == [64 + 2 * 3627]
+
+
+def test_a_run_over_images_takes_their_features_as_an_argument():
+    model = dj.abstract(models.shape("llada-v-8b", layers=2))
+    case = Case("h100", "DualCache", shape="llada-v-8b", layers=2, prompt=16, images=1, length=32, block=32)
+    request = case.run().request(model)
+    assert request.inputs.embeds is not None
+    assert request.inputs.embeds.shape == (1, 16 + 3627, 4096)
+    tokens = np.asarray(request.inputs.tokens)[0]
+    assert (tokens == dj.EMBEDDED).sum() == 3627
+    assert (tokens[3627 : 3627 + 16] >= 0).all()
 
 
 def test_growth_has_a_knee():

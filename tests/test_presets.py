@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import policies, presets, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.step import initial
-from dllm_jax.nn.parameters import abstract, count
+from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published.preset import read
 from tests.policy_cases import KEY
 
@@ -30,9 +30,19 @@ def model_of(checkpoint: str) -> dj.Model:
     return shapes("llada-8b" if checkpoint.startswith("llada") else "dream-7b")
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("llada-8b", 8_015_581_184), ("dream-7b", 7_615_616_512)])
-def test_model_shapes_have_the_published_number_of_parameters(name, parameters):
-    assert count(abstract(presets.model_spec(name))) == parameters
+@pytest.mark.parametrize(
+    ("name", "parameters", "vision"),
+    [
+        ("llada-8b", 8_015_581_184, None),
+        ("dream-7b", 7_615_616_512, None),
+        ("llada-v-8b", 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
+    ],
+)
+def test_model_shapes_have_the_published_number_of_parameters(name, parameters, vision):
+    spec = presets.model_spec(name)
+    assert count(abstract(spec)) == parameters
+    tower = abstract_vision(spec)
+    assert (None if tower is None else count(tower)) == vision
 
 
 @pytest.mark.parametrize("checkpoint", presets.names("generation"))

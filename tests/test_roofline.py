@@ -11,8 +11,11 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import roofline
 from dllm_jax.decoding.widths import step_widths
-from dllm_jax.nn.parameters import abstract, count
+from dllm_jax.nn.parameters import abstract, abstract_vision, count, separate
 from dllm_jax.roofline.steps import layer_size, pair_size
+from dllm_jax.roofline.tower import tower_size
+from dllm_jax.vision import AnyRes, Pad
+from dllm_jax.vision.tower import encode, project
 from tests.models import random_tokens, spec, tiny
 from tests.policy_cases import suited
 
@@ -245,3 +248,72 @@ def test_cache_bytes_are_the_policy_s():
 def test_what_is_no_dtype_is_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype=.* is no dtype, such as bfloat16"):
         roofline.work(LLADA, dj.policies.DualCache(), dj.Layout(64, 32, 32, 32), dtype=dtype)
+
+
+LLADA_V = dj.presets.model_spec("llada-v-8b")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "positions", "views"),
+    [
+        ([(1024, 768)], {}, 3627, 7),
+        ([(1024, 768)] * 2, {}, 2 * 729, 2),
+        ([(1024, 768)] * 4, {"several": Pad(newline=True)}, 4 * 730, 4),
+        ([(1024, 768), (100, 100)], {"several": AnyRes()}, 3627 + 1485, 7 + 2),
+        ([], {}, 0, 0),
+    ],
+)
+def test_images_by_their_sizes(sizes, options, positions, views):
+    assert roofline.images(LLADA_V, sizes, **options) == (positions, views)
+
+
+def test_the_tower_s_work():
+    """Parameters by their count; FLOPs by XLA's, which counts the loop over queries in attention once."""
+    vision = abstract_vision(LLADA_V, jnp.bfloat16)
+    assert tower_size(LLADA_V) == count(vision)
+    assert tower_size(LLADA) == 0
+    spec = LLADA_V.vision
+    assert spec is not None
+    params = jax.eval_shape(separate, vision)
+    params["layers"] = params["layers"][:2]
+    short = dataclasses.replace(LLADA_V, vision=dataclasses.replace(spec, layers=2))
+    pixels = jax.ShapeDtypeStruct((8, 384, 384, 3), jnp.float32)
+    run = lambda params, pixels: project(params, encode(params, spec, pixels))
+    found = jax.jit(run).lower(params, pixels).cost_analysis()
+    ours = roofline.tower_cost(short, 8, 2)
+    assert ours.dense_flops < found["flops"] < min(ours.flops, 1.02 * ours.dense_flops)
+    assert ours.attention_flops == 8 * 2 * (2 * 2 * 16 * 729 * 729 * 72)
+
+    # A view takes 0.67 TFLOP; views come eight at a time, each time with all weights.
+    seven, nine = (roofline.tower_cost(LLADA_V, views, 2) for views in (7, 9))
+    assert seven == roofline.tower_cost(LLADA_V, 8, 2)
+    assert seven.flops / 8 == pytest.approx(0.673e12, rel=0.001)
+    assert nine.flops == 2 * seven.flops
+    assert roofline.tower_cost(LLADA_V, 9, 2, at_once=1).flops == pytest.approx(9 / 8 * seven.flops)
+    held = 2 * (count(vision) - 2 * 1152 - 4096) + 8 * (4 * 3 * 384**2 + 2 * 729 * 4096)
+    assert seven.bytes == held
+
+
+def test_a_generation_with_images_has_the_tower_in_front():
+    made = roofline.images(LLADA_V, [(1024, 768)])
+    layout = dj.Layout(64 + made.positions, 32, 32, 16)
+    policy = dj.policies.DualCache()
+    text, seen = (roofline.work(LLADA_V, policy, layout, batch=2, views=views) for views in (0, made.views))
+    assert (text.tower, seen.tower) == (None, roofline.tower_cost(LLADA_V, 2 * made.views, 2))
+    assert text.on(H100).tower_ms == 0
+    with_images = seen.on(H100)
+    tower = 1e-3 * with_images.tower_ms
+    assert tower == pytest.approx(seen.tower.seconds(H100))
+    assert with_images.seconds == pytest.approx(text.on(H100).seconds + tower)
+    assert text.memory.weights == 2 * (count(abstract(LLADA_V)) + tower_size(LLADA_V))
+    assert seen.memory.total - text.memory.total == 2 * 2 * layout.prompt * 4096
+    for shape, sizes, reason in (
+        (LLADA, [(8, 8)], r"the model \(llada\) has no vision tower"),
+        (LLADA_V, [(8, 0)], r"sizes hold \(8, 0\); expected pairs"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            roofline.images(shape, sizes)
+    with pytest.raises(ValueError, match="has no vision tower"):
+        roofline.work(LLADA, policy, layout, views=1)
+    with pytest.raises(ValueError, match="views=-1 must be"):
+        roofline.work(LLADA_V, policy, layout, views=-1)

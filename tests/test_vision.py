@@ -51,6 +51,8 @@ def test_sizes_give_the_published_numbers_of_tokens(size):
     np.testing.assert_allclose(merge.weight.sum(axis=1), 1, rtol=1e-6)
     views = 1 + canvas[0] * canvas[1] // 384**2
     assert merge.source.max() < views * 729
+    assert AnyRes().count(size, PUBLISHED) == views
+    assert (Pad().count(size, PUBLISHED), len(Pad().merge(size, PUBLISHED).source)) == (1, 729)
 
 
 def test_settings_are_read_from_the_config():

@@ -25,6 +25,7 @@ from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
 
+PIXELS = (1024, 768)  # width and height of an image
 COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
 
@@ -36,7 +37,9 @@ class Setting:
     Attributes:
       shape: see `bench.shared.models.SHAPES`.
       layers: number of layers instead of the model's own.
-      prompt: positions.
+      prompt: positions, without those of images.
+      images: of 1024 x 768 pixels in the prompt besides, for LLaDA-V; their features are an argument of the
+        program, which the tower is no part of.
       length: response positions.
       block: positions per block.
       batch: sequences.
@@ -51,6 +54,7 @@ class Setting:
     shape: str = "llada-8b"
     layers: int | None = None
     prompt: int = 1024
+    images: int = 0
     length: int = 256
     block: int = 32
     batch: int = 1
@@ -87,9 +91,9 @@ class Case(Setting):
     def run(self) -> Run:
         """The generation: one token per step, the most confident one."""
         (policy,) = policies_named([self.policy])
-        return Run(
-            self.prompt, self.batch, self.length, self.block, self.length, policy, dj.samplers.Confidence()
-        )
+        embedded = roofline.images(self.spec, [PIXELS] * self.images).positions if self.images else 0
+        prompt, sampler = self.prompt + embedded, dj.samplers.Confidence()
+        return Run(prompt, self.batch, self.length, self.block, self.length, policy, sampler, embedded)
 
 
 class Report(NamedTuple):

@@ -72,6 +72,7 @@ class Run:
       steps: denoising steps of fixed schedules.
       policy: what is recomputed.
       sampler: what is decoded; `RandomOrder` instead where the policy needs to know the order.
+      embedded: positions at the prompt's beginning whose inputs are no embeddings of ids, such as images.
     """
 
     prompt: int
@@ -81,6 +82,7 @@ class Run:
     steps: int
     policy: dj.policies.Policy
     sampler: Sampler
+    embedded: int = 0
 
     @property
     def chosen(self) -> Sampler:
@@ -96,10 +98,14 @@ class Run:
         """The request as `dj.generate` prepares it; of the model only shapes and dtypes count."""
         sampler = self.chosen
         lowest = min(model.spec.mask_id, model.spec.eos_id, model.spec.vocab)
-        tokens = np.random.default_rng(0).integers(0, lowest, (self.batch, self.prompt))
+        tokens, embeds = np.random.default_rng(0).integers(0, lowest, (self.batch, self.prompt)), None
+        if self.embedded:
+            tokens[:, : self.embedded] = dj.EMBEDDED
+            embeds = np.zeros((*tokens.shape, model.spec.width), model.dtype)
         return prepare(
             model,
             tokens,
+            prompt_embeds=embeds,
             length=self.length,
             block=self.block,
             steps=self.steps,

@@ -1,4 +1,4 @@
-"""Evaluation: small tasks, LongBench, needle in a haystack, lm-evaluation-harness; reproducible results.
+"""Evaluation: small tasks, LongBench, needles, images, lm-evaluation-harness; reproducible results.
 
 `python -m dllm_jax.eval --help`; needs the `eval` extra.
 """

@@ -1,4 +1,4 @@
-"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,tune,compare,merge,lm_eval}`."""
+"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,images,tune,compare,merge,lm_eval}`."""
 
 import importlib.util
 import sys
@@ -13,6 +13,7 @@ COMMANDS = {
     "longbench": cli.run_longbench,
     "needle": cli.run_needle,
     "recall": cli.run_recall,
+    "images": cli.run_images,
     "tune": cli.run_tune,
     "compare": cli.run_compare,
     "merge": cli.run_merge,

@@ -3,6 +3,11 @@
     plan = work(spec, policy, layout, batch=1)  # steps of each kind, what each moves and computes
     plan.on(HARDWARE["h100"]).ms_per_token
 
+Prompts with images (LLaDA-V) have more positions, and a pass of the tower before the first step:
+
+    found = images(spec, [(1024, 768)])
+    work(spec, policy, Layout(64 + found.positions, 32, 32, 32), views=found.views)
+
 A step takes the longer of moving its bytes and computing its FLOPs, both at the full rate of the hardware: a
 lower bound. Counted as well: what policies move of K/V besides, copies that join and gather pairs included.
 Not counted: activations between the operations of a layer, the re-reading of keys for every chunk of
@@ -21,3 +26,6 @@ from dllm_jax.roofline.simulation import schedule as schedule
 from dllm_jax.roofline.steps import Cost as Cost
 from dllm_jax.roofline.steps import Step as Step
 from dllm_jax.roofline.steps import cost as cost
+from dllm_jax.roofline.tower import Images as Images
+from dllm_jax.roofline.tower import images as images
+from dllm_jax.roofline.tower import tower_cost as tower_cost

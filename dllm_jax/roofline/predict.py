@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from dllm_jax.nn.attention import SCORE_BYTES
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.simulation import schedule
 from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
+from dllm_jax.roofline.tower import tower_cost, tower_size
 from dllm_jax.state.layout import Layout
 
 USABLE = 0.92  # fraction of the memory; the rest goes to the runtime and to fragmentation
@@ -25,7 +26,7 @@ class MemoryUse:
     """Bytes that a generation holds at once.
 
     Attributes:
-      weights: all parameters.
+      weights: all parameters, the tower's included.
       cache: what the policy stores, exactly (`Policy.init`).
       workspace: activations of one layer of the widest step, a chunk of scores, logits: an estimate.
     """
@@ -54,6 +55,7 @@ class Prediction:
       seconds: the generation.
       ms_per_token: the same per token of the batch.
       memory_bound: fraction of the time spent in steps that wait for memory.
+      tower_ms: milliseconds of the images' pass through the tower, part of `seconds`.
     """
 
     full_ms: float
@@ -61,6 +63,7 @@ class Prediction:
     seconds: float
     ms_per_token: float
     memory_bound: float
+    tower_ms: float = 0
 
 
 class StepCount(NamedTuple):
@@ -85,20 +88,27 @@ class Work:
       steps: each kind once.
       memory: what must fit.
       tokens: response tokens of the batch.
+      tower: the images of the batch, before the first step; None if there are none.
     """
 
     steps: tuple[StepCount, ...]
     memory: MemoryUse
     tokens: int
+    tower: Cost | None = None
 
     def on(self, hardware: Hardware) -> Prediction:
         """Times at the full rates of the hardware."""
         total = _seconds(self.steps, hardware)
         waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
+        images = 0.0
+        if self.tower is not None:
+            images = self.tower.seconds(hardware)
+            total += images
+            waiting += images if self.tower.memory_bound(hardware) else 0
         full = _mean_ms([kind for kind in self.steps if kind.step.full], hardware)
         partial = _mean_ms([kind for kind in self.steps if not kind.step.full], hardware)
         assert full is not None, "every generation begins with a full step"
-        return Prediction(full, partial, total, 1e3 * total / self.tokens, waiting / total)
+        return Prediction(full, partial, total, 1e3 * total / self.tokens, waiting / total, 1e3 * images)
 
 
 def work(
@@ -108,6 +118,7 @@ def work(
     batch: int = 1,
     dtype: Any = jnp.bfloat16,
     assumed: Assumed = Assumed(),
+    views: int = 0,
 ) -> Work:
     """What a generation with a fixed schedule has to do.
 
@@ -118,22 +129,30 @@ def work(
       batch: sequences, all of this layout.
       dtype: of parameters, activations and storage.
       assumed: what the data decides.
+      views: of each sequence's images, see `images`, whose positions are part of `layout.prompt`.
 
     Raises:
-      ValueError: batch is not positive, or the policy refuses the model or layout.
+      ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
+        tower.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
     check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
     check_argument("layout", layout, Layout)
     check_argument("assumed", assumed, Assumed)
     batch = check_argument("batch", batch, PositiveInt)
+    views = check_argument("views", views, NonNegativeInt)
     try:
         itemsize = jnp.dtype(dtype).itemsize
     except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={shown(dtype)} is no dtype, such as bfloat16") from error
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
-    return Work(steps, memory(spec, policy, layout, batch, dtype, counts), batch * layout.response)
+    held = memory(spec, policy, layout, batch, dtype, counts)
+    if not views:
+        return Work(steps, held, batch * layout.response)
+    embeds = itemsize * batch * layout.prompt * spec.width  # an argument of the whole program
+    held = dataclasses.replace(held, workspace=held.workspace + embeds)
+    return Work(steps, held, batch * layout.response, tower_cost(spec, batch * views, itemsize))
 
 
 def memory(
@@ -151,7 +170,7 @@ def memory(
     scores = min(SCORE_BYTES, 4 * batch * spec.heads * layout.length**2)
     widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(
-        weights=itemsize * (spec.layers * layer_size(spec) + tables),
+        weights=itemsize * (spec.layers * layer_size(spec) + tables + tower_size(spec)),
         cache=sum(a.size * a.dtype.itemsize for a in cache),
         workspace=batch * (widest + logits) + 2 * scores,
     )

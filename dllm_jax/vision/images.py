@@ -58,6 +58,10 @@ class Views(Options, abc.ABC):
         """The views of an image: square, `vision.image` pixels wide, as Pillow's images in RGB."""
 
     @abc.abstractmethod
+    def count(self, size: tuple[int, int], vision: VisionSpec) -> int:
+        """How many views an image of this size (width, height) has."""
+
+    @abc.abstractmethod
     def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
         """The tokens of an image of this size (width, height)."""
 
@@ -121,6 +125,11 @@ class AnyRes(Views):
         return [image.resize((side, side)).convert("RGB"), *tiles]
 
     @override
+    def count(self, size: tuple[int, int], vision: VisionSpec) -> int:
+        width, height = self.canvas(size, vision)
+        return 1 + width * height // vision.image**2
+
+    @override
     def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
         side, (w, h) = vision.side, size
         grid = [length // vision.image for length in self.canvas(size, vision)]
@@ -173,6 +182,10 @@ class Pad(Views):
         square = Image.new("RGB", (longest, longest), GREY)
         square.paste(image, ((longest - w) // 2, (longest - h) // 2))
         return [square.resize((vision.image, vision.image))]
+
+    @override
+    def count(self, size: tuple[int, int], vision: VisionSpec) -> int:
+        return 1
 
     @override
     def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:

@@ -19,6 +19,7 @@ from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
 
 R = TypeVar("R", bound=Row)
+Q = TypeVar("Q", bound=Runner)
 T = TypeVar("T")
 WITHOUT_PREFIX = tyro.conf.arg(name="")
 JOURNAL = "journal.jsonl"
@@ -66,8 +67,9 @@ class Options:
         self,
         kind: str,
         settings: dict[str, Any],
-        run: Callable[[Runner, Journal], list[R]],
+        run: Callable[[Q, Journal], list[R]],
         draw: Callable[[list[R], Path, str], None] | None = None,
+        ready: Callable[[Runner], Q] = lambda runner: runner,
     ) -> int:
         """Evaluates each policy, writes its record, and prints a table of all.
 
@@ -76,6 +78,7 @@ class Options:
           settings: its options, for the record.
           run: evaluates a runner, resuming from the journal.
           draw: writes a picture of the rows to a path, with a title; None: no picture.
+          ready: makes the runner that `run` takes of one for text.
 
         Returns:
           the exit code: 1 if requests failed.
@@ -87,7 +90,7 @@ class Options:
         console = rich.console.Console()
         decodings, part = self.decodings(), Part.read(self.part)  # refused before anything is loaded
         lm, progress = self.checkpoint.open(), sys.stderr.isatty()
-        runners = {text: Runner(lm, decoding, progress, part) for text, decoding in decodings.items()}
+        runners = {text: ready(Runner(lm, decoding, progress, part)) for text, decoding in decodings.items()}
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
         if not part.whole:

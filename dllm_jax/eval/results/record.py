@@ -26,7 +26,8 @@ from dllm_jax.nn.parameters import count
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
 
 PACKAGES = (
-    "dllm-jax jax jaxlib flax numpy transformers tokenizers rouge rouge_score rapidfuzz lm_eval".split()  # noqa: SIM905
+    *("dllm-jax", "jax", "jaxlib", "flax", "numpy", "pillow", "transformers", "tokenizers"),
+    *("rouge", "rouge_score", "rapidfuzz", "lm_eval"),
 )
 FORMAT = 3
 FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
@@ -97,7 +98,7 @@ def scored(
             "id": request.id,
             "group": request.group,
             "prompt_tokens": len(request.prompt),
-            "question": question(request.prompt, wanted),
+            "question": question(request, wanted),
             **entry,
             "score": score,
             "references": list(wanted),
@@ -106,9 +107,11 @@ def scored(
     ]
 
 
-def question(prompt: Sequence[int], references: Sequence[str]) -> str:
-    """Hash of a prompt's token ids and the right answers: rows of equal hash can be compared."""
-    return hashlib.sha256(json.dumps([list(prompt), list(references)]).encode()).hexdigest()
+def question(request: Request, references: Sequence[str]) -> str:
+    """Hash of a prompt's token ids and images and the right answers: rows of equal hash can be compared."""
+    images = [] if request.conversation is None else [list(request.conversation.digests)]
+    parts = [list(request.prompt), list(references), *images]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def group_scores(rows: Sequence[Row]) -> dict[str, float]:

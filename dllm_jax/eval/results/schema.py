@@ -66,7 +66,7 @@ class Row(Entry):
       id: unique within its group.
       group: the task it belongs to.
       prompt_tokens: length of the prompt.
-      question: hash of the prompt's token ids and the references.
+      question: hash of the prompt's token ids and images and of the references.
       score: in [0, 1]; 0 if the request failed.
       references: right answers, or what the score compares with.
     """
@@ -184,7 +184,7 @@ class Record(Provenance):
 
     Attributes:
       format: version of this schema.
-      kind: the evaluation: tasks, longbench, needle or recall.
+      kind: the evaluation: tasks, longbench, images, needle or recall.
       settings: its options.
       totals: costs of all requests.
       scores: mean score by group.

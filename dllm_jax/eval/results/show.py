@@ -8,18 +8,25 @@ import rich.markup
 import rich.table
 from jaxtyping import Float
 
+from dllm_jax.eval.results.comparison import bootstrap
 from dllm_jax.eval.results.schema import GridRow, Record
+
+CONFIDENCE = 0.95  # of the intervals
+DRAWS = 2000  # of each interval's bootstrap
 
 
 def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
-    """A row per task, then the average and costs; a column per run."""
+    """A row per task, then the average and costs; a column per run.
+
+    A task's score has its percentile bootstrap interval over requests; `compare` pairs two runs.
+    """
     shown = rich.table.Table(title=title, title_justify="left")
-    shown.add_column("")
+    shown.add_column(rich.markup.escape(f"score [{CONFIDENCE:.0%}]"))
     for name in records:
         shown.add_column(rich.markup.escape(name), justify="right")
     groups = list(dict.fromkeys(group for record in records.values() for group in record["scores"]))
     for group in groups:
-        shown.add_row(group, *(_score(record["scores"].get(group)) for record in records.values()))
+        shown.add_row(group, *(_score_of(group, record) for record in records.values()))
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(_score(record["average"]) for record in records.values()))
     shown.add_section()
@@ -45,6 +52,16 @@ def failures(records: Mapping[str, Record]) -> list[str]:
         for row in record["requests"]
         if row["error"] is not None
     ]
+
+
+def _score_of(group: str, record: Record) -> str:
+    """Mean score of a task, with its interval."""
+    scores = [row["score"] for row in record["requests"] if row["group"] == group]
+    if not scores:
+        return "-"
+    means = bootstrap(np.asarray(scores, np.float64), DRAWS, np.random.default_rng(0))
+    low, high = 100 * np.percentile(means, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)))
+    return rich.markup.escape(f"{_score(record['scores'].get(group))} [{low:.1f}, {high:.1f}]")
 
 
 def _score(value: float | None) -> str:

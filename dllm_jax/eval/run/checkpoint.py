@@ -28,8 +28,8 @@ class LanguageModel:
       name: as the user gave it.
       model: see `load`.
       tokenizer: from transformers.
-      identity: hash of the checkpoint's files, dtype, rope factor and int8, if matrices are: all that
-        answers depend on besides settings and prompt.
+      identity: hash of the checkpoint's files, dtype, rope factor, and int8 and the number of ids, if they
+        are given: all that answers depend on besides settings and prompt.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Checkpoint:
       dtype: of the weights; None keeps the checkpoint's.
       rope_factor: multiplies the rotary base (NTK scaling).
       weights: "int8" holds matrices in int8; None keeps what is stored, see `load`.
+      vocab: ids that are kept (LLaDA-V is published with those of its tokenizer, 126349); None keeps all.
     """
 
     model: str = "tiny-llada"
@@ -55,12 +56,23 @@ class Checkpoint:
     dtype: Literal["float32", "bfloat16"] | None = None
     rope_factor: float = 1.0
     weights: Weights | None = None
+    vocab: int | None = None
 
     def __post_init__(self):
         if self.dtype not in (None, *DTYPES):
             raise ValueError(f"dtype={self.dtype!r} must be {' or '.join(map(repr, DTYPES))}")
         if self.weights not in (None, "int8"):
             raise ValueError(f"weights={self.weights!r} must be None (as they are stored) or 'int8'")
+
+    @property
+    def path(self) -> Path:
+        """The directory of the model; one of the hub is downloaded.
+
+        Raises:
+          FileNotFoundError: there is no such model.
+        """
+        is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
+        return embedded.path(self.model) if is_embedded else locate(self.model)
 
     def open(self) -> LanguageModel:
         """The model and its tokenizer.
@@ -69,12 +81,12 @@ class Checkpoint:
           FileNotFoundError: there is no such model.
           ValueError: `load` refuses it.
         """
-        is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
-        path = embedded.path(self.model) if is_embedded else locate(self.model)
+        path = self.path
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        model = load(path, dtype=dtype, rope_factor=self.rope_factor, weights=self.weights)
+        model = load(path, dtype=dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab)
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
+        identity += "" if self.vocab is None else f" vocab={self.vocab}"
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         return LanguageModel(self.model, model, tokenizer, identity)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.decoding.chat import decode_answers, left_pad
 from dllm_jax.decoding.generate import generate
@@ -24,16 +25,35 @@ from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.part import Part, elsewhere
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 
+BatchShape = tuple[
+    Any, ...
+]  # of a batch: response positions, positions of the prompt, and what else is static
+
+
+class Conversation(NamedTuple):
+    """A question about images, of which a prompt with features in the place of ids is made.
+
+    Attributes:
+      text: of the user, with a placeholder for every image or with none: then the images come first.
+      images: paths.
+      digests: sha256 of the images' files.
+    """
+
+    text: str
+    images: tuple[str, ...]
+    digests: tuple[str, ...]
+
 
 class Request(NamedTuple):
     """One prompt to answer.
 
     Attributes:
       id: its name in records; unique within its group.
-      prompt: token ids.
+      prompt: token ids, `dllm_jax.EMBEDDED` in the place of image tokens.
       length: response positions.
       stop: the answer is cut at the first of these.
       group: the task it belongs to.
+      conversation: what the prompt is made of where it has images; see `dllm_jax.eval.run.pictured`.
     """
 
     id: str
@@ -41,6 +61,7 @@ class Request(NamedTuple):
     length: int
     stop: tuple[str, ...] = ()
     group: str = ""
+    conversation: Conversation | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +86,14 @@ class Runner:
         """Hash of everything that determines the answer."""
         limit = self.decoding.max_positions
         parts = [self.lm.identity, self._decoding(request), request.prompt, request.stop, limit]
+        parts += self._beside_the_ids(request)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def run(
         self,
         requests: Sequence[Request],
         journal: Ledger | None = None,
-        warm: set[tuple[int, int]] | None = None,
+        warm: set[BatchShape] | None = None,
     ) -> list[Entry]:
         """An entry per request, in order; see `answers`.
 
@@ -101,40 +123,62 @@ class Runner:
         except ValueError:  # the request will fail, with this error
             return self.decoding.described() | {"length": request.length}
 
-    def _shape(self, request: Request) -> tuple[int, int]:
+    def _beside_the_ids(self, request: Request) -> list[Any]:
+        """What determines an answer besides the settings and the prompt's ids, as JSON values."""
+        if request.conversation is not None:
+            raise ValueError(f"request {request.id!r} has images: a PicturedRunner answers it")
+        return []
+
+    def _shape(self, request: Request) -> BatchShape:
         return request.length, rounded_up(len(request.prompt), self.decoding.bucket)
 
-    def _decode(self, chunk: list[tuple[str, Request]], warm: set[tuple[int, int]]) -> list[Entry]:
-        (length, width), limit = self._shape(chunk[0][1]), self.decoding.max_positions
-        prompts = [request.prompt for _, request in chunk]
+    def _decode(self, chunk: list[tuple[str, Request]], warm: set[BatchShape]) -> list[Entry]:
+        length, width, *others = self._shape(chunk[0][1])
+        requests, shape = [request for _, request in chunk], (width, length, *others)
+        self._check_sizes(requests, length)
+        model = self.lm.model
+        options: dict[str, Any] = dict(
+            **self._inputs(requests, width),
+            key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
+            nonfinite="ignore",  # each such sequence becomes a failure, below
+            **self.decoding.at(length).options(),
+        )
+        if self.warm_up and shape not in warm:
+            jax.block_until_ready(generate(model, **options))
+            warm.add(shape)
+        start = time.perf_counter()
+        out = generate(model, **options)
+        tokens, stats = jax.device_get((out.tokens, out.stats))
+        seconds, cold = (time.perf_counter() - start) / len(chunk), shape not in warm
+        warm.add(shape)
+        texts = self._texts(requests, tokens[: len(chunk), width:])
+        return [
+            Decoded(key=key, answer=text, error=None, **costs(stats, i, seconds, cold))
+            if stats.finite[i]
+            else Entry(key=key, answer=None, error=NOT_FINITE)
+            for i, ((key, _), text) in enumerate(zip(chunk, texts, strict=True))
+        ]
+
+    def _check_sizes(self, requests: Sequence[Request], length: int):
+        """Raises ValueError for a prompt without tokens, or one that is too long with its response."""
+        limit = self.decoding.max_positions
+        prompts = [request.prompt for request in requests]
         if not all(prompts):
             raise ValueError("the prompt is empty")
         longest = max(map(len, prompts)) + length
         if limit is not None and longest > limit:
             raise ValueError(f"prompt and response take {longest} positions; max_positions={limit}")
-        model = self.lm.model
-        prompt, mask = left_pad(filled(prompts, self.decoding.batch), model.spec.eos_id, width)
-        options: dict[str, Any] = dict(
-            prompt_mask=mask,
-            key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
-            nonfinite="ignore",  # each such sequence becomes a failure, below
-            **self.decoding.at(length).options(),
-        )
-        if self.warm_up and (width, length) not in warm:
-            jax.block_until_ready(generate(model, prompt, **options))
-            warm.add((width, length))
-        start = time.perf_counter()
-        out = generate(model, prompt, **options)
-        tokens, stats = jax.device_get((out.tokens, out.stats))
-        seconds, cold = (time.perf_counter() - start) / len(chunk), (width, length) not in warm
-        warm.add((width, length))
-        texts = decode_answers(model, self.lm.tokenizer, tokens[: len(chunk), width:])
-        return [
-            Decoded(key=key, answer=cut(text, request.stop), error=None, **costs(stats, i, seconds, cold))
-            if stats.finite[i]
-            else Entry(key=key, answer=None, error=NOT_FINITE)
-            for i, ((key, request), text) in enumerate(zip(chunk, texts, strict=True))
-        ]
+
+    def _inputs(self, requests: Sequence[Request], width: int) -> dict[str, Any]:
+        """The arguments of `generate` that the prompts of a batch make, padded to a width."""
+        prompts = filled([request.prompt for request in requests], self.decoding.batch)
+        prompt, mask = left_pad(prompts, self.lm.model.spec.eos_id, width)
+        return {"prompt": prompt, "prompt_mask": mask}
+
+    def _texts(self, requests: Sequence[Request], responses: np.ndarray) -> list[str]:
+        """The answers in the responses of a batch, Int[b r]."""
+        texts = decode_answers(self.lm.model, self.lm.tokenizer, responses)
+        return [cut(text, request.stop) for text, request in zip(texts, requests, strict=True)]
 
     def _keys(self, keys: list[str]):
         """A random key per sequence, from the request's hash; the seed is part of it."""

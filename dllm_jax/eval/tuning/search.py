@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt, Lt
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import BatchShape, Request, Runner
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 from dllm_jax.eval.tuning import evidence
 from dllm_jax.eval.tuning.candidates import Candidate, Shape, candidates, default_block
@@ -185,7 +185,7 @@ class Walk:
         order = list(range(len(self.questions)))
         random.Random(self.exact.seed).shuffle(order)
         given = {setting: Given() for setting in (self.reference, *self.settings)}
-        warm: dict[Candidate, set[tuple[int, int]]] = {setting: set() for setting in given}
+        warm: dict[Candidate, set[BatchShape]] = {setting: set() for setting in given}
         dropped: dict[Candidate, str] = {}
         console = rich.console.Console(stderr=True, quiet=not self.progress)
         for asked in self.search.rounds(len(order)):
@@ -201,7 +201,7 @@ class Walk:
         return self._tuned(given, dropped, order)
 
     def _answer(
-        self, setting: Candidate, so_far: Given, order: Sequence[int], warm: set[tuple[int, int]]
+        self, setting: Candidate, so_far: Given, order: Sequence[int], warm: set[BatchShape]
     ) -> Given:
         """The answers of a setting to the first questions of the order, continued."""
         new = order[len(so_far.entries) :]
@@ -283,7 +283,7 @@ class Walk:
             self.search.accuracy_within, self.search.confidence,
         )  # fmt: skip
 
-    def _forget_programs(self, warm: Mapping[Candidate, set[tuple[int, int]]]):
+    def _forget_programs(self, warm: Mapping[Candidate, set[BatchShape]]):
         """Drops compiled programs before they use up the process's memory maps; none is warm any more."""
         if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
             jax.clear_caches()

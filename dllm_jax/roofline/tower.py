@@ -1,0 +1,100 @@
+"""What images of a prompt cost: positions and views by their sizes, and the tower's pass over the views."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dllm_jax.nn.spec import ModelSpec, VisionSpec
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
+from dllm_jax.roofline.steps import Cost
+from dllm_jax.vision.images import AnyRes, Pad, Views
+
+AT_ONCE = 8  # views in one program, as `dllm_jax.vision.Processor` has it
+
+
+class Images(NamedTuple):
+    """Images of one prompt.
+
+    Attributes:
+      positions: that they take in the prompt, besides its text.
+      views: that the tower sees.
+    """
+
+    positions: int
+    views: int
+
+
+def images(
+    spec: ModelSpec, sizes: Sequence[tuple[int, int]], one: Views = AnyRes(), several: Views = Pad()
+) -> Images:
+    """Positions and views of a prompt's images; neither files nor Pillow are needed.
+
+    Args:
+      spec: a model with a tower, such as `dj.presets.model_spec("llada-v-8b")`.
+      sizes: (width, height) of each, in pixels.
+      one: how the image of a prompt with one image becomes tokens, as in `dllm_jax.vision.Processor`.
+      several: how each of several images does.
+
+    Raises:
+      ValueError: a model without a tower, or a size that is none.
+    """
+    vision, views = tower_of(spec), one if len(sizes) < 2 else several
+    for size in sizes:
+        if len(size) != 2 or min(size) < 1:
+            raise ValueError(f"sizes hold {size}; expected pairs (width, height) of at least one pixel")
+    positions = sum(len(views.merge(size, vision).source) for size in sizes)
+    return Images(positions, sum(views.count(size, vision) for size in sizes))
+
+
+def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONCE) -> Cost:
+    """What the tower and the projector move and compute for the views of a batch, before its first step.
+
+    Pixels are read once and features written once, counted with the weights; activations in between are
+    not, as in a step.
+
+    Args:
+      spec: a model with a tower.
+      views: of all images of the batch.
+      itemsize: bytes of a parameter or feature.
+      at_once: views in one program: each streams the weights once; black views fill up the last.
+    """
+    vision, views = tower_of(spec), check_argument("views", views, NonNegativeInt)
+    passes = -(-views // check_argument("at_once", at_once, PositiveInt))
+    views, patches = passes * at_once, vision.patches
+    width, inputs = vision.width, 3 * vision.patch**2
+    matrices = inputs * width + vision.layers * (4 * width**2 + 2 * width * vision.hidden)
+    matrices += width * spec.width + spec.width**2
+    scores = 4 * vision.layers * patches**2 * width
+    pixels, features = 4 * 3 * vision.image**2, itemsize * patches * spec.width
+    return Cost(
+        weights=passes * itemsize * (tower_size(spec) - UNREAD * width - spec.width)
+        + views * (pixels + features),
+        pairs=0,
+        branches=0,
+        logits=0,
+        dense_flops=2 * views * patches * matrices,
+        attention_flops=views * scores,
+        wide_flops=0,
+    )
+
+
+UNREAD = 2  # vectors of the tower's width: scale and bias of SigLIP's last norm
+
+
+def tower_size(spec: ModelSpec) -> int:
+    """Scalars of tower, projector and newline, with those that are stored unread; 0 of text models."""
+    if (vision := spec.vision) is None:
+        return 0
+    width, hidden = vision.width, vision.hidden
+    patches = 3 * vision.patch**2 * width + width + vision.patches * width
+    layer = 4 * (width**2 + width) + 2 * width * hidden + hidden + width + 4 * width
+    projector = width * spec.width + spec.width**2 + 2 * spec.width
+    return patches + vision.layers * layer + UNREAD * width + projector + spec.width
+
+
+def tower_of(spec: ModelSpec) -> VisionSpec:
+    """The tower of a model; raises ValueError if it has none."""
+    if spec.vision is None:
+        raise ValueError(
+            f"the model ({spec.family}) has no vision tower, unlike dj.presets.model_spec('llada-v-8b')"
+        )
+    return spec.vision

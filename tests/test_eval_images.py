@@ -1,0 +1,351 @@
+"""Questions about images: the file, the scores, the published settings, and a run from the command line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax.eval import __main__ as command
+from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, published, read
+from dllm_jax.eval.results import record
+from dllm_jax.eval.run import runner as runner_module
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.pictured import PicturedRunner
+from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.vision import Processor
+from tests import llada_v
+from tests.test_vision import picture
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("105", "100", 1),
+        ("105.1", "100", 0),
+        ("95", "100", 1),
+        ("-100", "100", 0),
+        ("50%", "0.5", 1),
+        ("50", "50%", 0),  # as published: a percentage is a number of its own
+        ("0", "0", 1),
+        ("0.0", "0", 0),  # against zero, texts are compared
+        ("nan", "3", 0),
+        ("Blue", "blue", 1),
+        ("light blue", "blue", 0),
+        ("3", "three", 0),
+        ("1,000", "1000", 0),
+        ("", "x", 0),
+    ],
+)
+def test_relaxed_accuracy(answer, reference, score):
+    assert metrics.relaxed(answer, reference) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("Dr.  Smith", "dr. smith", 1),
+        ("smith", "smithy", 5 / 6),
+        ("ab", "ax", 1 / 2),
+        ("abc", "axx", 0),
+        ("abcde", "edcba", 0),
+        ("", "x", 0),
+    ],
+)
+def test_anls(answer, reference, score):
+    assert metrics.anls(answer, reference) == pytest.approx(score)
+    assert metrics.anls(reference, answer) == pytest.approx(score)
+
+
+CHOICES = ("a cat", "a dog", "I see none")
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("B. a cat", "B"),
+        ("B: it barks", "B"),
+        ("It is (C), not A", "C"),
+        ("A dog", "B"),
+        ("the answer is C", "C"),
+        ("I see none", "C"),
+        ("D", None),
+        ("Be quick", None),
+        ("A's", None),
+        ("", None),
+    ],
+)
+def test_the_choice_that_an_answer_names(answer, letter):
+    assert metrics.chosen(answer, CHOICES) == letter
+    assert metrics.letter(answer, "B", CHOICES) == (letter == "B")
+
+
+def sample(question: str = "Q?", answers: tuple[str, ...] = ("B",), choices: tuple[str, ...] = ()) -> Sample:
+    return Sample("1", (), question, answers, choices, "f:1")
+
+
+def test_questions_are_put_and_answers_scored(unannotated):
+    task = published("multiple-choice")
+    text = task.text(sample("Which {choices}?", choices=CHOICES))
+    assert text.startswith("Which {choices}?\nA. a cat\nB. a dog\nC. I see none\n")
+    assert text.endswith(" directly. /no_think")
+    assert task.score("b.", sample(choices=CHOICES)) == 0
+    assert task.score(" B.", sample(choices=CHOICES)) == 1
+    assert ImageTask("letter", "{question}{choices}").score("C", sample("", ("A", "C"), CHOICES)) == 1
+    for wrong, choices in ((task, ()), (ImageTask(), CHOICES)):
+        with pytest.raises(ValueError, match=rf"f:1: {len(choices)} choices for the template "):
+            wrong.text(sample(choices=choices))
+    reasons = ImageTask("anls", behind="Answer:")
+    assert reasons.score("Answer: no\nAnswer: B", sample()) == 1
+    assert reasons.score("b", sample()) == 1
+    assert ImageTask("relaxed").score("7.1.", sample(answers=("9", "7"))) == 1
+    assert ImageTask("exact").score(" Light  blue", sample(answers=("light blue",))) == 1
+    for fields in (
+        {"metric": "f1"},
+        {"template": "Q"},
+        {"metric": "letter"},
+        {"stop": ("",)},
+        {"behind": ""},
+    ):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            ImageTask(**fields)
+
+
+def test_settings_are_those_published():
+    """The table of evaluate.sh: response and block, steps, metric, stops."""
+    table = {
+        "multiple-choice": (2, 2, "letter", ()),
+        "word": (2, 2, "exact", ()),
+        "chartqa": (16, 16, "relaxed", ("\n",)),
+        "docvqa": (32, 16, "anls", ()),
+        "infovqa": (32, 16, "anls", ()),
+    }
+    for name, (length, steps, metric, stop) in table.items():
+        recipe, task = dj.presets.recipe("llada-v", name), published(name)
+        assert (recipe.length, recipe.block, recipe.steps) == (length, length, steps)
+        assert (task.metric, task.stop, task.name) == (metric, stop, name)
+        assert task.template.endswith(" /no_think")
+    with pytest.raises(ValueError, match=r"task='mathvista' is not among llada-v's: multiple-choice, word"):
+        published("mathvista")
+
+
+GOOD = {"id": "1", "image": "a.png", "question": "Q?", "answer": "A"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON: "),
+        ("[" * 100_000, "not JSON: nested too deeply"),
+        ("[1]", "expected an object, found list"),
+        ({"choises": ["x"]}, "field 'choises' is not among id, image, question, answer, choices"),
+        ({"id": None}, "id=None must be a text or a whole number"),
+        ({"id": True}, "id=True must be a text or a whole number"),
+        ({"question": " "}, "question=' ' must be a text that is not empty"),
+        ({"answer": []}, r"answer=\[\] must be a text or a list of texts"),
+        ({"answer": 3}, "answer=3 must be a text or a list of texts"),
+        ({"answer": ["a", 3]}, r"answer=\['a', 3\] must hold texts"),
+        ({"image": []}, r"image=\[\] must be a text or a list of texts"),
+        ({"image": "b.png"}, "image 'b.png' does not exist in "),
+        ({"image": ["a.png", ".."]}, r"image '\.\.' must lie in "),
+        ({"image": "/etc/hostname"}, "image '/etc/hostname' must lie in "),
+        ({"image": "../outside.png"}, r"image '\.\./outside.png' must lie in "),
+        ({"image": "link.png"}, "image 'link.png' must lie in "),
+        ({"image": "a\0.png"}, r"image 'a\\x00.png' must lie in "),
+        ({"question": "<image> or <image>?"}, "the question has 2 placeholders <image> for 1 images"),
+        ({"choices": "ab"}, "choices='ab' must be a text or a list of texts"),
+        ({"choices": ["a"]}, "1 choices; expected 2 to 26"),
+        ({"choices": ["a", "b"], "answer": "C"}, "answer='C' must be among A, B, the letters of the choices"),
+        ({"id": "0"}, "id '0' is that of .*q.jsonl:1 too"),
+    ],
+)
+def test_bad_lines_are_refused_with_file_and_line(tmp_path, line, reason):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    picture(8, 8).save(folder / "a.png")
+    picture(8, 8).save(tmp_path / "outside.png")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    text = line if isinstance(line, str) else json.dumps(GOOD | line)
+    (folder / "q.jsonl").write_text(json.dumps(GOOD | {"id": 0}) + "\n\n" + text + "\n")
+    with pytest.raises(ValueError, match=rf"q\.jsonl:3: {reason}"):
+        read(folder / "q.jsonl")
+
+
+def test_files_without_questions_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"q\.jsonl does not exist: expected a JSONL file"):
+        read(tmp_path / "q.jsonl")
+    (tmp_path / "q.jsonl").write_bytes(b"\n")
+    with pytest.raises(ValueError, match="holds no questions"):
+        read(tmp_path / "q.jsonl")
+    (tmp_path / "q.jsonl").write_bytes(b"\n\xff\n")
+    with pytest.raises(ValueError, match=r"q\.jsonl:2: not UTF-8"):
+        read(tmp_path / "q.jsonl")
+
+
+QUESTIONS = [
+    GOOD | {"question": "How many bars?"},
+    GOOD | {"id": "2", "image": ["b.png", "a.png"], "question": "What differs?"},
+    GOOD | {"id": "3", "image": "b.png", "question": "Is <image> a dog?", "answer": ["yes", "no"]},
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "charts"
+    made.mkdir()
+    picture(70, 25).save(made / "a.png")
+    picture(20, 30, seed=1).save(made / "b.png")
+    write(made, QUESTIONS)
+    return made
+
+
+def write(folder, questions):
+    (folder / "q.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+
+
+def refuse(*args, **options):
+    raise RuntimeError("nothing is decoded any more")
+
+
+def run(monkeypatch, *words: object) -> int:
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "images", *map(str, words)])
+    return command.main()
+
+
+def test_a_run_from_the_command_line(path, folder, tmp_path, monkeypatch, capsys):
+    """Answers are those of `chat`; a second run takes them from the journal and scores them anew."""
+    options = ("--model", path, "--task", "chartqa", "--length", 8, "--block", 4, "--batch", 2)
+    policies = ("--policy", "Policy", "DualCache")
+    run_here = lambda out: run(monkeypatch, "--data", folder / "q.jsonl", *options, *policies, "--out", out)
+    assert run_here(tmp_path / "one") == 0
+    table = capsys.readouterr().out
+    assert re.search(r"chartqa +│ +\d+\.\d\d \[\d+\.\d, \d+\.\d\] │", table), table
+    exact, dual = (record.read(tmp_path / "one" / f"images-{name}.json") for name in ("Policy", "DualCache"))
+    assert dual["decoding"]["length"] == 8
+    assert "suppress_tokens=(257, 256, 258, 259)" in dual["decoding"]["sampler"]
+    assert dual["totals"]["computed"] < exact["totals"]["computed"]
+
+    # Each question alone, through `chat`: its images before it, unless it says where they stand.
+    model, processor = dj.load(path), Processor.load(path)
+    images = [[folder / "a.png"], [folder / "b.png", folder / "a.png"], [folder / "b.png"]]
+    places = ["<image>\n", "<image> <image>\n", ""]
+    ending = "\nAnswer the question with a single word. /no_think"
+    for row, asked, files, before in zip(dual["requests"], QUESTIONS, images, places, strict=True):
+        content = before + asked["question"] + ending
+        answer = dj.chat(
+            model,
+            processor,
+            [{"role": "user", "content": content, "images": files}],
+            stop=["\n", "<|eot_id|>"],
+            length=8,
+            block=4,
+            policy=dj.policies.DualCache(),
+        )
+        assert (row["error"], row["answer"]) == (None, answer)
+        assert row["prompt_tokens"] > 16 * len(files)
+
+    # The same questions with their answers as the right ones: nothing is decoded, everything is scored.
+    answers = [row["answer"].strip().removesuffix(".") for row in exact["requests"]]
+    assert all(answers)
+    write(folder, [asked | {"answer": a} for asked, a in zip(QUESTIONS, [*answers[:2], "~"], strict=True)])
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one" / "journal.jsonl").rename(tmp_path / "two" / "journal.jsonl")
+    monkeypatch.setattr(runner_module, "generate", refuse)
+    assert run_here(tmp_path / "two") == 0
+    again = record.read(tmp_path / "two" / "images-Policy.json")
+    assert [row["score"] for row in again["requests"]] == [1, 1, 0]
+    assert again["scores"] == {"chartqa": pytest.approx(2 / 3)}
+
+    # Another picture of the same size is another question.
+    picture(70, 25, seed=9).save(folder / "a.png")
+    assert run_here(tmp_path / "two") == 1, "needs decoding, which is off"
+    changed = record.read(tmp_path / "two" / "images-Policy.json")
+    differ = [
+        a["question"] != b["question"] for a, b in zip(again["requests"], changed["requests"], strict=True)
+    ]
+    assert differ == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--model", "tiny-llada", "--task", "word"), "tiny-llada (llada) has no vision tower"),
+        (("--task", "word"), "a.png' cannot be read"),
+        ((), "the response's length is not known"),
+        (("--task", "mathvista"), "task='mathvista' is not among llada-v's"),
+        (("--task", "multiple-choice"), "q.jsonl:1: 0 choices for the template"),
+        (("--length", "4", "--limit", "0"), "limit=0 must be"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(
+    path, folder, words, reason, tmp_path, monkeypatch, capsys
+):
+    (folder / "a.png").write_bytes(b"no image")
+    given = () if "--model" in words else ("--model", path)
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "--data", folder / "q.jsonl", *given, *words, "--out", tmp_path / "out")
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_whatever_an_answer_depends_on_is_in_its_key(path, folder):
+    lm = Checkpoint(str(path), vocab=llada_v.VOCAB).open()
+    assert lm.identity.endswith(f" vocab={llada_v.VOCAB}")
+    plain = Processor.load(path)
+    picture(70, 25, seed=5).save(folder / "c.png")  # of the size of a.png
+    ask = lambda processor, stop=(), text="Q?", image="a.png": (
+        made := PicturedRunner.of(Runner(lm, Decoding(length=4)), processor)
+    ).key(made.request("1", text, [str(folder / image)], 4, stop, "g"))
+    settings = [
+        ask(plain),
+        ask(plain, stop=("x",)),
+        ask(plain, text="R?"),
+        ask(plain, image="c.png"),
+        ask(Processor.load(path, drop_first_id=False)),
+        ask(Processor.load(path, convert=False)),
+        ask(Processor.load(path, exif=True)),
+    ]
+    assert len(set(settings)) == len(settings)
+    assert ask(Processor.load(path, at_once=2)) == settings[0]
+    made = PicturedRunner.of(Runner(lm, Decoding(length=4)), plain)
+    with pytest.raises(ValueError, match="request '1' has images: a PicturedRunner answers it"):
+        Runner(lm, Decoding(length=4)).key(made.request("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
+
+
+def test_text_and_images_go_through_one_runner(path, folder):
+    """A question without images is answered as a runner for text does, in a batch of its own."""
+    lm = Checkpoint(str(path)).open()
+    pictured = PicturedRunner.of(Runner(lm, Decoding(length=4, batch=2)), Processor.load(path))
+    plain = Runner(lm, pictured.decoding)
+    image = pictured.request("i", "Q?", [str(folder / "a.png")], 4, (), "")
+    text = Request("t", tuple(30 + i % 20 for i in range(len(image.prompt))), 4)
+    mine, other = pictured.run([text, image])
+    assert (mine["key"], mine["answer"]) == (plain.key(text), plain.run([text])[0]["answer"])
+    assert other["error"] is None
+
+
+def test_answers_end_at_a_stop_as_in_the_released_code(path, folder, monkeypatch):
+    """Stops end the decoding, the end of turn being the last of them."""
+    lm, found = Checkpoint(str(path)).open(), []
+    pictured = PicturedRunner.of(Runner(lm, Decoding(length=4, batch=2)), Processor.load(path))
+    request = pictured.request("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
+    assert request.stop == ("x\n", "<|eot_id|>")
+    generate = runner_module.generate
+    spy = lambda *args, **options: found.append(options["stop"]) or generate(*args, **options)
+    monkeypatch.setattr(runner_module, "generate", spy)
+    assert pictured.run([request])[0]["error"] is None
+    assert found == [[lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]]]
+
+    # An end of turn in front of the stop, where a later one was found first, is left out of the text.
+    x, y, z = (lm.tokenizer.encode(word)[0] for word in "xyz")
+    spec = lm.model.spec
+    assert pictured._texts([request], np.array([[x, spec.eot_id, y, spec.eos_id, z]])) == ["xy"]
