@@ -2,15 +2,14 @@
 
     python -m examples.dpo --out bench/results/learning_dpo_cpu.json
 
-The task is classification by examples. A pair is the right class and another one that the prompt shows; the
-reference is the model without its adapters, so it costs no memory.
+The task is to stop after two look-ups of a chain. A pair is the right answer and one that goes on for a
+third; the reference is the model without its adapters, so it costs no memory.
 """
 
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import tyro
 
 from dllm_jax import lora
@@ -23,11 +22,11 @@ from examples.learning import Curve, adam, adapted, drawn, encoded, held_out, le
 def pairs(tokenizer: Any, spec: ModelSpec, step: int, count: int) -> tuple[Batch, Batch]:
     """Prompts with their right answers, and the same prompts with wrong ones."""
     right = drawn(step, count)
-    rng = np.random.default_rng((2, step))
 
     def wrong(example: Example) -> Example:
-        shown = {item[-1] for item in example.prompt.split(";")[:-1]} - {example.answer}
-        return Example(example.prompt, str(rng.choice(sorted(shown))))
+        known = dict(link.split(">") for link in example.prompt.split(";")[:-1])
+        last = example.answer[-2]
+        return Example(example.prompt, f"{example.answer}{last}>{known[last]}")
 
     return encoded(tokenizer, spec, right), encoded(tokenizer, spec, [wrong(example) for example in right])
 

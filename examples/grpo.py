@@ -2,7 +2,7 @@
 
     python -m examples.grpo --out bench/results/learning_grpo_cpu.json
 
-The task is classification by examples, the reward 1 for the right answer. Responses are sampled by
+The task is to stop after two look-ups of a chain, the reward 1 for the right answer. Responses are sampled by
 `dj.generate` under DualCache; the policy gradient is that of the exact model. The reference is the model
 without its adapters.
 """

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.provenance import device, now, versions
-from dllm_jax.tasks import Example, FewShot, accuracy, encode_batch, examples
+from dllm_jax.tasks import Chain, Example, accuracy, encode_batch, examples
 from dllm_jax.training import Batch, joined, split
 
-# One task for all three, hard for the embedded models and easy to check: which class do most examples of an
-# item's kind have? There are nine kinds of three examples each, of which one lies.
-TASK, SIZE, LENGTH = FewShot(kinds=9, wrong=1), 3, 2  # the answer is a digit and the end of the turn
+# One task for all three, easy to check: to follow a chain for two look-ups and to stop. The embedded models
+# know how to follow chains, but were never shown so short a one.
+TASK, SIZE, LENGTH = Chain(), 2, 12
 HELD_OUT = 99  # seed of the questions that accuracy is measured on
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # that are adapted
 

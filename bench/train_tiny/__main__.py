@@ -4,8 +4,8 @@
 
 Everything is a function of the recipe below, so that the command makes the same model again, and goes on
 where a killed run stopped (checkpoints under --runs); progress, losses and stages are logged to
-RUNS/NAME/log.jsonl. What is written is read back and scored, and the card says what came out. The two models
-that ship are older than their recipes, which were changed while they were trained: `Recipe.history`.
+RUNS/NAME/log.jsonl. What is written is read back and scored, and the card says what came out. How the models
+that ship came about is in `Recipe.history`: tiny-dream is older than its recipe.
 """
 
 import dataclasses
@@ -129,7 +129,14 @@ def training(steps: int, decay: int) -> TrainConfig:
 
 
 RECIPES = {
-    "tiny-llada": Recipe(spec_of("llada"), stages(), training(12000, 5000), training(3500, 2500)),
+    "tiny-llada": Recipe(
+        spec_of("llada"),
+        stages(),
+        training(12000, 5000),
+        training(3500, 2500),
+        history="The one that ships went on from the model that shipped before it, which had learnt without "
+        "isolation (`--begin-with`), in two runs: 3000 steps with other weights of the stages, then these.",
+    ),
     "tiny-dream": Recipe(spec_of("dream"), stages(), training(12000, 5000), training(4000, 3000)),
 }
 
