@@ -1,15 +1,20 @@
 """Shared settings: tests compile a lot and run little, so compile cheaply and only once per machine."""
 
+import gc
 import importlib.metadata
 import os
 import pathlib
 import zlib
 
 # Emitting fusions through MLIR is half of the time that XLA takes for our programs on a CPU: an ElasticCache
-# trace took 15.7 CPU seconds with it and 8.6 without. Must be said before jax starts its backend, and only to
-# a version that knows the flag, as XLA ends the process at an unknown one.
+# trace took 15.7 CPU seconds with it and 8.6 without. Splitting a program for several threads takes another
+# tenth. Must be said before jax starts its backend, and only to a version that knows the flags, as XLA ends
+# the process at an unknown one.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    cheaper = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheaper}"
+# Processes that tests start compile as cheaply.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 import hypothesis
 import jax
@@ -25,7 +30,10 @@ CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-jax.config.update("jax_disable_most_optimizations", True)
+
+# Looking for garbage among all that was imported is a tenth of the time that a program takes.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 # The same examples in every run, so that it fails for what changed; --exhaustive draws new ones.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
@@ -52,8 +60,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Of families, samplers, batches, meshes and rows of tests marked `rotate` one runs, another in the next.
 
-    With `every=n` this is so for every n-th policy only, other ones in the next test. Tests marked
-    `exhaustive` do not run.
+    With `every=n` this is so for every n-th policy only, other ones in the next test; for one if there are
+    fewer than n. Tests marked `exhaustive` do not run.
     """
     if config.getoption("exhaustive"):
         return
@@ -67,6 +75,7 @@ def pytest_collection_modifyitems(config, items):
             ).append(item)
     left_out = {item for item in items if item.get_closest_marker("exhaustive")}
     for (name, every), policies in groups.items():
+        every = min(every, len(policies))
         for i, (key, group) in enumerate(policies.items()):
             turn = (i + zlib.crc32(name.encode())) % every == 0
             chosen = zlib.crc32(" ".join(key).encode()) % len(group) if turn else None

@@ -14,7 +14,6 @@ def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
     cheaply = os.environ | {  # as conftest.py does for other tests
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         "JAX_COMPILATION_CACHE_DIR": str(CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import eviction, policies
 from tests.models import FAMILIES, tiny
+from tests.policy_cases import WIDE
 from tests.test_policies import prompts
 
 pytestmark = pytest.mark.rotate
@@ -56,25 +57,26 @@ def test_budgets_are_those_of_the_same_profile_known_before():
 
 def run(layers, family, prompt, mask=None, **options):
     policy = policies.MaskKV(**(dict(prompt_every=4, response_every=2, budget=3) | options), layers=layers)
-    return dj.generate(tiny(family), prompt, prompt_mask=mask, length=8, block=4, policy=policy, trace=True)
+    return dj.generate(
+        tiny(family), prompt, prompt_mask=mask, length=8, block=4, policy=policy, trace=True, widths=WIDE
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_decodes_as_with_its_own_offline_profile(family):
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     model = tiny(family)
     prompt, mask = prompts(model, (12, 7))
     ours = run(ONLINE, family, prompt, mask)
-    for row, length in enumerate((12, 7)):
-        alone = prompt[row : row + 1, -length:]
-        profile = eviction.calibrate(model, alone, 8)
-        offline = run(dataclasses.replace(FIRST, importance=profile), family, alone)
-        np.testing.assert_array_equal(ours.trace.tokens[:, row, -length - 8 :], offline.trace.tokens[:, 0])
-        np.testing.assert_array_equal(
-            ours.trace.computed[:, row, -length - 8 :], offline.trace.computed[:, 0]
-        )
-        assert len(set(dataclasses.replace(FIRST, importance=profile).budgets(2, 3, length))) == 2
-        assert ours.stats.widened[row] == length + 8
-        assert offline.stats.widened[0] == 0
+    length = (12, 7)[row]
+    alone = prompt[row : row + 1, -length:]
+    profile = eviction.calibrate(model, alone, 8)
+    offline = run(dataclasses.replace(FIRST, importance=profile), family, alone)
+    np.testing.assert_array_equal(ours.trace.tokens[:, row, -length - 8 :], offline.trace.tokens[:, 0])
+    np.testing.assert_array_equal(ours.trace.computed[:, row, -length - 8 :], offline.trace.computed[:, 0])
+    assert len(set(dataclasses.replace(FIRST, importance=profile).budgets(2, 3, length))) == 2
+    assert ours.stats.widened[row] == length + 8
+    assert offline.stats.widened[0] == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

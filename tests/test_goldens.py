@@ -1,24 +1,45 @@
 """Recorded decode traces of the reference implementations, replayed through the public API."""
 
 import pathlib
+import re
 
 import pytest
 
-from tests.replay.case import UnknownSetting, find
+from tests.replay.case import Case, UnknownSetting, find
 from tests.replay.compare import Differs, Skipped
 from tests.replay.methods import METHODS, replay
 
 HERE = pathlib.Path(__file__).parent / "goldens"
 FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
 
+# Cases of these that begin alike ("llada-threshold0.3-p21", "llada-threshold0.9-p18") differ in numbers only.
+SERIES = "fast-dllm-dual", "fast-dllm-prefix", "parallel-threshold", "prefix-cache", "certainty-prior"
+BEGINNING = re.compile("[a-z]+-[a-z]+")  # family, and what is decoded
+
 
 def pytest_generate_tests(metafunc):
-    """The shipped cases; with --exhaustive all recorded ones, where they are at hand."""
+    """The shipped cases, of each series those that begin differently.
+
+    With --exhaustive all of them; where all recorded ones are at hand, those.
+    """
     if "case" in metafunc.fixturenames:
         everything = metafunc.config.getoption("exhaustive") and FULL.exists()
         cases = [c for c in find(FULL if everything else HERE) if c.method in METHODS]
         conform = [c for c in cases if c.status == "conform"]
-        metafunc.parametrize("case", conform, ids=lambda case: case.name)
+        first = {}
+        for case in conform:
+            first.setdefault(beginning(case), case)
+        others = [case for case in conform if case not in first.values()]
+        metafunc.parametrize(
+            "case",
+            [pytest.param(c, marks=[pytest.mark.exhaustive] * (c in others), id=c.name) for c in conform],
+        )
+
+
+def beginning(case: Case) -> tuple[str, str]:
+    """The method, and what of the name tells a case from others of its series; all of it outside of these."""
+    method, name = case.name.split("/")
+    return method, BEGINNING.match(name)[0] if method in SERIES else name
 
 
 def test_conforms(case):
@@ -63,11 +84,15 @@ def test_a_setting_that_the_replay_does_not_read_is_refused():
         replay(case)
 
 
-def test_factors_and_nuclei_are_read():
+def test_factors_are_read():
     fast = next(c for c in find(HERE, "parallel-threshold") if c.status == "conform")
     fast.settings["decoding"], fast.settings["factor"] = "factor", 0.01  # one token at a time
     with pytest.raises(Differs):
         replay(fast)
+
+
+@pytest.mark.exhaustive  # d2Cache's recording is replayed once more, to another end
+def test_nuclei_are_read():
     d2 = next(c for c in find(HERE, "d2cache") if c.status == "conform")
     d2.settings["decoding"]["top_p"] = 0.01
     with pytest.raises(Differs):

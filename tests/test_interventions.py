@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import denoise
 from tests.models import FAMILIES, random_tokens, separate, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.programs import compilations
 from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
 from tests.traces import assert_same_run, of_sequence
@@ -87,7 +87,7 @@ def test_steering_adds_and_masking_takes_away():
 STEPS, LAYOUT = (1, 2, 3), dict(length=8, block=4)
 
 
-@pytest.mark.rotate(every=4)
+@pytest.mark.rotate(every=7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_without_effect_nothing_changes_and_with_effect_a_sequence_is_as_alone(policy, family):
@@ -167,7 +167,7 @@ def test_what_is_recomputed_from_stores_is_changed_once(policy):
     limit = {policies.DLLMCache: policies.DLLMCache(prompt_every=1, response_every=1)}.get(
         type(policy), policy
     )
-    options = dict(length=4, trace=True, interventions=(steer,))
+    options = dict(length=4, trace=True, interventions=(steer,), widths=WIDE)
     ours, exact = (dj.generate(model, prompt, policy=p, **options) for p in (limit, policies.Policy()))
     np.testing.assert_allclose(ours.trace.score[0], exact.trace.score[0], rtol=1e-4)
     if type(policy) is policies.DLLMCache:

@@ -18,7 +18,7 @@ from dllm_jax.nn.sharding import replicas
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 from tests.models import FAMILIES, frequencies, separate, spec, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.programs import compilations
 from tests.test_policies import SAMPLER_CASES, prompts, short
 
@@ -57,7 +57,7 @@ def assert_same(ours: dj.Output, alone: dj.Output):
             np.testing.assert_array_equal(ours_leaf, leaf)
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
@@ -91,7 +91,7 @@ def test_guidance_and_early_stops_over_a_mesh(policy, sampler, family, mesh):
     assert np.asarray(ours.stats.answer)[0] < 8
 
 
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", ["explicit", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_a_sharded_prompt_stays_so(types):
     """Eager, under jit and under set_mesh; of the mesh that the user made, Auto or Explicit."""
     alone, mesh = one_device("dream"), mesh_of(BOTH, TYPES[types])
@@ -140,7 +140,7 @@ def test_infilling_a_batch_that_does_not_divide():
     alone = one_device("llada")
     template, _ = prompts(alone, (12, 12, 12))
     template[:, [0, 3, 7]] = alone.spec.mask_id
-    options = dict(policy=policies.DLLMCache(prompt_every=3, response_every=2), trace=True)
+    options = dict(policy=policies.DLLMCache(prompt_every=3, response_every=2), trace=True, widths=WIDE)
     run = lambda model: dj.infill(model, template, **options)
     ours = run(on_mesh(alone, mesh_of(MORE_DATA)))
     assert_same(ours, run(alone))
@@ -160,7 +160,11 @@ def test_sequences_that_fill_a_batch_compute_nothing():
     assert not np.asarray(trace.active)[:, 3:].any()
 
 
-@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(policies.Policy(), marks=pytest.mark.exhaustive), policies.DualCache()],
+    ids=short,
+)
 def test_work_per_device_falls_with_the_batch_it_holds(policy, optimised):
     """Floating-point operations of the program of one device, by the compiler's account."""
     alone = tiny("llada", layers=2, width=64, hidden=128, **SPLITS)

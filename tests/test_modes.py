@@ -25,6 +25,7 @@ MODES = TRACED | {
 }
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("mode", TRACED)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_every_policy_is_traced_in_strict_modes(policy, mode):
@@ -40,7 +41,7 @@ def test_every_policy_is_traced_in_strict_modes(policy, mode):
     }
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

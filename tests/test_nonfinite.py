@@ -18,7 +18,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import FAMILIES, frequencies, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.test_policies import short
 from tests.traces import assert_same_run, of_sequence
 
@@ -43,13 +43,13 @@ def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
     return dataclasses.replace(model, params={**model.params, "embed": embed})
 
 
-@pytest.mark.rotate(every=2)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", KINDS, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_a_sequence_without_finite_logits_ends_alone(policy, sampler, family):
     model = poisoned(family)
-    options = dict(length=8, block=2, policy=policy, sampler=suited(policy, sampler), trace=True)
+    options = dict(length=8, block=2, policy=policy, sampler=suited(policy, sampler), trace=True, widths=WIDE)
     keys = jax.random.split(KEY, 2)
     with pytest.warns(NonFiniteWarning, match=r"sequences \[0\] of 2 ended early"):
         batch = dj.generate(model, [[POISON, 1], [2, 3]], key=keys, **options)

@@ -16,7 +16,7 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.widths import step_widths
 from tests.models import FAMILIES, separate, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.programs import compilations
 from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
 
@@ -101,7 +101,7 @@ def primitives(jaxpr) -> set[str]:
     return names
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_one_compilation_per_configuration(policy):
     model = tiny("llada")
@@ -114,6 +114,7 @@ def test_one_compilation_per_configuration(policy):
         policy=policy,
         sampler=suited(policy, samplers.Confidence(**changes)),
         key=jax.random.key(seed),
+        widths=WIDE,
     )
     before = denoise._cache_size()
     run(policy, 0)
@@ -125,14 +126,14 @@ def test_one_compilation_per_configuration(policy):
     assert denoise._cache_size() == before + 2
 
 
-@pytest.mark.rotate(every=9)
+@pytest.mark.rotate(every=13)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
 def test_stopping_at_eos_keeps_the_answer(policy, sampler):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 6, 8), seed=4)
     sampler = suited(policy, sampler)
-    options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler, key=KEY)
+    options = dict(prompt_mask=mask, length=16, block=4, policy=policy, sampler=sampler, key=KEY, widths=WIDE)
     usual = dj.generate(model, prompt, **options)
     # make the token that appears early in sequence 0 the end-of-text
     eos = int(usual.tokens[0, 9 + 5])
@@ -148,7 +149,7 @@ def test_stopping_at_eos_keeps_the_answer(policy, sampler):
     assert not np.any(np.asarray(stopped.tokens) == model.spec.mask_id)
 
 
-@pytest.mark.rotate
+@pytest.mark.rotate(every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", policies.ALL, ids=short)
 def test_infill_fills_masks_anywhere_and_nothing_else(policy, family):
@@ -162,7 +163,7 @@ def test_infill_fills_masks_anywhere_and_nothing_else(policy, family):
     assert not (filled == model.spec.mask_id).any()
 
 
-@pytest.mark.rotate(every=9)
+@pytest.mark.rotate(every=13)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_the_bucket_changes_nothing(policy, family):

@@ -18,6 +18,7 @@ from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Thresho
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact, full_rows
 from tests.models import FAMILIES, canvas, spec, tiny
+from tests.policy_cases import WIDE
 from tests.replay.d2cache import topped_up
 from tests.test_policies import finite, prompts
 
@@ -248,7 +249,7 @@ def test_the_rollout_can_stop_after_the_first_layers():
     prompt, _ = prompts(model)
     run = lambda layers: (
         dj.generate(
-            model, prompt, length=8, policy=D2Cache(k=2, p=0.5, rollout_layers=layers), trace=True
+            model, prompt, length=8, policy=D2Cache(2, p=0.5, rollout_layers=layers), trace=True, widths=WIDE
         ).trace
     )
     every, counted, first = run(None), run(model.spec.layers), run(1)

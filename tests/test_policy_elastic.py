@@ -14,6 +14,7 @@ from dllm_jax.policies.parts.control import when
 from dllm_jax.policies.parts.drift import members, most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from tests.models import FAMILIES, canvas, spec, tiny
+from tests.policy_cases import WIDE
 from tests.test_policies import prompts
 
 pytestmark = pytest.mark.rotate
@@ -179,8 +180,8 @@ def test_tracking_the_whole_canvas_is_exact():
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 6))
     run = lambda policy: dj.generate(
-        model, prompt, prompt_mask=mask, length=8, policy=policy, trace=True
-    )  # fmt: skip
+        model, prompt, prompt_mask=mask, length=8, policy=policy, trace=True, widths=WIDE
+    )
     ours, exact = run(policies.ElasticCache(window=8, track=17)), run(policies.Policy())
     np.testing.assert_array_equal(ours.trace.tokens, exact.trace.tokens)
     np.testing.assert_allclose(
@@ -217,7 +218,8 @@ def test_widened_counts_the_conditional_stream_alone():
     model = tiny("dream")
     prompt, _ = prompts(model, (9, 9, 9))
     sampler = samplers.Confidence(cfg_scale=1.5)
-    options = dict(length=8, policy=policies.ElasticCache(window=2, gamma=0.97), sampler=sampler)
+    policy = policies.ElasticCache(window=2, gamma=0.97)
+    options = dict(length=8, policy=policy, sampler=sampler, widths=WIDE)
     widened = dj.generate(model, prompt, **options).stats.widened
     alone = [dj.generate(model, prompt[i : i + 1], **options).stats.widened[0] for i in range(3)]
     assert len({float(one) for one in alone}) > 1, "the sequences must differ"

@@ -13,6 +13,7 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.eviction.rounding import round_to_total
 from tests.models import canvas, tiny
+from tests.policy_cases import WIDE
 from tests.test_policies import prompts
 
 pytestmark = pytest.mark.rotate
@@ -88,7 +89,7 @@ def test_three_means_of_layers():
 def run(policy, family="llada", lengths=(12, 12), **options):
     model = tiny(family)
     prompt, mask = prompts(model, lengths)
-    options = dict(length=8, block=4, trace=True) | options
+    options = dict(length=8, block=4, trace=True, widths=WIDE) | options
     return dj.generate(model, prompt, prompt_mask=mask, policy=policy, **options)
 
 

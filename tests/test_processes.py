@@ -1,6 +1,5 @@
 """Two processes of four virtual devices each, connected by gloo, compute as one program."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import jax
 process, port, *paths = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
 assert jax.device_count() == 8 and jax.local_device_count() == 4
 """
@@ -169,7 +167,6 @@ def run_in_two(program: str, *arguments: Path):
     run = lambda process: subprocess.Popen(
         [sys.executable, "-c", program, str(process), port, *map(str, arguments)],
         cwd=Path(__file__).parents[1],
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,12 +9,12 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.watch.recording import Recording
 from tests.models import FAMILIES, random_tokens, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.test_watch import data
 from tests.traces import assert_same_run, of_sequence
 
 LENGTHS = (9, 5)
-OPTIONS = dict(length=8, block=4, steps=4, key=KEY, trace=True)
+OPTIONS = dict(length=8, block=4, steps=4, key=KEY, trace=True, widths=WIDE)
 GUIDED = samplers.Confidence(cfg_scale=0.7)
 
 
@@ -39,7 +39,7 @@ def assert_equal_responses(ours, theirs, prompt: int):
         np.testing.assert_array_equal(one[..., last], other[..., last], err_msg=name)
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
@@ -55,7 +55,7 @@ def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     np.testing.assert_array_equal(np.asarray(ours.tokens)[:, : ids.shape[1]], given)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=13)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy, family):
@@ -80,7 +80,12 @@ ONLINE = dict(budget=3, layers=eviction.OnlineLayers())
 
 @pytest.mark.parametrize(
     "policy",
-    [policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), policies.EvictPrompt(**ONLINE)],
+    [
+        pytest.param(
+            policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), marks=pytest.mark.exhaustive
+        ),
+        policies.EvictPrompt(**ONLINE),
+    ],
     ids=lambda policy: type(policy).__name__,
 )
 def test_layer_budgets_that_are_measured_see_the_inputs(policy):
@@ -118,7 +123,15 @@ def test_a_shadow_block_sees_the_inputs(policy):
     assert_equal_responses(dj.generate(model, given, prompt_embeds=rows, **options), theirs, ids.shape[1])
 
 
-@pytest.mark.parametrize("policy", [policies.Policy(), policies.DLLMCache(prompt_every=3)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.Policy(),
+        policies.DualCache(),
+        pytest.param(policies.DLLMCache(prompt_every=3), marks=pytest.mark.exhaustive),
+    ],
+    ids=repr,
+)
 def test_interventions_act_on_the_inputs(policy):
     """Others are given; at the first layer the right ones are put in their place."""
     model = tiny("llada")

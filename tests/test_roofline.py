@@ -138,7 +138,6 @@ def variants(policy: dj.policies.Policy, spec: dj.ModelSpec, computed: np.ndarra
 @pytest.mark.parametrize("policy", SCHEDULED, ids=lambda p: type(p).__name__)
 def test_schedule_is_the_engine_s(policy, family):
     """As many steps over the canvas and of each width; of D2Cache, whose nucleus is data, no wider ones."""
-    jax.clear_caches()
     model = tiny(family)
     sampler = suited(policy, dj.samplers.Confidence())
     out = dj.generate(
@@ -186,7 +185,7 @@ def test_copies_and_statistics_are_counted():
 
 def test_rollout_is_float32():
     """d2Cache's first step at prompt 1024 of LLaDA-8B: 2 l^3 FLOPs per layer at the vector units' rate."""
-    layout = dj.Layout(1024, 256, 32, 256)
+    layout = dj.Layout(1024, 256, 32, 8)
     first = roofline.work(LLADA, dj.policies.D2Cache(), layout).steps[0].cost
     assert first.wide_flops == 32 * 2 * 1280**3
     narrow = dataclasses.replace(first, wide_flops=0).computing(H100)

@@ -43,7 +43,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.rotate(every=13)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
@@ -108,7 +108,11 @@ def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
     assert last.tokens.shape == last.decoded.shape == last.confidence.shape == (2, 19)
 
 
-@pytest.mark.parametrize("policy", [policies.DualCache(), policies.EvictPrompt(budget=3)], ids=short)
+@pytest.mark.parametrize(
+    "policy",
+    [policies.DualCache(), pytest.param(policies.EvictPrompt(budget=3), marks=pytest.mark.exhaustive)],
+    ids=short,
+)
 def test_embeddings_stops_and_suffixes_are_as_at_once(policy, capsys):
     model = tiny("llada")
     ids, mask = prompts(model, (9, 5))

@@ -7,7 +7,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from tests.models import FAMILIES, random_tokens, tiny
-from tests.policy_cases import CASES, KEY, suited
+from tests.policy_cases import CASES, KEY, WIDE, suited
 from tests.test_prompt_embeds import prompts
 from tests.traces import assert_same_run, of_sequence
 
@@ -28,19 +28,18 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
     assert not np.allclose(without.trace.score[0, 0, 6:14], ours.trace.score[0, 0, 6:14])
 
 
-@pytest.mark.rotate(every=4)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: type(case.policy).__name__)
 def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(case, family):
     model = tiny(family)
     ids, mask = prompts(model)
-    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True)
+    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True, widths=WIDE)
     options["sampler"] = suited(case.limit, samplers.Confidence())
     exact = dj.generate(model, ids, **options)
     assert_same_run(dj.generate(model, ids, policy=case.limit, **options).trace, exact.trace)
-    options = dict(
-        length=8, block=4, suffix=SUFFIX, policy=case.policy, sampler=options["sampler"], trace=True
-    )
+    options = dict(suffix=SUFFIX, sampler=options["sampler"], trace=True, widths=WIDE)
+    options |= dict(length=8, block=4, policy=case.policy)
     keys = jax.random.split(KEY, 2)
     batch = dj.generate(model, ids, prompt_mask=mask, key=keys, **options)
     alone = dj.generate(model, ids[1:, -5:], key=keys[1:], **options)

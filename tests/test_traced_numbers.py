@@ -19,6 +19,7 @@ from dllm_jax.options import Arrays, Options
 from dllm_jax.traced import Traced
 from tests.models import frequencies, tiny
 from tests.option_cases import OPTIONS
+from tests.policy_cases import WIDE
 from tests.programs import compilations
 from tests.test_options import kind_of
 from tests.test_policies import KEY, prompts, short
@@ -66,7 +67,7 @@ TEN = {
 def request(policy, sampler, **options) -> Request:
     """Two prompts of different length, whose trace is recorded."""
     prompt, mask = prompts(tiny("llada"), (9, 6))
-    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True) | options
+    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True, widths=WIDE) | options
     return prepare(tiny("llada"), prompt, policy=policy, sampler=sampler, **options)
 
 
@@ -172,7 +173,7 @@ def test_guidance_of_likelihoods_compiles_once():
 # -- the same bits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=5)
 @pytest.mark.parametrize(("policy", "sampler"), CASES, ids=short)
 def test_bits_are_those_of_a_program_with_constants(policy, sampler):
     jax.tree.map(np.testing.assert_array_equal, run(policy, sampler), run_with_constants(policy, sampler))
@@ -259,7 +260,8 @@ def test_switching_a_feature_off_is_another_program():
 def test_vmap_over_numbers_equals_a_loop(make, values):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 6))
-    generate = lambda value: dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, **make(value))
+    options = dict(prompt_mask=mask, length=8, block=4, widths=WIDE)
+    generate = lambda value: dj.generate(model, prompt, **options, **make(value))
     mapped = jax.vmap(generate)(jnp.asarray(values))
     alone = [generate(value) for value in values]
     np.testing.assert_array_equal(mapped.tokens, [out.tokens for out in alone])

@@ -15,7 +15,7 @@ from dllm_jax.decoding.block_schedule import find_stop
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v
 from tests.models import canvas, tiny
-from tests.policy_cases import EVERY, KEY, suited
+from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.test_prompt_embeds import prompts
 from tests.test_vision import picture
 from tests.traces import assert_same_run, of_sequence
@@ -40,11 +40,11 @@ def processor(path):
     return Processor.load(path, at_once=4)
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=7)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, processor, policy):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, samplers.Confidence()))
-    options |= dict(key=KEY, trace=True)
+    options |= dict(key=KEY, trace=True, widths=WIDE)
     made = processor.encode(model, [ONE, TWO, TEXT])
     batch = dj.generate(model, made.ids, prompt_mask=made.mask, prompt_embeds=made.embeds, **options)
     chosen = range(3) if not options["sampler"].draws else range(0)
@@ -109,7 +109,7 @@ def test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing():
 STOPPED = (samplers.Confidence(), samplers.Threshold(0.2))
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("sampler", STOPPED, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
@@ -118,7 +118,7 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     options = dict(
         prompt_mask=mask, length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY
     )
-    options["trace"] = True
+    options |= dict(trace=True, widths=WIDE)
     plain = dj.generate(model, ids, **options)
     answers, p = np.asarray(plain.trace.tokens)[:, :, ids.shape[1] :], ids.shape[1]
 
