@@ -33,11 +33,11 @@ def pairs(tokenizer: Any, spec: ModelSpec, step: int, count: int) -> tuple[Batch
 
 def main(
     model: str = "tiny-llada",
-    steps: int = 80,
+    steps: int = 40,
     batch: int = 16,
     rank: int = 8,
-    learning_rate: float = 1e-3,
-    beta: float = 0.2,
+    learning_rate: float = 3e-4,
+    beta: float = 1.0,
     draws: int = 2,
     review_every: int = 10,
     questions: int = 128,

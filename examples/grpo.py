@@ -53,7 +53,7 @@ def rollouts(
 
 def main(
     model: str = "tiny-llada",
-    steps: int = 30,
+    steps: int = 15,
     prompts: int = 16,
     group: int = 8,
     updates: int = 2,
@@ -61,7 +61,7 @@ def main(
     learning_rate: float = 3e-4,
     temperature: float = 1.0,
     kl: float = 0.02,
-    review_every: int = 5,
+    review_every: int = 3,
     questions: int = 128,
     out: Path | None = None,
 ) -> Curve:

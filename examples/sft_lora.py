@@ -46,11 +46,11 @@ class Lesson(Source):
 
 def main(
     model: str = "tiny-llada",
-    steps: int = 120,
+    steps: int = 60,
     batch: int = 32,
     rank: int = 8,
     learning_rate: float = 2e-3,
-    review_every: int = 20,
+    review_every: int = 10,
     questions: int = 128,
     adapter: Path | None = None,
     out: Path | None = None,
