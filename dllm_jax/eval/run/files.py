@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,36 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"{path}: not JSON: nested too deeply") from None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a file with one in each line, each with its number, from 1; empty lines are skipped.
+
+    Raises:
+      ValueError: not UTF-8, or a line that is not JSON; names file and line.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise ValueError(f"{path}:{number}: not JSON: nested too deeply") from None
+        yield number, value
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_json_lines`, of a file of objects.
+
+    Raises:
+      ValueError: besides, a line that is no object.
+    """
+    for number, value in read_json_lines(path):
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}:{number}: expected an object, found {type(value).__name__}")
+        yield number, value
 
 
 def write_json(path: Path, value: Any):

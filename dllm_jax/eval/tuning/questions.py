@@ -1,12 +1,11 @@
 """Questions with right answers: where they come from, how they are encoded and scored."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.run.files import read_text
+from dllm_jax.eval.run.files import read_json_lines
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.options import shown
 from dllm_jax.tasks import Example
@@ -69,13 +68,7 @@ def read_jsonl(path: Path) -> list[Example]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     found = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+    for number, value in read_json_lines(path):
         if not isinstance(value, dict) or "prompt" not in value or not isinstance(value.get("answer"), str):
             raise ValueError(f'{path}:{number}: no object with "prompt" and "answer", which is text')
         found.append(Example(value["prompt"], value["answer"]))

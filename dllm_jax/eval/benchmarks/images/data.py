@@ -6,12 +6,11 @@ it), `question`, `answer` (a text, or a list of texts that are right) and, where
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.eval.benchmarks.images.metrics import LETTERS
-from dllm_jax.eval.run.files import read_text
+from dllm_jax.eval.run.files import read_objects
 from dllm_jax.options import shown
 from dllm_jax.vision.prompt import IMAGE
 
@@ -51,10 +50,8 @@ def read(path: Path) -> list[Sample]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: expected a JSONL file of questions")
     samples: dict[str, Sample] = {}
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        sample = _sample(line, path.parent, f"{path}:{number}")
+    for number, row in read_objects(path):
+        sample = _sample(row, path.parent, f"{path}:{number}")
         if sample.id in samples:
             raise ValueError(f"{sample.where}: id {sample.id!r} is that of {samples[sample.id].where} too")
         samples[sample.id] = sample
@@ -63,15 +60,7 @@ def read(path: Path) -> list[Sample]:
     return list(samples.values())
 
 
-def _sample(line: str, folder: Path, where: str) -> Sample:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON: nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, found {type(row).__name__}")
+def _sample(row: dict[str, Any], folder: Path, where: str) -> Sample:
     for name in row:
         if name not in FIELDS:
             raise ValueError(f"{where}: field {name!r} is not among {', '.join(FIELDS)}")

@@ -1,11 +1,10 @@
 """Reads LongBench's data set from a local folder: `<task>.jsonl`, one JSON object per line."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.eval.run.files import read_text
+from dllm_jax.eval.run.files import read_objects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +40,8 @@ def read(path: Path) -> list[Sample]:
         raise FileNotFoundError(f"{path} does not exist: put LongBench's {path.name} there")
     samples: list[Sample] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        sample = _sample(line, f"{path}:{number}", number)
+    for number, row in read_objects(path):
+        sample = _sample(row, f"{path}:{number}", number)
         if sample.id in seen:
             raise ValueError(f"{path}:{number}: _id {sample.id!r} is that of line {seen[sample.id]} too")
         seen[sample.id] = sample.line
@@ -54,15 +51,7 @@ def read(path: Path) -> list[Sample]:
     return samples
 
 
-def _sample(line: str, where: str, number: int) -> Sample:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON: nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object, found {type(row).__name__}")
+def _sample(row: dict[str, Any], where: str, number: int) -> Sample:
     texts = {name: _text(row, name, where) for name in ("context", "input")}
     answers = _strings(row, "answers", where)
     if not answers or not all(answer.strip() for answer in answers):
