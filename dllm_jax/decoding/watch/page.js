@@ -115,18 +115,29 @@ function ageColour(age, palette) {
   return palette.fresh.map((low, i) => low + share * (palette.stale[i] - low));
 }
 
+// Sizes a map of so many cells: the pixels of a cell across and down, and what draws.
+function sized(canvas, columns, rows, rowHeight) {
+  const across = Math.max(2, Math.min(16, Math.floor(1600 / columns)));
+  const down = Math.max(2, Math.min(14, Math.floor(rowHeight)));
+  canvas.width = across * columns;
+  canvas.height = down * rows;
+  canvas.style.height = `${canvas.height}px`;
+  canvas.parentElement.style.maxWidth = `${24 * columns}px`;
+  return [across, down, canvas.getContext("2d")];
+}
+
+// Column and row of the cell that is pointed at.
+function cellAt(canvas, event, columns, rows) {
+  const box = canvas.getBoundingClientRect();
+  const share = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+  return [Math.floor(share[0] * columns), Math.floor(share[1] * rows)];
+}
+
 function drawMap(panel) {
   const palette = colours();
-  const [steps, length] = [panel.steps.length, panel.tokens.length];
-  const across = Math.max(2, Math.min(16, Math.floor(1600 / length)));
-  const down = Math.max(2, Math.min(14, Math.floor(360 / Math.max(steps, 1))));
-  const canvas = panel.canvas;
-  canvas.width = across * length;
-  canvas.height = down * (steps + 1);
-  canvas.style.height = `${canvas.height}px`;
-  canvas.parentElement.style.maxWidth = `${24 * length}px`;
+  const steps = panel.steps.length;
+  const [across, down, draw] = sized(panel.canvas, panel.tokens.length, steps + 1, 360 / Math.max(steps, 1));
   panel.rowHeight = down;
-  const draw = canvas.getContext("2d");
   const cell = (x, y, colour, inset = 0) => {
     draw.fillStyle = rgb(colour);
     draw.fillRect(x * across + inset, y * down + inset, across - 2 * inset, down - 2 * inset);
@@ -140,18 +151,14 @@ function drawMap(panel) {
   );
 }
 
+// The step, from 1, whose layers are shown.
+const layersAt = (panel) => Math.max(1, Math.min(view.step, panel.steps.length));
+
 // The layers at one step, of policies whose layers may compute different positions.
 function drawLayers(panel) {
-  const step = Math.max(1, Math.min(view.step, panel.steps.length));
+  const step = layersAt(panel);
   const palette = colours();
-  const [length, canvas] = [panel.tokens.length, panel.layerCanvas];
-  const across = Math.max(2, Math.min(16, Math.floor(1600 / length)));
-  const down = Math.max(3, Math.min(14, Math.floor(240 / panel.layers)));
-  canvas.width = across * length;
-  canvas.height = down * panel.layers;
-  canvas.style.height = `${canvas.height}px`;
-  canvas.parentElement.style.maxWidth = `${24 * length}px`;
-  const draw = canvas.getContext("2d");
+  const [across, down, draw] = sized(panel.layerCanvas, panel.tokens.length, panel.layers, Math.max(3, 240 / panel.layers));
   for (let layer = 0; layer < panel.layers; layer += 1)
     layerAges(panel, layer, step).forEach((age, x) => {
       draw.fillStyle = rgb(ageColour(age, palette));
@@ -161,12 +168,9 @@ function drawLayers(panel) {
 }
 
 function layerNote(panel, event) {
-  const box = panel.layerCanvas.getBoundingClientRect();
-  const position = Math.floor(((event.clientX - box.left) / box.width) * panel.tokens.length);
-  const layer = Math.floor(((event.clientY - box.top) / box.height) * panel.layers);
+  const [position, layer] = cellAt(panel.layerCanvas, event, panel.tokens.length, panel.layers);
   if (!(position in panel.tokens) || layer < 0 || layer >= panel.layers) return null;
-  const step = Math.max(1, Math.min(view.step, panel.steps.length));
-  return `layer ${layer}, position ${position}: ${ageInWords(layerAges(panel, layer, step)[position])}`;
+  return `layer ${layer}, position ${position}: ${ageInWords(layerAges(panel, layer, layersAt(panel))[position])}`;
 }
 
 function ageInWords(age) {
@@ -175,9 +179,7 @@ function ageInWords(age) {
 }
 
 function mapNote(panel, event) {
-  const box = panel.canvas.getBoundingClientRect();
-  const position = Math.floor(((event.clientX - box.left) / box.width) * panel.tokens.length);
-  const step = Math.floor(((event.clientY - box.top) / box.height) * (panel.steps.length + 1));
+  const [position, step] = cellAt(panel.canvas, event, panel.tokens.length, panel.steps.length + 1);
   if (!(position in panel.tokens) || step < 0 || step > panel.steps.length) return null;
   const given = panel.tokens[position] === panel.mask ? "to be filled" : inWords(panel, panel.tokens[position]);
   if (step === 0) return { step, text: `position ${position}: ${given}` };
