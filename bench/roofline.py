@@ -15,6 +15,7 @@ import tyro
 import dllm_jax as dj
 from bench.shared import runner
 from bench.shared.measure import Grid
+from bench.shared.models import PIXELS
 from dllm_jax import roofline
 from dllm_jax.roofline import HARDWARE
 from dllm_jax.vision import AnyRes, Pad
@@ -68,7 +69,7 @@ class Forecast:
     hardware: tuple[str, ...] = tuple(HARDWARE)
     grid: Annotated[Grid, tyro.conf.arg(name="")] = Grid()  # noqa: RUF009 (frozen)
     images: tuple[int, ...] = ()
-    size: tuple[int, int] = (1024, 768)
+    size: tuple[int, int] = PIXELS
     text: int = 64
     tiled: bool = False
     chips: int = 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hypothesis
 import jax
 
 from dllm_jax import policies, samplers
@@ -32,8 +33,9 @@ class PolicyCase:
 KEY = jax.random.key(7)  # of no consequence where nothing is drawn
 
 # In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
-# compile in about half the time. For tests of what does not depend on widths.
-WIDE = (10**6,)
+# compile in about half the time. For tests of what does not depend on widths; with --exhaustive, which loads
+# hypothesis' profile of that name, they run with the policy's own widths.
+WIDE = None if hypothesis.settings.get_current_profile_name() == "exhaustive" else (10**6,)
 
 
 def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampler:

@@ -14,7 +14,7 @@ import dllm_jax as dj
 from bench.compiled import traffic
 from bench.compiled.targets import TARGETS, Target
 from bench.shared.measure import Run
-from bench.shared.models import policies_named, shape
+from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.request import Request
@@ -25,7 +25,6 @@ from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
 
-PIXELS = (1024, 768)  # width and height of an image
 COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
 

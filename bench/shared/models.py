@@ -18,6 +18,7 @@ TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden
 SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
 BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
 FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
+PIXELS = (1024, 768)  # width and height of images, unless said otherwise
 SHAPES = ("llada-8b", "dream-7b", "llada-v-8b", *FOR_CPUS)
 
 

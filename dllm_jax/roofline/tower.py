@@ -7,8 +7,7 @@ from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
 from dllm_jax.roofline.steps import Cost
 from dllm_jax.vision.images import AnyRes, Pad, Views
-
-AT_ONCE = 8  # views in one program, as `dllm_jax.vision.Processor` has it
+from dllm_jax.vision.tower import AT_ONCE
 
 
 class Images(NamedTuple):

@@ -59,7 +59,7 @@ class Processor(Options):
     drop_first_id: bool = True
     exif: bool = False
     convert: bool = True
-    at_once: PositiveInt = 8
+    at_once: PositiveInt = tower.AT_ONCE
     longest: PositiveInt = LONGEST
 
     @classmethod

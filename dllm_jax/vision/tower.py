@@ -20,6 +20,8 @@ from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision.images import NEWLINE, normalised
 
+AT_ONCE = 8  # views in one program, unless users say otherwise
+
 
 def patch_embeddings(
     params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]

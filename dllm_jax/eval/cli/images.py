@@ -15,6 +15,7 @@ from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.published.presets import presets
 from dllm_jax.vision.images import Pad
 from dllm_jax.vision.processor import Processor
+from dllm_jax.vision.tower import AT_ONCE
 
 DEFAULTS = Options()
 
@@ -31,7 +32,7 @@ def run_images(
     drop_first_id: bool = True,
     newline: bool = False,
     exif: bool = False,
-    at_once: int = 8,
+    at_once: int = AT_ONCE,
 ) -> int:
     """Questions about images, put and scored as LLaDA-V's evaluation does.
 
