@@ -7,7 +7,7 @@ import pytest
 from dllm_jax import forward
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.training import Batch, masked_diffusion_loss
-from dllm_jax.training.loss import T_MIN, draw, draw_masks, isolation_mask, masked_loss
+from dllm_jax.training.loss import T_MIN, draw, draw_blocks, draw_masks, isolation_mask, masked_loss
 from tests.models import FAMILIES, tiny
 
 loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
@@ -142,3 +142,36 @@ def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
     assert abs(loss(alone, True) - loss(alone, False)) > 1e-4
     whole, _ = masked_diffusion_loss(model, batch, key, prompt_isolation=isolating)
     np.testing.assert_allclose(whole, masked_loss(model, draw(batch, key, model.spec.mask_id, isolating))[0])
+
+
+def test_every_block_is_drawn_as_often_and_the_last_may_be_shorter():
+    within, behind = map(np.asarray, draw_blocks(jax.random.key(0), 6000, 6, (4, 6, 9)))
+    rows, counts = np.unique(within.astype(int), axis=0, return_counts=True)
+    np.testing.assert_array_equal(rows, [[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1] * 6])
+    np.testing.assert_allclose(counts / 6000, [1 / 6, 1 / 6, 2 / 3], atol=0.02)  # 6 and 9: the whole answer
+    np.testing.assert_array_equal(behind, np.cumsum(within[:, ::-1], axis=1)[:, ::-1] == 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_is_learnt_between_known_tokens_and_masks(family):
+    model, key, batch, length = tiny(family), jax.random.key(4), batch_of(rows=40), 2
+    mask_id, answer = model.spec.mask_id, np.asarray(batch.answer)
+    whole, drawn = draw(batch, key, mask_id), draw(batch, key, mask_id, blocks=(length,))
+    after = np.arange(answer.shape[1]) - np.asarray(drawn.learnt).argmax(axis=1)[:, None]
+    within = (after >= 0) & (after < length)
+    np.testing.assert_array_equal(drawn.learnt, within)
+    np.testing.assert_array_equal(drawn.masked, whole.masked & within)  # the same noise
+    shown = np.asarray(drawn.tokens)[:, batch.prompt.shape[1] :]
+    np.testing.assert_array_equal(
+        shown, np.where((after >= length) | np.asarray(drawn.masked), mask_id, answer)
+    )
+
+    # The loss is algorithm 2's with the answer in the place of the block: 1/(t * its length).
+    logits = np.asarray(forward(model, drawn.tokens), np.float64)
+    total = 0.0
+    for row, i in np.argwhere(drawn.masked):
+        here = logits[row, batch.prompt.shape[1] + i - int(model.spec.shifted)]
+        total += (np.log(np.exp(here).sum()) - here[answer[row, i]]) / drawn.t[row] / length
+    loss, _ = masked_diffusion_loss(model, batch, key, blocks=(length,))
+    np.testing.assert_allclose(loss, total / len(answer), rtol=1e-4)
+    assert abs(float(loss) - float(masked_diffusion_loss(model, batch, key)[0])) > 0.01

@@ -45,7 +45,7 @@ def local(array):
 
 # Each mesh, form, family and option once; axes under all of their names, Auto and Explicit.
 auto = (jax.sharding.AxisType.Auto,)
-isolating = {"accumulate": 2, "prompt_isolation": 0.5}
+isolating = {"accumulate": 2, "prompt_isolation": 0.5, "blocks": (1, 9)}
 CASES = [
     ((8,), ("data",), "llada", separate, {}),
     ((8,), ("fsdp",), "dream", separate, {"remat": True}),

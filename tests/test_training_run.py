@@ -287,6 +287,7 @@ def test_a_diverging_run_stops():
         ({"steps": 10**6, "warmup": 2.5}, "warmup=2.5 must be a whole number of at least 0, or None for 100"),
         ({"learning_rate": None}, r"learning_rate=None must be a number in \(0, inf\)"),
         ({"prompt_isolation": 1.5}, r"prompt_isolation=1\.5 must be a number in \[0, 1\]"),
+        ({"blocks": (4, 0)}, r"blocks=\(4, 0\) must be .*whole numbers of at least 1"),
         ({"accumulate": 0}, "accumulate=0 must be a whole number of at least 1"),
         ({"master_weights": "bfloat16"}, "master_weights='bfloat16' must be True or False"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import optax
 import optax.contrib
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 
 from dllm_jax.nn.low_rank import is_low_rank
 from dllm_jax.nn.parameters import Params
@@ -49,6 +49,10 @@ class TrainConfig(Options):
       remat: see `masked_diffusion_loss`.
       prompt_isolation: probability, for each example, that its prompt does not see its answer, see
         `masked_diffusion_loss`.
+      blocks: lengths of answers' blocks, one of which is drawn for each example, and of its blocks one to be
+        learnt: what stands before it is known, what follows is masked, as when `generate` decodes in blocks
+        (Blockwise SFT, arXiv:2508.19529). A length of the whole answer or more is LLaDA's loss;
+        None is that too.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
@@ -69,6 +73,7 @@ class TrainConfig(Options):
     accumulate: PositiveInt = 1
     remat: bool = False
     prompt_isolation: Fraction = 0.0
+    blocks: Annotated[Annotated[tuple[PositiveInt, ...], MinLen(1)] | None, NoneMeans("whole answers")] = None
     master_weights: bool = True
     seed: Seed = 0
     review_every: PositiveInt = 50

@@ -10,7 +10,7 @@ from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import LayerPass, Model, encode
 
-ISOLATION = 2  # what an example's key is folded with to draw `prompt_isolation`
+ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
 T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
 
 
@@ -56,8 +56,8 @@ class Masked(NamedTuple):
       tokens: prompt and answer, mask_id where masked.
       answer: the ids to predict.
       t: noise level of each example.
-      masked: answer positions that were masked.
-      learnt: answer positions that count.
+      masked: answer positions that are to be predicted.
+      learnt: answer positions that count: all, or those of one block.
       valid: tokens that are attended to; None means all.
       isolated: examples whose prompt does not see the answer; None means none.
     """
@@ -91,7 +91,12 @@ class Counts(NamedTuple):
 
 
 def masked_diffusion_loss(
-    model: Model, batch: Batch, key: Key[Array, ""], remat: bool = False, prompt_isolation: float = 0.0
+    model: Model,
+    batch: Batch,
+    key: Key[Array, ""],
+    remat: bool = False,
+    prompt_isolation: float = 0.0,
+    blocks: tuple[int, ...] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean over examples of 1/(t r) * sum over masked answer tokens of their cross entropy.
 
@@ -109,23 +114,40 @@ def masked_diffusion_loss(
         trained without may do its look-ups in the prompt's keys and values as they change with the answer;
         those of LLaDA-8B and Dream-7B hardly do (dKV-Cache, arXiv:2505.15781, figure 2), which is what caches
         rest on. With one half, a model answers with and without.
+      blocks: lengths of blocks, one of which is drawn for each example, and one of its blocks; r above is
+        then its length, the tokens before it are known and those behind it masked (Blockwise SFT,
+        arXiv:2508.19529, which hides those behind from attention; here they are seen as masks, as in
+        `generate`). A length of r or more is the whole answer, as is None.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
     """
-    loss, counts = masked_loss(model, draw(batch, key, model.spec.mask_id, prompt_isolation), remat)
+    drawn = draw(batch, key, model.spec.mask_id, prompt_isolation, blocks)
+    loss, counts = masked_loss(model, drawn, remat)
     return loss, counts.metrics()
 
 
-def draw(batch: Batch, key: Key[Array, ""], mask_id: int, prompt_isolation: float = 0.0) -> Masked:
+def draw(
+    batch: Batch,
+    key: Key[Array, ""],
+    mask_id: int,
+    prompt_isolation: float = 0.0,
+    blocks: tuple[int, ...] | None = None,
+) -> Masked:
     """Algorithm 2's draw: masks each answer with a noise level of its own; prompts are never masked.
 
-    The masks do not depend on `prompt_isolation`, see `masked_diffusion_loss`.
+    Noise levels and masks within a block depend neither on `prompt_isolation` nor on `blocks`, see
+    `masked_diffusion_loss`.
     """
     b, r = batch.answer.shape
     learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
     t, masked = draw_masks(key, learnt, batch.t_min)
-    tokens = jnp.concatenate([batch.prompt, jnp.where(masked, mask_id, batch.answer)], axis=1)
+    hidden = masked
+    if blocks is not None:
+        within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), b, r, blocks)
+        learnt, masked = learnt & within, masked & within
+        hidden = masked | behind
+    tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, mask_id, batch.answer)], axis=1)
     isolated = None
     if prompt_isolation:
         isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
@@ -182,6 +204,22 @@ def draw_masks(
     uniform = (jax.random.uniform(of_t) + jnp.arange(b) / b) % 1.0
     t = t_min + (1 - t_min) * uniform
     return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t[:, None])
+
+
+def draw_blocks(
+    key: Key[Array, ""], b: int, r: int, lengths: tuple[int, ...]
+) -> tuple[Bool[Array, "b r"], Bool[Array, "b r"]]:
+    """One block of each example: the positions within it, and those behind it.
+
+    All lengths are equally likely, and so are all blocks of one; the last is shorter where a length does not
+    divide r.
+    """
+    of_lengths, of_blocks = jax.random.split(key)
+    length = jax.random.choice(of_lengths, jnp.array(lengths), (b,))
+    blocks = -(-r // length)
+    start = length * jax.random.randint(of_blocks, (b,), 0, blocks)
+    after = jnp.arange(r) - start[:, None]
+    return (after >= 0) & (after < length[:, None]), after >= length[:, None]
 
 
 def isolation_mask(isolated: Bool[Array, "b"], prompt: int, length: int) -> Mask:

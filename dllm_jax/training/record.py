@@ -38,6 +38,7 @@ def record_of(setup: Setup, optimizer: Optimizer | None, labels: PyTree, frozen:
     spec = {f"spec.{name}": value for name, value in dataclasses.asdict(setup.spec).items()}
     record = dataclasses.asdict(setup.config) | {
         "warmup": setup.config.warmup_steps,
+        "blocks": None if setup.config.blocks is None else list(setup.config.blocks),
         "optimizer": None if optimizer is None else described(optimizer),
         "trainable": None if all(label is True for label in named.values()) else named,
         "dtype": "/".join(sorted({str(dtype) for dtype in setup.dtypes})),

@@ -113,7 +113,7 @@ def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainStat
 def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
     """The program of `train_step`."""
     key = jax.random.fold_in(state.key, state.step)
-    drawn = draw(batch, key, setup.spec.mask_id, setup.config.prompt_isolation)
+    drawn = draw(batch, key, setup.spec.mask_id, setup.config.prompt_isolation, setup.config.blocks)
 
     def loss(params: PyTree[Array], part: Masked) -> tuple[Array, Counts]:
         model, layer_pass = setup.ready(setup.weights(params, frozen))
