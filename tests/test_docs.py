@@ -42,6 +42,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_examples_are_exact_in_their_limits(printed, name, family):
@@ -56,6 +57,7 @@ def test_the_examples_are_exact_in_their_limits(printed, name, family):
     assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-4
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LIMITS)
 def test_sequences_of_a_batch_equal_them_alone_in_the_examples(printed, name, family):

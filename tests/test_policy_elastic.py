@@ -189,6 +189,7 @@ def test_tracking_the_whole_canvas_is_exact():
     )
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     """Above 1 every step after the first refreshes from layer 1 on: half of a two-layer model."""

@@ -164,6 +164,7 @@ def filled(policy, c, family="llada"):
     return (q, k, layer.value(x)), cache.layers
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", SIDES)
 def test_the_cache_holds_the_kept_pairs_in_order(side, family):
@@ -187,6 +188,7 @@ def test_only_rows_whose_step_it_is_write():
         assert (np.asarray(store.k) == -1).all()
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
@@ -200,6 +202,7 @@ def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
         np.testing.assert_array_equal(computed[step, 0], (step % 4 <= delay) | block)
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", SIDES)
 def test_keeping_everything_without_delay_is_dual_cache(side, family):
@@ -222,6 +225,7 @@ def test_a_delay_as_long_as_the_block_is_exact(family):
     np.testing.assert_array_equal(run(SparseDLLM(delay=3)).trace.tokens, run(Policy()).trace.tokens)
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("keep", "side"), [(0.3, "prefix"), (0.0, "both"), (1.0, "both")])
 @pytest.mark.parametrize("row", [0, 1])
