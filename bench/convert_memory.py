@@ -1,6 +1,7 @@
-"""Peak memory of converting, exporting and loading a synthetic checkpoint of LLaDA-8B's shape.
+"""Peak memory of converting, exporting and loading a synthetic checkpoint of LLaDA-8B's or another shape.
 
     python -m bench.convert_memory /directory/with/50GB/free
+    python -m bench.convert_memory /directory/with/55GB/free --model llada-v-8b
 
 Writes the checkpoint with bounded memory, runs every stage in its own process, samples that process's peak
 resident memory (VmHWM, mapped file pages included), prints a table, writes JSON and deletes the checkpoints.
@@ -86,15 +87,17 @@ def _peak_rss(pid: int) -> int:
 
 def main(
     directory: Annotated[Path, tyro.conf.Positional],
+    model: str = "llada-8b",
     layers: int = 32,
     shards: int = 6,
     stages: tuple[str, ...] = ("convert", "export", "compare"),
     json: runner.JsonFile = Path("bench/results/convert_memory.json"),
 ):
-    """Measures the stages at LLaDA-8B's shape; the loading stages hold the whole model in memory.
+    """Measures the stages at a model's shape; the loading stages hold the whole model in memory.
 
     Args:
       directory: an existing directory with room for three copies of the checkpoint; left as it was.
+      model: the shape, among `bench.shared.models.SHAPES`.
       layers: of the model; LLaDA-8B has 32.
       shards: safetensors files.
       stages: among convert, export, compare (export against the original), load-hf, load-converted,
@@ -104,7 +107,7 @@ def main(
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise SystemExit(f"unknown stages {unknown}; known: {', '.join(STAGES)}")
-    spec, work = shape("llada-8b", layers=layers), directory / "convert_memory"
+    spec, work = shape(model, layers=layers), directory / "convert_memory"
     places = {name: str(work / name) for name in ("hf", "jax", "back", "saved")}
     earlier = runner.read(json, [])
     try:
