@@ -12,7 +12,7 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from tests.models import FAMILIES, tiny
-from tests.policy_cases import suited
+from tests.policy_cases import WIDE, suited
 from tests.traces import assert_same_run
 
 KEY = jax.random.key(3)
@@ -23,31 +23,50 @@ UNDER = (
     policies.DKVPD(refresh_every=3),
     policies.DKVGreedy(refresh_every=3),
 )
+D2, ELASTIC = policies.D2Cache(k=3, p=0.4, inflate=2), policies.ElasticCache(window=3, gamma=0.97, track=2)
+WITH_LAYERS = (policies.D2Cache, policies.ElasticCache)
 
 
-def run(model: dj.Model, policy: policies.Policy, under: policies.Policy, **options) -> dj.Output:
-    """Prompts of nine and five positions."""
-    mask = np.arange(9) >= np.array([[0], [4]])
-    ids = np.random.default_rng(0).integers(0, model.spec.vocab - 20, mask.shape)
-    prompt = np.where(mask, ids, model.spec.eos_id)
-    shape = dict(length=16, block=8) | options
-    sampler = suited(under, samplers.Confidence())
+MASK = np.arange(9) >= np.array([[0], [4]])
+
+
+def prompts(model: dj.Model) -> np.ndarray:
+    """Two, of nine and five positions."""
+    ids = np.random.default_rng(0).integers(0, model.spec.vocab - 20, MASK.shape)
+    return np.where(MASK, ids, model.spec.eos_id)
+
+
+def run(
+    model: dj.Model,
+    policy: policies.Policy,
+    under: policies.Policy,
+    prompt: np.ndarray | None = None,
+    mask: np.ndarray | None = MASK,
+) -> dj.Output:
+    """A generation; where layers of their own run, in wide steps alone, which compile sooner."""
+    prompt, sampler = prompts(model) if prompt is None else prompt, suited(under, samplers.Confidence())
     return dj.generate(
-        model, prompt, prompt_mask=mask, policy=policy, sampler=sampler, key=KEY, trace=True, **shape
-    )
+        model, prompt, prompt_mask=mask, length=16, block=8, policy=policy, sampler=sampler, key=KEY,
+        trace=True, widths=WIDE if type(under) in WITH_LAYERS else None,
+    )  # fmt: skip
+
+
+def scores(out: dj.Output) -> np.ndarray:
+    """Those of all steps; 0 where a position has none."""
+    assert out.trace is not None
+    return np.where(np.isfinite(out.trace.score), out.trace.score, 0)
 
 
 @pytest.mark.rotate(every=3)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("under", UNDER, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("under", [*UNDER, D2, ELASTIC], ids=lambda policy: type(policy).__name__)
 def test_a_budget_for_the_whole_prompt_is_the_policy_without_eviction(under, family):
     model = tiny(family)
     alone = run(model, under, under)
     whole, few = (run(model, policies.EvictPrompt(budget=n, policy=under), under) for n in (9, 1))
     assert_same_run(whole.trace, alone.trace, computed=True)
-    scores = [np.where(np.isfinite(out.trace.score), out.trace.score, 0) for out in (alone, whole, few)]
-    np.testing.assert_allclose(scores[1], scores[0], atol=1e-5)
-    assert np.abs(scores[2] - scores[0]).max() > 1e-3, "an eviction that changes nothing would pass too"
+    np.testing.assert_allclose(scores(whole), scores(alone), atol=1e-5)
+    assert np.abs(scores(few) - scores(alone)).max() > 1e-3, "an eviction that changes nothing would pass too"
 
 
 def test_the_storage_is_the_response_and_the_budget():
@@ -58,6 +77,14 @@ def test_the_storage_is_the_response_and_the_budget():
     assert made.layers.k.size == 256 * pairs
     assert made.shared.pairs.k.size == 64 * pairs
     assert made.shared.policy == ()
+
+
+def test_elastic_cache_stores_the_inputs_of_all_positions_besides():
+    spec, layout = dj.presets.model_spec("llada-8b"), dj.Layout(1024, 256, 32, 256)
+    policy = policies.EvictPrompt(budget=64, layers=eviction.UniformLayers(), policy=ELASTIC)
+    made = jax.eval_shape(lambda: policy.init(spec, layout, 2, jnp.bfloat16))
+    assert made.layers.x.shape == (spec.layers, 2, 1280, spec.width)
+    assert made.layers.k.shape == made.layers.v.shape == (spec.layers, 2, 256, spec.kv_heads, spec.head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +107,53 @@ def test_pairs_are_chosen_anew_or_kept():
     """The first block alone has the same pairs either way."""
     model, under = tiny("llada"), policies.DualCache()
     anew, kept = (run(model, policies.EvictPrompt(budget=2, reselect=r), under) for r in (True, False))
-    scores = [np.where(np.isfinite(out.trace.score), out.trace.score, 0) for out in (anew, kept)]
-    np.testing.assert_array_equal(scores[0][:8], scores[1][:8])
-    assert np.abs(scores[0][8:] - scores[1][8:]).max() > 1e-4
+    np.testing.assert_array_equal(scores(anew)[:8], scores(kept)[:8])
+    assert np.abs(scores(anew)[8:] - scores(kept)[8:]).max() > 1e-4
+
+
+def test_d2cache_never_selects_what_no_head_keeps():
+    """Of nine prompt positions, four heads with one pair each keep at most four; alone it selects more."""
+    model = tiny("llada")
+    heads = model.spec.layers * model.spec.kv_heads
+    alone, few = (run(model, p, D2) for p in (D2, policies.EvictPrompt(budget=1, policy=D2)))
+    selected = lambda out: np.asarray(out.trace.computed)[1:, :, :9].any(axis=0).sum(axis=1)
+    assert (selected(few) <= heads).all()
+    assert (selected(few) >= 1).all()
+    assert selected(alone)[0] > heads
+
+
+def test_layers_that_have_drifted_choose_anew():
+    model = tiny("llada")
+    anew, kept = (
+        run(model, policies.EvictPrompt(budget=1, policy=ELASTIC, reselect=r), ELASTIC) for r in (True, False)
+    )
+    assert anew.trace is not None
+    assert np.asarray(anew.trace.widened)[1:, :, -1].any(), "no layer has drifted"
+    np.testing.assert_array_equal(scores(anew)[0], scores(kept)[0])
+    assert np.abs(scores(anew) - scores(kept)).max() > 1e-4
+
+
+@pytest.mark.rotate(every=2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("under", [D2, ELASTIC], ids=lambda policy: type(policy).__name__)
+def test_padding_and_batch_mates_change_nothing_under_layers_of_their_own(under, family):
+    model, policy = tiny(family), policies.EvictPrompt(budget=2, policy=under)
+    both = run(model, policy, under)
+    alone = run(model, policy, under, prompts(model)[1:, 4:], None)
+    np.testing.assert_array_equal(alone.tokens[0], both.tokens[1, 4:])
+    taken = len(scores(alone))
+    np.testing.assert_allclose(scores(alone)[:, 0], scores(both)[:taken, 1, 4:], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("under", "message"),
     [
         (policies.Policy(), "recomputes the prompt in every step"),
-        (policies.MaskKV(), r"policy=MaskKV\(.* in a way of its own"),
-        (policies.SparseDLLM(), r"policy=SparseDLLM\(.* in a way of its own"),
-        (policies.ElasticCache(), r"policy=ElasticCache\(.* in a way of its own"),
-        (policies.D2Cache(), r"policy=D2Cache\(.* in a way of its own"),
-        (policies.EvictPrompt(), r"policy=EvictPrompt\(.* in a way of its own"),
+        (policies.MaskKV(), r"policy=MaskKV\(.* has a layer of its own"),
+        (policies.SparseDLLM(), r"policy=SparseDLLM\(.* has a layer of its own"),
+        (policies.DLLMCache(), r"policy=DLLMCache\(.* has a layer of its own"),
+        (policies.DKVPrefill(), r"policy=DKVPrefill\(.* has a layer of its own"),
+        (policies.EvictPrompt(), r"policy=EvictPrompt\(.* has a layer of its own"),
     ],
 )
 def test_policies_that_store_in_a_way_of_their_own_are_refused(under, message):

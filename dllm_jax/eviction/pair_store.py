@@ -61,6 +61,18 @@ class PairStore(NamedTuple):
         slots, _ = self.slots(layer, width)
         return self.position[_sequence(slots), self._clipped(slots)]
 
+    def kept(self, prompt: int) -> Bool[Array, "b {prompt}"]:
+        """Prompt positions of which any head of any layer keeps the pair."""
+        # A slot holds a pair if it lies in a head's run: runs begun before it, less those that have ended.
+        by_sequence = lambda a: jnp.moveaxis(a, 1, 0).reshape(a.shape[1], -1)
+        start, length = by_sequence(self.start), by_sequence(self.length)
+        sequence, some = jnp.arange(len(start))[:, None], (length > 0).astype(jnp.int32)
+        changes = jnp.zeros((len(start), self.k.shape[1] + 1), jnp.int32)
+        changes = changes.at[sequence, start].add(some).at[sequence, start + length].add(-some)
+        held = jnp.cumsum(changes, axis=1)[:, :-1] > 0
+        place = jnp.where(held, self.position, prompt)
+        return jnp.zeros((len(start), prompt), bool).at[sequence, place].set(True, mode="drop")
+
     def allot(
         self,
         layer: LayerIndex,

@@ -1,7 +1,7 @@
 """The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -77,7 +77,7 @@ class Policy(Options):
         # New K/V go into the cache first, so that computed positions attend to each other's new ones.
         q, k = layer.qk(x, rows.index)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
-        o, _ = layer.attention(q, now.k, now.v, canvas.attends(rows))
+        o, _ = layer.attention(q, now.k, now.v, cache.attends(rows, canvas))
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
@@ -93,10 +93,15 @@ class Policy(Options):
 
     # -- what may be decoded ------------------------------------------------------------------------
 
-    scored: ClassVar[Literal["block", "response"]] = "block"
-    """Masks that get a candidate token and a score if they can be predicted: the eligible ones of the block,
-    or all of the response, for a policy whose `observe` ranks masks of later blocks too. Only eligible ones
-    are decoded in either case; logits are computed for all scored ones."""
+    @property
+    def scored(self) -> Literal["block", "response"]:
+        """Masks that get a candidate token and a score if they can be predicted.
+
+        The eligible ones of the block, or all of the response, for a policy whose `observe` ranks masks of
+        later blocks too. Only eligible ones are decoded in either case; logits are computed for all scored
+        ones.
+        """
+        return "block"
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions that may be decoded in the coming step: a subset of `canvas.eligible`.

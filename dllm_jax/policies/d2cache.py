@@ -1,7 +1,7 @@
 """d2Cache: dual adaptive caching (arXiv:2509.23094)."""
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +68,6 @@ class D2Cache(Policy):
     inflate: Annotated[Count, Ge(0), Traced(unless=0)] = 0
     rollout_layers: Annotated[PositiveInt | None, NoneMeans("all")] = None
 
-    scored: ClassVar[Literal["block", "response"]] = "response"  # confidence decides when a mask enters M*
-
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and the salience of every position."""
@@ -105,7 +103,7 @@ class D2Cache(Policy):
         # As in `Policy.layer`, but the log-sum-exp is needed for the attention weights.
         q, k = layer.qk(x, rows.index)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
-        mask = canvas.attends(rows)
+        mask = cache.attends(rows, canvas)
         o, lse = layer.attention(q, now.k, now.v, mask)
 
         def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
@@ -118,6 +116,12 @@ class D2Cache(Policy):
         else:
             rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
         return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
+
+    @property
+    @override
+    def scored(self) -> Literal["block", "response"]:
+        """All of the response: confidence decides when a mask enters M*."""
+        return "response"
 
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:

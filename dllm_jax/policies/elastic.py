@@ -100,7 +100,7 @@ class ElasticCache(Policy):
         # Line 4: attention of the tracked tokens before this step, from stored inputs and keys.
         # The stores are updated in place below: XLA must finish this read first.
         tested = Rows(self.test.tokens(drift.attended, layer.index, length), length)
-        mask, stored = canvas.attends(tested), cache.read()
+        mask, stored = cache.attends(tested, canvas), cache.read()
         before = weights(layer.qk(tested.take(stored.x), tested.index)[0], stored.k, mask)
         index, wide = read_before_write(before, (rows.index, wide))
         rows = dataclasses.replace(rows, index=index)
@@ -111,13 +111,14 @@ class ElasticCache(Policy):
         after = weights(gather(q, rows.slot(tested.index)), k, mask)
 
         # Lines 6-8, equation 6: where the two differ too much, the following layers recompute all positions.
-        similarity = self.test.similarity(before, after, tested.real, canvas.valid)
+        keys = canvas.valid if mask is None else jnp.any(mask, axis=(1, 2))
+        similarity = self.test.similarity(before, after, tested.real, keys)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
 
         # Equation 5: the most attended decoded tokens are tracked in the next step.
         # Votes are summed over heads and over the positions that predict the window.
         voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
-        votes = jnp.sum(layer.received(q, k, lse, voting, canvas.attends(rows)), axis=1)
+        votes = jnp.sum(layer.received(q, k, lse, voting, cache.attends(rows, canvas)), axis=1)
         top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
         # `attended` stays as it is until `observe`: all layers of a step test the same tokens.

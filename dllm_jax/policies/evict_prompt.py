@@ -1,10 +1,11 @@
 """Eviction of the prompt under another policy: what is recomputed and what is kept, as two values.
 
-MaskKV's eviction (arXiv:2510.09309) rests on dLLM-Cache in the paper; nothing in it asks for that.
+MaskKV's eviction (arXiv:2510.09309) rests on dLLM-Cache in the paper; nothing in it asks for that. These
+combinations are ours, no paper has them.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
@@ -15,7 +16,10 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.d2cache import D2Cache
+from dllm_jax.policies.elastic import ElasticCache
 from dllm_jax.policies.fast_dllm import DualCache
+from dllm_jax.policies.parts.expanded import layer_over_kept
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -40,23 +44,33 @@ class EvictedPrompt(NamedTuple):
 class EvictPrompt(PromptEviction):
     """Another policy, which keeps only `budget` pairs of the prompt per layer and head between its refreshes.
 
-    Wherever the policy recomputes all of the prompt, queries attend to all of it, and each layer's heads
-    choose the pairs that they keep (`dllm_jax.eviction`). In other steps no prompt position is recomputed:
-    what the policy selects of the prompt is left out, but for the position that predicts the first response
-    token (shifted heads), whose pair is stored like the response's. Storage: [n b r k d] for the response,
-    and the budget.
+    Wherever a layer recomputes all of the prompt, queries attend to all of it, and the layer's heads choose
+    the pairs that they keep (`dllm_jax.eviction`). Elsewhere queries attend to these and to the response.
+    Stored are the budget and [n b r k d] for the response and, with a shifted head, the position before it.
 
-    Exact limit: budget >= prompt length is the policy without eviction; so is one that refreshes everything
-    in every step, at any budget.
+    Under a policy that only selects positions, no prompt position is recomputed but all of them together;
+    what the policy selects of the prompt besides is left out. Under two policies with a layer of their own,
+    single positions of the prompt are recomputed as these policies ask for it, which renews the pairs that
+    are kept of them; a layer's pairs are laid out in canvas order while it runs (`parts.expanded`).
+
+    - `D2Cache`: a position of which no head of any layer keeps a pair is for d2Cache what padding is: it is
+      never selected, and its influence counts nowhere. Attention to evicted pairs is 0 in the rollout.
+      Nothing is refreshed after the first step, so pairs are chosen once.
+    - `ElasticCache`: a layer that has drifted recomputes the prompt too, from the inputs that it has stored,
+      and chooses anew; the first layer, which never drifts, keeps its first choice. The test compares
+      attention to kept pairs. The inputs of all positions are still stored.
+
+    Exact limit: budget >= prompt length is the policy without eviction; so is `DKVDecode(refresh_every=1)`
+    or another that only selects, and everything in every step, at any budget.
 
     Attributes:
-      policy: which positions are recomputed, and when: any policy that differs from the exact decoder in what
-        it selects, not in how its layers compute (`DualCache`, `PrefixCache`, `DKVDecode`, `DKVPD`,
-        `DKVGreedy`, or one of your own). The others store or evict pairs in a way of their own, and are
-        refused.
+      policy: which positions are recomputed, and when: `D2Cache`, `ElasticCache`, or any policy that differs
+        from the exact decoder in what it selects, not in how its layers compute (`DualCache`, `PrefixCache`,
+        `DKVDecode`, `DKVPD`, `DKVGreedy`, or one of your own). The others decide themselves which pairs
+        of the prompt they store, and are refused; dLLM-Cache with this eviction is `MaskKV`.
       budget: see `PromptEviction`, which has `layers`, `heads` and `votes` too.
-      reselect: choose anew whenever the prompt is recomputed; False renews the pairs chosen in the first
-        step.
+      reselect: choose anew whenever a layer recomputes the prompt and the voters are at hand: all of those
+        that are not masked; False renews the pairs chosen in the first step.
     """
 
     policy: Policy = DualCache()
@@ -67,18 +81,24 @@ class EvictPrompt(PromptEviction):
         policy = self.policy
         if not policy.reuses:
             raise ValueError(f"policy={policy!r} recomputes the prompt in every step: nothing to evict")
-        if type(policy).layer is not Policy.layer or policy.scored != "block":
+        if type(policy).layer not in (Policy.layer, D2Cache.layer, ElasticCache.layer):
             raise ValueError(
-                f"policy={policy!r} computes or scores in a way of its own, and so decides itself what it "
-                "stores of the prompt: EvictPrompt takes policies that only select, such as DualCache()"
+                f"policy={policy!r} has a layer of its own, which decides what is stored of the prompt: "
+                "EvictPrompt takes D2Cache, ElasticCache and policies that only select, such as DualCache()"
             )
+
+    @property
+    def only_selects(self) -> bool:
+        """Whether the policy leaves the layers to this one."""
+        return type(self.policy).layer is Policy.layer
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the response and, with a shifted head, of the position before it; the kept pairs."""
         under = self.policy.init(spec, layout, batch, dtype)
         dense = KV.zeros(spec, batch, layout.response_inputs(spec.shifted), dtype)
-        return Cache(dense, EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared))
+        stored = under.layers._replace(**dense._asdict())
+        return Cache(stored, EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared))
 
     @override
     def before_first_step(
@@ -91,8 +111,12 @@ class EvictPrompt(PromptEviction):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """What the policy selects; of the prompt all or nothing."""
-        selected, evictable = self.policy.select(_under(cache), canvas), self._evictable(canvas)
+        """What the policy selects; where it only selects, of the prompt all or nothing."""
+        evictable = self._evictable(canvas)
+        if not self.only_selects:
+            kept = cache.shared.pairs.kept(canvas.layout.length) | ~evictable | canvas.first_step
+            return self.policy.select(_under(cache), dataclasses.replace(canvas, valid=canvas.valid & kept))
+        selected = self.policy.select(_under(cache), canvas)
         return jnp.where(
             _all_of(evictable & canvas.valid, selected), selected | evictable, selected & ~evictable
         )
@@ -105,7 +129,14 @@ class EvictPrompt(PromptEviction):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The exact layer over the kept pairs and the response, or over everything before the eviction."""
+        """The policy's layer over the kept pairs and the response, or over everything before the eviction."""
+        if not self.only_selects:
+            own = cache._replace(shared=cache.shared.policy)
+            chooses = canvas.first_step | self.reselect
+            x, own, pairs = layer_over_kept(
+                self, self.policy, cache.shared.pairs, layer, x, own, rows, chooses, canvas
+            )
+            return x, own._replace(shared=EvictedPrompt(pairs, own.shared))
         q, k = layer.qk(x, rows.index)
         v, shared = layer.value(x), cache.shared
         slots = canvas.layout.response_inputs(canvas.spec.shifted)
@@ -124,6 +155,11 @@ class EvictPrompt(PromptEviction):
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         return self._of_policy(cache, self.policy.observe(_under(cache), canvas, rows, proposal))
+
+    @property
+    @override
+    def scored(self) -> Literal["block", "response"]:
+        return self.policy.scored
 
     @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:

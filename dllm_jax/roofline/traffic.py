@@ -16,7 +16,9 @@ import numpy as np
 from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.d2cache import Salience
+from dllm_jax.policies.evict_prompt import EvictedPrompt
 from dllm_jax.policies.parts.drift import KeyCosine
+from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.roofline.setting import Setting
 from dllm_jax.roofline.steps import Step
 
@@ -37,6 +39,17 @@ def assumed_statistics(policy: p.Policy, shared: Any) -> Any:
 def _uniform_influence(policy: p.D2Cache, shared: Salience) -> Salience:
     """All positions are equally sure and equally influential: the nucleus is a fraction p of them."""
     return shared._replace(confidence=jnp.ones_like(shared.confidence), influence=shared.influence + 1)
+
+
+@assumed_statistics.register
+def _every_slot_another_position(policy: p.EvictPrompt, shared: EvictedPrompt) -> EvictedPrompt:
+    """No two heads keep the same position: the most positions of which any pair is kept."""
+    pairs, room = shared.pairs, shared.pairs.k.shape[1]
+    filled = pairs._replace(
+        position=jnp.broadcast_to(jnp.arange(room), pairs.position.shape),
+        length=pairs.length.at[0, :, 0].set(room),
+    )
+    return EvictedPrompt(filled, assumed_statistics(policy.policy, shared.policy))
 
 
 @extra_traffic.register
@@ -79,10 +92,11 @@ def dense_store(policy: p.DLLMCache, at: Setting) -> StoreCost:
     return StoreCost(at.layout.length, 0, at.over_canvas(at.layout.length))
 
 
-def evicted_store(policy: p.MaskKV, at: Setting) -> StoreCost:
+def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
-    A refresh copies prompt and response, and computes the scores once more for the votes.
+    A refresh copies prompt and response, and computes the scores once more for the votes. The last `dense`
+    positions are stored as they are.
     """
     layout = at.layout
     budgets, widest = policy.table(at.spec, layout)[-1], policy.widest_head(at.spec, layout)
@@ -91,8 +105,8 @@ def evicted_store(policy: p.MaskKV, at: Setting) -> StoreCost:
     unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
     scores = at.score_flops(layout.length, layout.length)
     moved = 2 * layout.length + layout.length / 2 + 2 * budget
-    refresh = at.over_canvas(budget + layout.response, moved=moved, products=scores)
-    return StoreCost(unpacked + layout.response, 2 * unpacked, refresh)
+    refresh = at.over_canvas(budget + dense, moved=moved, products=scores)
+    return StoreCost(unpacked + dense, 2 * unpacked, refresh)
 
 
 @extra_traffic.register
@@ -102,7 +116,7 @@ def _branches(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
 
 @extra_traffic.register
 def _evicted_branches(policy: p.MaskKV, at: Setting, step: Step, index: int) -> Step:
-    return branch_step(policy, at, index, evicted_store(policy, at))
+    return branch_step(policy, at, index, evicted_store(policy, at, at.layout.response))
 
 
 def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) -> Step:
@@ -137,11 +151,11 @@ def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) ->
     return dict(counts)
 
 
-@drift_widens.register
-def _widened(policy: p.ElasticCache, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
+@drift_widens.register(p.ElasticCache)
+def _widened(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
     """`Assumed.widened` of every partial step counted as one over the canvas."""
     found, fraction = dict(counts), at.assumed.widened
-    full = _drifting(policy, at, at.over_canvas(at.layout.length), 0)
+    full = extra_traffic(policy, at, at.over_canvas(at.layout.length), 0)
     for step, count in counts.items():
         if fraction and not step.full:
             wide = dataclasses.replace(full, candidates=step.candidates)
@@ -163,3 +177,42 @@ def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
         wide=depth * 2 * rows * rows * length,
         scratch=2 * 4 * rows * length,
     )
+
+
+@extra_traffic.register
+def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Step:
+    """Kept pairs unpacked, or laid out over the canvas for a policy with a layer of its own."""
+    dense = at.response_inputs
+    store, columns = evicted_store(policy, at, dense), at.layout.length - dense
+    if not policy.only_selects:
+        return _expanded(policy, at, extra_traffic(policy.policy, at, step, index), store)
+    if step.full:
+        return store.refresh
+
+    # A step wide enough for the prompt is ready for its refresh: kept pairs are laid out, votes are counted.
+    if step.rows >= columns:
+        products = at.score_flops(step.rows, at.layout.length)
+        return dataclasses.replace(step, moved=store.refresh.moved, products=products)
+    return dataclasses.replace(step, slots=store.slots, moved=store.moved)
+
+
+def _expanded(policy: p.EvictPrompt, at: Setting, step: Step, store: StoreCost) -> Step:
+    """Each layer's pairs unpacked and laid out, joined with the response, and what is kept packed again.
+
+    Elastic-Cache reads the keys before its writes and all pairs after them, keys once more for its test.
+    """
+    length, kept = at.layout.length, store.refresh.written - at.response_inputs
+    reads = 2 if isinstance(policy.policy, p.ElasticCache) else 1
+    laid_out = store.moved / 2 + length - at.response_inputs
+    moved = step.moved + laid_out + 2 * length * reads + 2 * kept
+    if not step.full:
+        return dataclasses.replace(step, moved=moved)
+    votes = at.score_flops(length, length)
+    return dataclasses.replace(step, moved=moved + length / 2, products=step.products + votes)
+
+
+@drift_widens.register
+def _evicted_and_widened(
+    policy: p.EvictPrompt, at: Setting, counts: Mapping[Step, float]
+) -> dict[Step, float]:
+    return _widened(policy, at, counts) if isinstance(policy.policy, p.ElasticCache) else dict(counts)

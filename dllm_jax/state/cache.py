@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
 
 
@@ -93,6 +95,14 @@ class LayerCache(NamedTuple):
         return jax.tree.map(
             lambda a: jax.lax.dynamic_index_in_dim(a, self._index, keepdims=False), self.layers
         )
+
+    def attends(self, rows: Rows, canvas: Canvas) -> Mask | None:
+        """Which of the stored pairs each of the rows may attend to; None where that is all of them.
+
+        A layer that reads all positions asks its cache rather than the canvas, so that pairs may be evicted
+        under it (`EvictPrompt`).
+        """
+        return canvas.attends(rows)
 
     def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] of every array over the stored ones.

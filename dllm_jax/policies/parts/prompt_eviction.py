@@ -6,7 +6,7 @@ dense pairs of the canvas' last positions.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
+from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -25,6 +26,22 @@ from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+
+
+class Attention(NamedTuple):
+    """What votes are counted from.
+
+    Attributes:
+      q: rotated queries.
+      k: rotated keys in canvas order.
+      lse: log-sum-exp of their scores.
+      mask: the keys that may be attended to.
+    """
+
+    q: Float[Array, "b q h d"]
+    k: Float[Array, "b l k d"]
+    lse: Float[Array, "b h q"]
+    mask: Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,32 +126,37 @@ class PromptEviction(Policy):
         mask = jnp.concatenate([in_prompt, in_response], axis=-1)
         o, lse = layer.attention(q, k, jnp.concatenate([prompt_v, dense.v], axis=1), mask)
 
-        # Equations 7 and 14: votes of the masks and each head's preference choose what is kept; what was
-        # chosen before is renewed. What is dense needs no pair.
-        votes, preference = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
-        votes = jnp.where(jnp.arange(votes.shape[-1]) < columns, votes, -jnp.inf)
-        pairs = self._evict(pairs, layer, votes, preference, due & chooses, canvas)
+        # What was chosen before is renewed.
+        attention = Attention(q, k, lse, mask)
+        pairs = self.evict(pairs, layer, attention, keys[0], columns, due & chooses, canvas)
         return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
 
-    def _evict(
+    def evict(
         self,
         pairs: PairStore,
         layer: Layer,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
+        attention: Attention,
+        rows: Rows,
+        columns: int,
         where: Bool[Array, "b 1"],
         canvas: Canvas,
     ) -> PairStore:
-        """Chooses a layer's pairs (MaskKV, equation 16).
+        """Chooses a layer's pairs (MaskKV, equation 16); what they hold is still to be renewed.
 
         Args:
           pairs: the store, before the choice.
           layer: the layer, which chooses the best.
-          votes: equation 7's, by kv head; -inf where no pair may be kept.
-          preference: P_h of equation 14.
+          attention: of the rows to the whole canvas.
+          rows: the computed positions.
+          columns: prompt positions that may be kept, the first ones.
           where: sequences that choose.
           canvas: state before the step.
         """
+        # Equations 7 and 14: votes of the masks and each head's preference choose what is kept. What is dense
+        # needs no pair.
+        votes, preference = eviction.evidence(self.votes, layer, *attention, rows, canvas)
+        votes = jnp.where(jnp.arange(votes.shape[-1]) < columns, votes, -jnp.inf)
+
         # Layers lie one after the other in the store, each with the room of its budget.
         first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
