@@ -147,6 +147,57 @@ def test_infilling_a_batch_that_does_not_divide():
     assert ours.tokens.sharding.is_fully_replicated  # three sequences are in no four parts
 
 
+def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Intervention, ...]:
+    """A direction, values of each sequence and kv head at positions of its own, and a zero ablation."""
+    drawn = lambda *shape: np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+    heads = (spec.kv_heads, spec.head)
+    at = np.array([[2, 9], [4, 10], [3, 8], [5, 6]])[:batch]
+    return (
+        dj.Intervention.steer("residual", drawn(spec.width), scale, layers=(0, spec.layers)),
+        dj.Intervention.steer("k", drawn(1, batch, 2, *heads), scale, layers=1, positions=at, steps=(0, 2)),
+        dj.Intervention.patch("mlp_output", drawn(1, batch, 1, spec.width), layers=0, positions=5),
+        dj.Intervention.mask("v", layers=1, positions=7),
+    )
+
+
+@pytest.mark.rotate
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", ["dp=2 tp=2", "tp=2", "dp=2"])
+def test_interventions_over_a_mesh(mesh, family):
+    """Of three sequences, which two devices do not divide: each one's values go where its sequence goes."""
+    alone = one_device(family)
+    model = on_mesh(alone, mesh_of(mesh))
+    prompt, mask = prompts(alone, (9, 6, 8))
+    options = dict(prompt_mask=mask, length=4, block=2, policy=policies.DualCache(), trace=True, widths=WIDE)
+    run = lambda model, scale: dj.generate(model, prompt, interventions=changes(alone.spec, scale), **options)
+    want, without = run(alone, 2.0), run(alone, 0.0)
+    assert_same(run(model, 2.0), want)
+    assert not np.array_equal(want.trace.score, without.trace.score), "nothing was changed"
+
+
+@pytest.mark.rotate
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("mesh", "batch"), [("dp=2 tp=2", 3), ("tp=2", 3), ("dp=2", 4)])
+def test_capture_over_a_mesh(mesh, batch, family):
+    """Everything that layers compute of padded sequences, under interventions, in chunks of canvases."""
+    alone = one_device(family, apart=mesh == "tp=2")
+    model = on_mesh(alone, mesh_of(mesh))
+    tokens, mask = prompts(alone, (11, 8, 10, 9)[:batch])
+    canvases = np.stack([tokens, tokens[:, ::-1], (tokens + 1) % 50])
+    options = dict(prompt_mask=mask, interventions=changes(alone.spec, 2.0, batch), chunk=2)
+    at = np.array([[3, 10], [4, 9], [5, 7], [3, 4]])[:batch]
+    ours, want = (
+        dj.capture(of, canvases, tuple(dj.analysis.activations.AXES), positions=at, **options)
+        for of in (model, alone)
+    )
+    for name in dj.analysis.activations.AXES:
+        np.testing.assert_allclose(getattr(ours, name), getattr(want, name), rtol=1e-4, atol=2e-5)
+    ours, want = (
+        dj.analysis.step_similarity(of, canvases, prompt_mask=mask, chunk=1) for of in (model, alone)
+    )
+    np.testing.assert_allclose(ours.k, want.k, rtol=1e-4, atol=2e-5)
+
+
 def test_sequences_that_fill_a_batch_compute_nothing():
     model = on_mesh(one_device("llada"), mesh_of(DP))
     prompt, _ = prompts(model, (9, 9, 9))

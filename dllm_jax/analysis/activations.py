@@ -219,7 +219,7 @@ def _captured(
         part = lambda name: _attention(seen, at) if name == "attention" else _taken(getattr(seen, name), at)
         return {name: part(name) for name in what if name != "residual"}
 
-    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at), changed)
+    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at), changed, count)
     arrays = kept.layers | ({"residual": kept.stream} if "residual" in what else {})
     return {name: by_canvas(array, count) for name, array in arrays.items()}
 

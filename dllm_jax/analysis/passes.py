@@ -117,6 +117,7 @@ def keep(
     of_layer: Callable[[Seen], PyTree],
     of_stream: Callable[[Float[Array, "b l m"]], PyTree],
     changed: Changed | None = None,
+    canvases: int = 1,
 ) -> Kept:
     """Runs the exact decoder's pass and keeps parts of it. Nothing is computed for layers not chosen.
 
@@ -128,9 +129,11 @@ def keep(
       of_layer: what is kept of a chosen layer: any pytree of arrays.
       of_stream: what is kept of the residual stream.
       changed: interventions.
+      canvases: how many of each sequence there are, one after another; a mesh keeps them together, so that
+        `by_canvas` can take them apart.
     """
     mesh = current_mesh((model, tokens))
-    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
+    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0] // canvases)
     run = lambda *arrays: _keep(*arrays, of_layer=of_layer, of_stream=of_stream)
     return over_mesh(run, model, tokens, valid, chosen, changed, out=PartitionSpec(None, split or None))
 

@@ -170,7 +170,7 @@ def _alike(
         return cosine(one, other)
 
     of_layer = lambda seen: (adjacent(seen.k), adjacent(seen.v))
-    kept = keep(model, flat, valid, chosen, of_layer, lambda x: ())
+    kept = keep(model, flat, valid, chosen, of_layer, lambda x: (), canvases=count)
     k, v = (by_canvas(array, count - 1) for array in kept.layers)
     return k, v
 

@@ -199,7 +199,11 @@ def _over_mesh(
         if out is None:
             return function(*args)
         if abstract.explicit_axes:
-            return jax.sharding.auto_axes(function, out_sharding=out)(*args)
+            # Array by array: JAX would rebuild arguments with types of arrays in the place of arrays, which
+            # no class of ours has to accept.
+            leaves, structure = jax.tree.flatten(args)
+            flat = lambda *leaves: function(*structure.unflatten(leaves))
+            return jax.sharding.auto_axes(flat, out_sharding=out)(*leaves)
         place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)
         return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
