@@ -16,8 +16,7 @@ from bench.policies.grid import (
     EXACT,
     LONG,
     LONG_EVICTION,
-    PICTURED_LONG,
-    PICTURED_SHORT,
+    PICTURED,
     SHORT,
     SHORT_EVICTION,
     Setting,
@@ -35,8 +34,7 @@ from tests.models import FAMILIES, canvas, random_tokens, tiny
 GRIDS = {
     "short": (*SHORT, *SHORT_EVICTION),
     "long": (*LONG, *LONG_EVICTION),
-    "pictured-short": PICTURED_SHORT,
-    "pictured-long": PICTURED_LONG,
+    "pictured": PICTURED,
 }
 KNOBS = {  # of each policy, the settings along its main one
     "PrefixCache": "block", "DualCache": "block", "DKVDecode": "refresh_every", "DKVPD": "refresh_every",
@@ -98,7 +96,10 @@ def test_every_policy_has_four_settings_along_its_main_knob(policy):
 def test_blocks_divide_every_response_and_steps_divide_blocks():
     for asked in (*ASKED.values(), *ASKED_OF_PICTURES.values()):
         for setting in asked.grid:
-            block, steps = setting.block(asked.length, 4), asked.length // setting.divide_steps
+            block, steps = (
+                setting.block(asked.length, min(4, asked.length)),
+                asked.length // setting.divide_steps,
+            )
             layout = dj.Layout(64, asked.length, block, steps, padded=False)
             assert layout.blocks * block == asked.length
 
@@ -394,16 +395,16 @@ def test_every_chunk_is_decoded_with_its_own_images():
 
 
 def test_the_table_of_pictures_has_a_line_for_every_setting():
-    named = lambda setting, length: setting.named(length, 4) | {"kept_pairs": 80.0, "interval": [0.4, 0.6]}
+    found = {"accuracy": 0.5, "interval": [0.4, 0.6], "computed": 0.3, "kept_pairs": 80.0}
     measured = {
         f"tiny-llada-v {task}": {
             "length": asked.length,
-            "block": 4,
-            "rows": [named(setting, asked.length) | {"accuracy": 0.5} for setting in asked.grid],
+            "block": 2,
+            "rows": [setting.named(asked.length, 2) | found for setting in asked.grid],
         }
         for task, asked in ASKED_OF_PICTURES.items()
     }
     head, _, *lines = pictures.table(measured, "tiny-llada-v").splitlines()
-    assert len(lines) == len(PICTURED_SHORT)
-    assert head.startswith("| policy | read | read-several | locate | count |")
-    assert all(line.count("50.0% (40-60)") == 4 for line in lines)
+    assert len(lines) == len(PICTURED)
+    assert head.startswith("| policy | read-2 | read-5 | computed |")
+    assert all(line.count("50.0% (40-60)") == 2 for line in lines)

@@ -10,7 +10,7 @@ from dllm_jax.tasks.drawing import CELL, CELLS, COLOURS, GLYPHS
 
 TASKS = {
     "read": (ReadNumbers(), (1, 5)),
-    "read-digit": (ReadNumbers(colours=2, digits=1), (2,)),
+    "read-scattered": (ReadNumbers(colours=2, digits=2, scattered=True), (2,)),
     "read-several": (ReadNumbers(asked=3), (3, 5)),
     "count": (CountShapes(), (0, 6)),
     "locate": (LocateShape(), (0, 8)),
@@ -47,7 +47,7 @@ def solve(example: Example) -> str:
     if asked := re.findall(r"(\w)=\?", example.prompt):
         return "".join(f"{colour}={numbers[colour]};" for colour in asked)
     kind, initial = example.prompt.split()
-    if kind == "read":
+    if kind == "value":
         return numbers[initial]
     shapes = [(row, column) for glyph, _, row, column in seen if glyph[0] == initial]
     if kind == "count":

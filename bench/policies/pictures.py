@@ -2,36 +2,34 @@
 
     python -m bench.policies.pictures bench/results/policies_pictures_cpu.json
 
-Costs and agreement with the exact decoder are in the results.
+Agreement with the exact decoder is in the results.
 """
 
 from typing import Any
 
 import tyro
 
-from bench.policies.grid import PICTURED_LONG, PICTURED_SHORT, Setting, find
-from bench.policies.workloads import ASKED_OF_PICTURES, BLOCK
+from bench.policies.grid import PICTURED, Setting, find
+from bench.policies.workloads import ASKED_OF_PICTURES
 from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
-HEADS = ("policy", *ASKED_OF_PICTURES, "K/V pairs")
+HEADS = ("policy", *ASKED_OF_PICTURES, "computed", "K/V pairs")
 
 
 def table(measured: dict[str, Any], model: str) -> str:
-    """Markdown: exact match on each task in percent with its 95 % interval, and K/V pairs that are kept.
+    """Markdown: exact match on each task in percent with its 95 % interval, and costs on the last one.
 
-    Settings whose options follow from the length of the answer share a line; it says those of short answers.
+    Settings that were not measured have no line.
     """
-    workloads = {task: measured[f"{model} {task}"] for task in ASKED_OF_PICTURES}
+    workloads = [measured[f"{model} {task}"] for task in ASKED_OF_PICTURES]
     lines = []
-    for short, long in zip(PICTURED_SHORT, PICTURED_LONG, strict=True):
-        asked = ASKED_OF_PICTURES.items()
-        of = {task: short if question.length == BLOCK else long for task, question in asked}
-        rows = [find(workloads[task], setting) for task, setting in of.items()]
-        if all(rows):
-            pairs = " / ".join(dict.fromkeys(f"{row['kept_pairs']:.0f}" for row in rows if row))
-            lines.append((_name(short), *(_percent(row) for row in rows if row), pairs))
+    for setting in PICTURED:
+        rows = [row for workload in workloads if (row := find(workload, setting)) is not None]
+        if len(rows) == len(workloads):
+            costs = f"{rows[-1]['computed']:.0%}", f"{rows[-1]['kept_pairs']:.0f}"
+            lines.append((_name(setting), *map(_percent, rows), *costs))
     return runner.table(HEADS, "l" + "r" * (len(HEADS) - 1), lines)
 
 

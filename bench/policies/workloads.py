@@ -12,8 +12,7 @@ import dllm_jax as dj
 from bench.policies.grid import (
     LONG,
     LONG_EVICTION,
-    PICTURED_LONG,
-    PICTURED_SHORT,
+    PICTURED,
     SHORT,
     SHORT_EVICTION,
     Setting,
@@ -27,10 +26,8 @@ from dllm_jax.nn.modules import initialise
 from dllm_jax.provenance import now
 from dllm_jax.tasks import (
     Chain,
-    CountShapes,
     Example,
     FewShot,
-    LocateShape,
     ReadNumbers,
     Sorting,
     Task,
@@ -154,9 +151,9 @@ class Asked:
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
-        short = self.length == BLOCK
         if self.pictured:
-            return PICTURED_SHORT if short else PICTURED_LONG
+            return PICTURED
+        short = self.length == BLOCK
         grid, variants = (SHORT, SHORT_EVICTION) if short else (LONG, LONG_EVICTION)
         return (*grid, *variants) if self.eviction else grid
 
@@ -174,12 +171,10 @@ ASKED = {
     "few-shot": Asked(FewShot(), 5, eviction=True),
     "few-shot-8": Asked(FewShot(kinds=8), 5),
 }
-# What is lost by dropping or skipping image tokens: one, some, and as many as are counted.
+# What is lost by dropping or skipping image tokens, of which an answer needs one.
 ASKED_OF_PICTURES = {
-    "read": Asked(ReadNumbers(), 5, pictured=True),
-    "read-several": Asked(ReadNumbers(asked=4), 5, 28, pictured=True),
-    "locate": Asked(LocateShape(), 8, pictured=True),
-    "count": Asked(CountShapes(), 6, pictured=True),
+    "read-2": Asked(ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
+    "read-5": Asked(ReadNumbers(digits=1, scattered=True), 5, 2, pictured=True),
 }
 
 
@@ -211,8 +206,9 @@ def _pictured(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     prompt, mask, embeds = processor.encode(model, [example.messages for example in wanted])
     assert np.all(mask), "the size of a task fixes the length of its prompts"
     return Workload(
-        f"{name} {title}", model, np.asarray(prompt), asked.length, BLOCK, min(prompts, 32), asked.grid,
-        wanted=tuple(wanted), tokenizer=processor, sha256=fingerprint(path), embeds=np.asarray(embeds),
+        f"{name} {title}", model, np.asarray(prompt), asked.length, asked.length, min(prompts, 32),
+        asked.grid, wanted=tuple(wanted), tokenizer=processor, sha256=fingerprint(path),
+        embeds=np.asarray(embeds),
     )  # fmt: skip
 
 

@@ -226,7 +226,8 @@ def of_text(name: str, recipe: Recipe, run: Run, measured: dict[str, Any]) -> st
 def training_fields(name: str, recipe: Recipe, run: Run) -> dict[str, Any]:
     """What every card says of the model's size and of how it was trained, for `str.format`."""
     spec, config, log, last = recipe.spec, recipe.config, run.log, run.log[-1]
-    shown = [log[round(i * (len(log) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)]
+    places = dict.fromkeys(round(i * (len(log) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS))
+    shown = [log[place] for place in places]
     stages = len(recipe.stages)
     return dict(
         name=name, parameters=count((run.model.params, run.model.vision)), layers=spec.layers,

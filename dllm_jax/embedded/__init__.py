@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 
 TEXT = ("tiny-llada", "tiny-dream")
-PICTURED: tuple[str, ...] = ()  # of questions about pictures, for a `dllm_jax.vision.Processor`
+PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
 NAMES = TEXT + PICTURED
 
 

@@ -15,7 +15,7 @@ MOST_COUNTED = 9  # an answer is one digit
 
 @dataclasses.dataclass(frozen=True)
 class ReadNumbers(ChecksumSplit):
-    """`read r` is answered with the red number of the picture; the size is how many numbers it shows.
+    """`value r` is answered with the red number of the picture; the size is how many numbers it shows.
 
     Numbers have colours of their own, which questions call by their initials, and each stands in a row of
     cells of its own. A decoder has to find the asked one among all, and to read its digits from as many image
@@ -26,12 +26,15 @@ class ReadNumbers(ChecksumSplit):
       colours: how many different colours occur.
       digits: length of a number.
       asked: how many of the numbers are asked for.
+      scattered: numbers begin anywhere in their row; otherwise all in one column, which tells their digits
+        apart by column.
       hold_out: one picture in `hold_out` is held out.
     """
 
     colours: Annotated[int, Interval(ge=1, le=len(COLOURS))] = len(COLOURS)
     digits: Annotated[int, Interval(ge=1, le=CELLS)] = 3
     asked: Annotated[int, Interval(ge=1, le=len(COLOURS))] = 1
+    scattered: bool = False
     hold_out: HoldOut = 8
 
     name = "read"
@@ -53,11 +56,12 @@ class ReadNumbers(ChecksumSplit):
         numbers = ["".join(DIGITS[i] for i in drawn) for drawn in rng.integers(10, size=(size, self.digits))]
         marks = []
         for colour, row, number in zip(colours, rows, numbers, strict=True):
-            first = int(rng.integers(CELLS - self.digits + 1))
+            room = CELLS - self.digits
+            first = int(rng.integers(room + 1)) if self.scattered else room // 2
             marks += [Mark(digit, colour, row, first + i) for i, digit in enumerate(number)]
         image = picture(rng, marks)
         if self.asked == 1:
-            return Example(f"read {colours[0][0]}", numbers[0], image)
+            return Example(f"value {colours[0][0]}", numbers[0], image)
         form = "".join(f"{colour[0]}={'?' * self.digits};" for colour in colours[: self.asked])
         pairs = zip(colours[: self.asked], numbers, strict=False)
         return Example(form, "".join(f"{colour[0]}={number};" for colour, number in pairs), image)
