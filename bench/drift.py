@@ -52,7 +52,7 @@ COLUMNS: runner.Columns = {
 
 
 def main(
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = tuple(dj.embedded.NAMES),
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = tuple(dj.embedded.TEXT),
     tasks: tuple[str, ...] = ("chain", "needles-256", "few-shot"),
     prompts: int = 32,
     json: runner.JsonFile = None,

@@ -60,7 +60,7 @@ def title(one: dict[str, Any], group: str) -> str:
 
 
 def main(
-    models: tuple[str, ...] = embedded.NAMES,
+    models: tuple[str, ...] = embedded.TEXT,
     prompts: int = 256,
     runs: Path = Path("runs/evaluation"),
     json: runner.JsonFile = None,

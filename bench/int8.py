@@ -35,7 +35,7 @@ SEED = 17
 
 def rows(prompts: int) -> Iterator[runner.Row]:
     """Measures one row after another."""
-    for name in embedded.NAMES:
+    for name in embedded.TEXT:
         path = embedded.path(name)
         tokenizer = read_tokenizer(path)
         models = {held: dj.load(path, weights=held) for held in (None, "int8")}

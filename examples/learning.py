@@ -49,7 +49,7 @@ def drawn(step: int, count: int) -> list[Example]:
 
 def encoded(tokenizer: Any, spec: dj.ModelSpec, questions: list[Example]) -> Batch:
     """Questions with their answers as token ids."""
-    return encode_batch(tokenizer, questions, LENGTH, spec.eos_id, spec.eot_id or 0)
+    return encode_batch(tokenizer, questions, LENGTH, spec)
 
 
 def held_out(model: dj.Model, tokenizer: Any, count: int) -> float:

@@ -11,11 +11,12 @@ import pytest
 
 import dllm_jax as dj
 from bench.policies import __main__ as policies
-from bench.policies import orderings, plots, summary
+from bench.policies import orderings, pictures, plots, summary
 from bench.policies.grid import (
     EXACT,
     LONG,
     LONG_EVICTION,
+    PICTURED,
     SHORT,
     SHORT_EVICTION,
     Setting,
@@ -24,13 +25,17 @@ from bench.policies.grid import (
     setting_of,
 )
 from bench.policies.measure import Timing
-from bench.policies.workloads import ASKED, Workload
+from bench.policies.workloads import ASKED, ASKED_OF_PICTURES, Workload
 from dllm_jax import samplers
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.tasks import Example
 from tests.models import FAMILIES, canvas, random_tokens, tiny
 
-GRIDS = {"short": (*SHORT, *SHORT_EVICTION), "long": (*LONG, *LONG_EVICTION)}
+GRIDS = {
+    "short": (*SHORT, *SHORT_EVICTION),
+    "long": (*LONG, *LONG_EVICTION),
+    "pictured": PICTURED,
+}
 KNOBS = {  # of each policy, the settings along its main one
     "PrefixCache": "block", "DualCache": "block", "DKVDecode": "refresh_every", "DKVPD": "refresh_every",
     "DLLMCache": "response_every", "SparseDLLM": "keep", "MaskKV": "budget", "ElasticCache": "gamma",
@@ -89,9 +94,12 @@ def test_every_policy_has_four_settings_along_its_main_knob(policy):
 
 
 def test_blocks_divide_every_response_and_steps_divide_blocks():
-    for asked in ASKED.values():
+    for asked in (*ASKED.values(), *ASKED_OF_PICTURES.values()):
         for setting in asked.grid:
-            block, steps = setting.block(asked.length, 4), asked.length // setting.divide_steps
+            block, steps = (
+                setting.block(asked.length, min(4, asked.length)),
+                asked.length // setting.divide_steps,
+            )
             layout = dj.Layout(64, asked.length, block, steps, padded=False)
             assert layout.blocks * block == asked.length
 
@@ -197,7 +205,7 @@ def test_calibrated_layers_get_what_the_profile_says():
         assert sum(budgets) == 4 * setting.policy.budget
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ["short", "long"])
 def test_pyramids_descend_at_the_budget(grid):
     pyramids = [s for s in GRIDS[grid] if s.variant == "PyramidKV"]
     assert [s.policy.budget for s in pyramids] == [8, 32]
@@ -372,3 +380,31 @@ def test_what_the_readme_shows_is_in_the_results():
         workload["rows"].append(workload["rows"][0] | {"policy": "DualCache()", "steps": 1})
     with pytest.raises(LookupError, match=r"DualCache\(\).* was not measured"):
         summary.table(measured, "tiny-llada")
+
+
+def test_every_chunk_is_decoded_with_its_own_images():
+    """One position of each prompt is embedded: the model must see that row, and not another prompt's."""
+    model, spec = tiny("llada"), tiny("llada").spec
+    prompt = np.array(random_tokens(spec, 4, 6))
+    prompt[:, 2] = dj.EMBEDDED
+    embeds = np.array(jax.random.normal(jax.random.key(1), (4, 6, spec.width)), np.float32) * 3
+    workload = Workload("tiny", model, prompt, 4, 2, 2, (EXACT,), embeds=embeds)
+    parts = [workload.run(EXACT, prompts).tokens for prompts in workload.chunks()]
+    want = dj.generate(model, prompt, prompt_embeds=embeds, length=4, block=2).tokens
+    np.testing.assert_array_equal(np.concatenate(parts), want)
+
+
+def test_the_table_of_pictures_has_a_line_for_every_setting():
+    found = {"accuracy": 0.5, "interval": [0.4, 0.6], "computed": 0.3, "kept_pairs": 80.0}
+    measured = {
+        f"tiny-llada-v {task}": {
+            "length": asked.length,
+            "block": 2,
+            "rows": [setting.named(asked.length, 2) | found for setting in asked.grid],
+        }
+        for task, asked in ASKED_OF_PICTURES.items()
+    }
+    head, _, *lines = pictures.table(measured, "tiny-llada-v").splitlines()
+    assert len(lines) == len(PICTURED)
+    assert head.startswith("| policy | read-2 | read-5 | computed |")
+    assert all(line.count("50.0% (40-60)") == 2 for line in lines)

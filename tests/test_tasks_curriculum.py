@@ -63,14 +63,14 @@ def test_the_chat_template_is_llada_s_and_short(read):
 
 
 def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
-    batch = encode_batch(read, [Example("abc", "xy"), Example("a", "x")], 4, SPEC.eos_id, SPEC.eot_id)
+    batch = encode_batch(read, [Example("abc", "xy"), Example("a", "x")], 4, SPEC)
     x, y = IDS["x"], IDS["y"]
     expected = [[x, y, SPEC.eot_id, SPEC.eos_id], [x, SPEC.eot_id, SPEC.eos_id, SPEC.eos_id]]
     np.testing.assert_array_equal(batch.answer, expected)
     assert batch.prompt.shape == (2, 13)
     np.testing.assert_array_equal(batch.prompt_mask, np.arange(13) >= [[0], [2]])
     with pytest.raises(ValueError, match="length=2: 'xy' needs 3 tokens"):
-        encode_batch(read, [Example("a", "xy")], 2, SPEC.eos_id, SPEC.eot_id)
+        encode_batch(read, [Example("a", "xy")], 2, SPEC)
 
 
 def curriculum(read, bar=0.9, weights=(1.0, 1.0, 1.0), **options) -> Curriculum:

@@ -229,3 +229,17 @@ _LONG: tuple[Setting, ...] = (
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))
 SHORT_EVICTION, LONG_EVICTION = _eviction(delay=0), _eviction(delay=1)
+# Questions about pictures: those that drop or skip image tokens in more settings than the others.
+_PICTURED: tuple[Setting, ...] = (
+    EXACT,
+    *(Setting(p.SparseDLLM(keep=keep, delay=0)) for keep in (0.1, 0.25, 0.5)),
+    *(mask_kv(budget=budget) for budget in (2, 4, 8, 16, 32)),
+    *(Setting(p.D2Cache(k=1, p=mass)) for mass in (0.05, 0.1, 0.3)),
+    *(Setting(p.EvictPrompt(budget=budget)) for budget in (4, 8, 16)),
+    Setting(p.DKVDecode(refresh_every=4)),
+    Setting(p.DLLMCache(prompt_every=32, response_every=2)),
+    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in (0.9, 0.98)),
+    _order(p.Policy()),
+    _order(p.DKVGreedy()),
+)
+PICTURED = (*_PICTURED, *at_defaults(_PICTURED, p.ALL))

@@ -80,7 +80,7 @@ def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[s
     for i, setting in enumerate(running):
         if i % PROGRAMS == 0:
             jax.clear_caches()
-        parts = [workload.run(setting, prompt) for prompt in workload.chunks()]
+        parts = [workload.run(setting, prompts) for prompts in workload.chunks()]
         outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     return {s: _row(workload, s, (outs[EXACT], outs[s.exact]), outs[s.unlabelled]) for s in settings}
 
@@ -159,9 +159,9 @@ def _where(workload: Workload, timing: Timing) -> dict[str, Any]:
 
 
 def _speeds(workload: Workload, settings: list[Setting], timing: Timing) -> dict[Setting, dict[str, Any]]:
-    prompt = workload.prompt[: timing.batch]
-    runs = {str(i): functools.partial(workload.run, s, prompt) for i, s in enumerate(settings)}
-    runs["exact"] = functools.partial(workload.run, EXACT, prompt)
+    prompts = slice(timing.batch)
+    runs = {str(i): functools.partial(workload.run, s, prompts) for i, s in enumerate(settings)}
+    runs["exact"] = functools.partial(workload.run, EXACT, prompts)
     for run in runs.values():
         run()  # compiles
     times = device.interleaved(runs, timing.turns)
@@ -169,7 +169,7 @@ def _speeds(workload: Workload, settings: list[Setting], timing: Timing) -> dict
     for i, setting in enumerate(settings):
         ratio = times["exact"].over(times[str(i)])
         found[setting] = {
-            "tokens_per_s": len(prompt) * workload.length / times[str(i)].median,
+            "tokens_per_s": len(workload.prompt[prompts]) * workload.length / times[str(i)].median,
             "speed_over_exact": ratio.median,
             "speed_range": [ratio.low, ratio.high],
         }

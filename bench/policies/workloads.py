@@ -9,7 +9,15 @@ import numpy as np
 from scipy.stats import binomtest
 
 import dllm_jax as dj
-from bench.policies.grid import LONG, LONG_EVICTION, SHORT, SHORT_EVICTION, Setting, calibrated
+from bench.policies.grid import (
+    LONG,
+    LONG_EVICTION,
+    PICTURED,
+    SHORT,
+    SHORT_EVICTION,
+    Setting,
+    calibrated,
+)
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
@@ -20,6 +28,7 @@ from dllm_jax.tasks import (
     Chain,
     Example,
     FewShot,
+    ReadNumbers,
     Sorting,
     Task,
     encode_batch,
@@ -28,6 +37,7 @@ from dllm_jax.tasks import (
     needle,
     prompt_arrays,
 )
+from dllm_jax.vision import Processor
 
 CALIBRATION = 32  # prompts of a profile
 BLOCK = 4  # positions
@@ -47,8 +57,9 @@ class Workload:
       chunk: prompts decoded together.
       grid: the settings to compare; the first is the exact decoder.
       wanted: questions with their answers; empty if there are none.
-      tokenizer: of the questions.
+      tokenizer: of the questions; of those about pictures, the processor.
       sha256: of the checkpoint, None for random weights.
+      embeds: inputs in the place of embeddings, float32 [b p m], where the prompt holds images; else None.
     """
 
     name: str
@@ -61,6 +72,7 @@ class Workload:
     wanted: tuple[Example, ...] = ()
     tokenizer: Any = None
     sha256: str | None = None
+    embeds: np.ndarray | None = None
 
     @property
     def described(self) -> dict[str, Any]:
@@ -76,15 +88,16 @@ class Workload:
             "date": now(),
         }
 
-    def chunks(self) -> list[np.ndarray]:
-        """The prompts, `chunk` at a time."""
-        return np.split(self.prompt, len(self.prompt) // self.chunk)
+    def chunks(self) -> list[slice]:
+        """Which prompts are decoded together, `chunk` at a time."""
+        return [slice(first, first + self.chunk) for first in range(0, len(self.prompt), self.chunk)]
 
-    def run(self, setting: Setting, prompt: np.ndarray) -> dj.Output:
-        """One generation."""
+    def run(self, setting: Setting, prompts: slice) -> dj.Output:
+        """One generation, of some of the prompts."""
         out = dj.generate(
             self.model,
-            prompt,
+            self.prompt[prompts],
+            prompt_embeds=None if self.embeds is None else self.embeds[prompts],
             policy=setting.policy,
             sampler=setting.sampler,
             key=jax.random.key(0) if setting.sampler.draws else None,
@@ -103,9 +116,10 @@ class Workload:
         if not self.wanted:
             return dict.fromkeys(("accuracy", "interval", "token_accuracy"))
         spec, wanted = self.model.spec, list(self.wanted)
-        right = exact(decode_answers(self.model, self.tokenizer, responses), wanted)
+        tokenizer = self.tokenizer.tokenizer if isinstance(self.tokenizer, Processor) else self.tokenizer
+        right = exact(decode_answers(self.model, tokenizer, responses), wanted)
         found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
-        answers = encode_batch(self.tokenizer, wanted, self.length, spec.eos_id, spec.eot_id or 0).answer
+        answers = encode_batch(self.tokenizer, wanted, self.length, spec).answer
         asked = np.asarray(answers) != spec.eos_id
         return {
             "accuracy": float(np.mean(right)),
@@ -124,6 +138,7 @@ class Asked:
       length: response positions.
       eviction: compare the variants of eviction too.
       fewer: one of so many of the prompts is asked, where answers are long.
+      pictured: about pictures, of which fewer settings are compared.
     """
 
     task: Task
@@ -131,10 +146,13 @@ class Asked:
     length: int = 4
     eviction: bool = False
     fewer: int = 1
+    pictured: bool = False
 
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
+        if self.pictured:
+            return PICTURED
         short = self.length == BLOCK
         grid, variants = (SHORT, SHORT_EVICTION) if short else (LONG, LONG_EVICTION)
         return (*grid, *variants) if self.eviction else grid
@@ -152,6 +170,11 @@ ASKED = {
     "needle-1024": Asked(*needle(1024)),
     "few-shot": Asked(FewShot(), 5, eviction=True),
     "few-shot-8": Asked(FewShot(kinds=8), 5),
+}
+# What is lost by dropping or skipping image tokens, of which an answer needs one.
+ASKED_OF_PICTURES = {
+    "read-2": Asked(ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
+    "read-5": Asked(ReadNumbers(digits=1, scattered=True), 5, 2, pictured=True),
 }
 
 
@@ -175,6 +198,20 @@ def _embedded(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     )  # fmt: skip
 
 
+def _pictured(name: str, title: str, asked: Asked, prompts: int) -> Workload:
+    """An embedded model with a tower on a task."""
+    path = dj.embedded.path(name)
+    model, processor = dj.load(path), Processor.load(path)
+    wanted = examples(asked.task, 31, asked.size, prompts, "held_out")
+    prompt, mask, embeds = processor.encode(model, [example.messages for example in wanted])
+    assert np.all(mask), "the size of a task fixes the length of its prompts"
+    return Workload(
+        f"{name} {title}", model, np.asarray(prompt), asked.length, asked.length, min(prompts, 32),
+        asked.grid, wanted=tuple(wanted), tokenizer=processor, sha256=fingerprint(path),
+        embeds=np.asarray(embeds),
+    )  # fmt: skip
+
+
 def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
     """Random weights of LLaDA's architecture: no right answers, but the same arithmetic."""
     spec = dataclasses.replace(
@@ -190,7 +227,12 @@ def workloads(prompts: int, width: int) -> dict[str, Any]:
     """Functions without arguments that make the workloads, by name."""
     made = {
         f"{name} {title}": functools.partial(_embedded, name, title, asked, prompts)
-        for name in dj.embedded.NAMES
+        for name in dj.embedded.TEXT
         for title, asked in ASKED.items()
+    }
+    made |= {
+        f"{name} {title}": functools.partial(_pictured, name, title, asked, prompts)
+        for name in dj.embedded.PICTURED
+        for title, asked in ASKED_OF_PICTURES.items()
     }
     return made | {"random": lambda: _random(width, 4, 192, 32, 2)}

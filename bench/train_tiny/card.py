@@ -8,15 +8,52 @@ from typing import Any
 
 import jax
 
+from bench.train_tiny.recipe import Recipe
 from dllm_jax import load
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
-from dllm_jax.tasks import Chain, FewShot, Recall, Sorting, Task, accuracy, examples, needle
+from dllm_jax.tasks import (
+    Chain,
+    CountShapes,
+    Example,
+    FewShot,
+    LocateShape,
+    ReadNumbers,
+    Recall,
+    Sorting,
+    Task,
+    accuracy,
+    examples,
+    needle,
+)
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
-from dllm_jax.training import TrainConfig
+from dllm_jax.training import Run
 
 CURVE_ROWS = 12
-CARD = """\
+TRAINING = """\
+## Training
+
+`python -m bench.train_tiny {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
+AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
+{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
+examples of the one before are answered right; every number is in training_log.json. {history}
+
+| step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
+|---:|---:|---:|---:|---:|
+{curve}
+
+"""
+ACCURACY = """\
+## Accuracy
+
+Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
+`Policy()`, `Confidence()`, as many steps as response positions, float32:
+
+| task | asked | prompt tokens | length | block | prompts | exact match | guessing |
+|---|---|---:|---:|---:|---:|---:|---:|
+{table}
+"""
+TEXT = """\
 ---
 license: apache-2.0
 library_name: dllm_jax
@@ -53,26 +90,8 @@ dj.chat(model, tokenizer, question, length=4)
 Use `length=4` (needle: three digits and end of turn; few-shot), `length=24` (sorting), `length=32` (chain),
 `length=56` (needles) or `length=72` (chain of 16).
 
-## Training
-
-`python -m bench.train_tiny {name}`: {steps} steps, seed {seed}, Muon {muon} for the layers' matrices and
-AdamW {rate} for the rest (warm-up {warmup}, linear decay over the last {decay} steps), {tokens:.1f} M tokens,
-{hours:.2f} h ({speed:,.0f} tokens/s) on {device}, jax {jax}. The curriculum opens a stage when fresh
-examples of the one before are answered right; every number is in training_log.json. {history}
-
-| step | stage of {stages} | loss per token (nats) | accuracy on masked tokens | minutes |
-|---:|---:|---:|---:|---:|
-{curve}
-
-## Accuracy
-
-Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
-`Policy()`, `Confidence()`, as many steps as response positions, float32:
-
-| task | asked | prompt tokens | length | block | prompts | exact match | guessing |
-|---|---|---:|---:|---:|---:|---:|---:|
-{table}
-
+"""
+BEYOND_TRAINING = """
 Beyond what it was trained on, in one block:
 
 | task | asked | prompt tokens | rope factor | prompts | exact match | guessing |
@@ -115,6 +134,12 @@ class HeldOutPrompts:
                 return f"{self.size} examples of each of {kinds} kinds"
             case Recall(asked=asked):
                 return f"{asked} of {self.size} pairs"
+            case ReadNumbers(asked=asked):
+                return f"{asked} of {self.size} numbers"
+            case CountShapes(most=most):
+                return f"0 to {most} shapes among {self.size}"
+            case LocateShape():
+                return f"1 shape among {self.size}"
             case _:
                 return f"{self.size} letters"
 
@@ -159,7 +184,7 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
                 "task": kind.title or kind.task.name,
                 "size": kind.size,
                 "asked": kind.words,
-                "prompt": len(drawn[0].prompt) + TEMPLATE_TOKENS,
+                "prompt": positions(model, tokenizer, drawn[0]),
                 "length": kind.length,
                 "block": kind.block or kind.length,
                 "count": kind.prompts,
@@ -168,6 +193,13 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
             }
         )
     return rows
+
+
+def positions(model: Model, tokenizer: Any, example: Example) -> int:
+    """Positions of an example's prompt."""
+    if model.spec.vision is None:
+        return len(example.prompt) + TEMPLATE_TOKENS
+    return len(tokenizer.prompt(example.messages, model.spec.vision).ids)
 
 
 def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
@@ -179,28 +211,31 @@ def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def card(
-    name: str,
-    model: Model,
-    config: TrainConfig,
-    stages: int,
-    history: str,
-    log: list,
-    rows: list,
-    beyond: list,
-) -> str:
-    """README.md of the model."""
-    spec, last = model.spec, log[-1]
-    shown = [log[round(i * (len(log) - 1) / (CURVE_ROWS - 1))] for i in range(CURVE_ROWS)]
+def of_text(name: str, recipe: Recipe, run: Run, measured: dict[str, Any]) -> str:
+    """README.md of a model that reads text."""
+    spec = recipe.spec
     grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
-    return CARD.format(
-        name=name, family=spec.family, Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],
-        parameters=count(model.params), layers=spec.layers, heads=spec.heads, grouped=grouped,
-        width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate, muon=config.muon,
-        warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6, hours=last["seconds"] / 3600,
-        speed=last["tokens"] / last["seconds"], device=device(), history=history, jax=jax.__version__,
-        curve="\n".join(_curve_row(entry, stages) for entry in shown), stages=stages,
-        table="\n".join(map(_accuracy_row, rows)), beyond="\n".join(map(_accuracy_row, beyond)),
+    return (TEXT + TRAINING + ACCURACY + BEYOND_TRAINING).format(
+        **training_fields(name, recipe, run), family=spec.family, grouped=grouped,
+        Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],
+        table="\n".join(map(accuracy_row, measured["held_out"])),
+        beyond="\n".join(map(accuracy_row, measured["beyond"])),
+    )  # fmt: skip
+
+
+def training_fields(name: str, recipe: Recipe, run: Run) -> dict[str, Any]:
+    """What every card says of the model's size and of how it was trained, for `str.format`."""
+    spec, config, log, last = recipe.spec, recipe.config, run.log, run.log[-1]
+    places = dict.fromkeys(round(i * (len(log) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS))
+    shown = [log[place] for place in places]
+    stages = len(recipe.stages)
+    return dict(
+        name=name, parameters=count((run.model.params, run.model.vision)), layers=spec.layers,
+        heads=spec.heads, width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate,
+        muon=config.muon, warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6,
+        hours=last["seconds"] / 3600, speed=last["tokens"] / last["seconds"], device=device(),
+        history=recipe.history, jax=jax.__version__, stages=stages,
+        curve="\n".join(_curve_row(entry, stages) for entry in shown),
     )  # fmt: skip
 
 
@@ -216,7 +251,8 @@ def _curve_row(entry: dict[str, Any], stages: int) -> str:
     return f"| {entry['step']} | {stage} " + "| {:.3f} | {:.3f} | {:.0f} |".format(*numbers)
 
 
-def _accuracy_row(row: dict[str, Any]) -> str:
+def accuracy_row(row: dict[str, Any]) -> str:
+    """A line of a table of `measure`'s rows."""
     how = (row["rope_factor"],) if "rope_factor" in row else (row["length"], row["block"])
     factor = "".join(f" {number} |" for number in how)
     start = f"| {row['task']} | {row['asked']} | {row['prompt']} |{factor} {row['count']} "

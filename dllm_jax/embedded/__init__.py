@@ -3,7 +3,9 @@
 from importlib import resources
 from pathlib import Path
 
-NAMES = ("tiny-llada", "tiny-dream")
+TEXT = ("tiny-llada", "tiny-dream")
+PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
+NAMES = TEXT + PICTURED
 
 
 def path(name: str) -> Path:

@@ -37,7 +37,7 @@ class Model:
         (nowhere yet). Full passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
-        `params`; None of text models. Nothing that decodes or trains reads it, see `dllm_jax.vision`.
+        `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
     """
 
     params: Params

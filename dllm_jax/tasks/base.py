@@ -2,10 +2,11 @@
 
 import abc
 import zlib
-from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from annotated_types import Interval
+from jaxtyping import UInt8
 
 from dllm_jax.options import Options
 
@@ -25,10 +26,19 @@ class Example(NamedTuple):
     Attributes:
       prompt: what the user says.
       answer: what the assistant must say, exactly.
+      image: what the question is about, for models with a vision tower; None of questions in text alone.
     """
 
     prompt: str
     answer: str
+    image: UInt8[np.ndarray, "h w 3"] | None = None
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The question as a conversation, for `dllm_jax.chat`; the image stands in front."""
+        if self.image is None:
+            return [{"role": "user", "content": self.prompt}]
+        return [{"role": "user", "content": f"<image>\n{self.prompt}", "images": [self.image]}]
 
 
 @runtime_checkable
@@ -85,8 +95,14 @@ class ChecksumSplit(Options, abc.ABC):
                 return example
 
     def split_of(self, example: Example) -> Split:
-        """The half of an example: held out iff the checksum of its prompt is a multiple of `hold_out`."""
-        return "train" if zlib.crc32(example.prompt.encode()) % self.hold_out else "held_out"
+        """The half of an example: held out iff the checksum of its prompt is a multiple of `hold_out`.
+
+        The pixels of an image count in it.
+        """
+        checksum = zlib.crc32(example.prompt.encode())
+        if example.image is not None:
+            checksum = zlib.crc32(example.image.tobytes(), checksum)
+        return "train" if checksum % self.hold_out else "held_out"
 
     @abc.abstractmethod
     def _check_size(self, size: int):

@@ -15,6 +15,7 @@ from dllm_jax.tasks.base import Example, Task, examples
 from dllm_jax.tasks.scoring import accuracy, prompt_arrays
 from dllm_jax.training.loss import T_MIN, Batch
 from dllm_jax.training.source import Memory, Source
+from dllm_jax.vision.processor import Processor
 
 REVIEW = 1 << 32  # seeds of reviews are (seed, REVIEW + step): never those of a training batch
 
@@ -59,7 +60,7 @@ class Curriculum(Options, Source):
 
     Attributes:
       stages: easiest first.
-      tokenizer: from transformers, with a chat template.
+      tokenizer: from transformers, with a chat template; of stages with images, a processor.
       spec: of the model that is trained; its token ids end and pad the answers.
       seed: of the examples.
       rehearsal: fraction of batches drawn from any of the stages so far, the current one included, by weight.
@@ -98,10 +99,9 @@ class Curriculum(Options, Source):
             current = int(rng.choice(len(weights), p=weights / weights.sum()))
         stage = self.stages[current]
         drawn_examples = examples(stage.task, (self.seed, step), stage.size, stage.batch, "train")
-        batch = encode_batch(
-            self.tokenizer, drawn_examples, stage.length, self.spec.eos_id, self.spec.eot_id or 0
+        return encode_batch(self.tokenizer, drawn_examples, stage.length, self.spec)._replace(
+            t_min=stage.t_min
         )
-        return batch._replace(t_min=stage.t_min)
 
     @override
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
@@ -118,24 +118,31 @@ class Curriculum(Options, Source):
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
 
 
-def encode_batch(tokenizer: Any, examples: list[Example], length: int, eos_id: int, eot_id: int) -> Batch:
-    """Encodes examples to learn: each answer, then `eot_id`, then end-of-text up to `length`.
+def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: ModelSpec) -> Batch:
+    """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
 
     Args:
-      tokenizer: from transformers, with a chat template.
+      tokenizer: from transformers, with a chat template; of examples with images, a processor.
       examples: the questions.
       length: response positions.
-      eos_id: pads prompts (masked out) and answers (learnt).
-      eot_id: ends the turn.
+      spec: whose end-of-text pads prompts (masked out) and answers (learnt).
 
     Raises:
-      ValueError: an answer that does not fit.
+      ValueError: an answer that does not fit, or a model without an end-of-turn token.
     """
-    prompt, mask = prompt_arrays(tokenizer, examples, eos_id)
-    answers = np.full((len(examples), length), eos_id, np.int32)
+    if spec.eot_id is None:
+        raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
+    images = None
+    if isinstance(tokenizer, Processor):
+        prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
+        tokenizer = tokenizer.tokenizer
+    else:
+        prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
+    answers = np.full((len(examples), length), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
-        ids = [*tokenizer.encode(example.answer, add_special_tokens=False), eot_id]
+        ids = [*tokenizer.encode(example.answer, add_special_tokens=False), spec.eot_id]
         if len(ids) > length:
             raise ValueError(f"length={length}: {example.answer!r} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
-    return Batch(jnp.asarray(prompt), jnp.asarray(answers), None if mask.all() else jnp.asarray(mask))
+    known = None if mask.all() else jnp.asarray(mask)
+    return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, images=images)

@@ -2,19 +2,16 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.decoding.chat import decode_answers, encode_chats
-from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.chat import chat, encode_chats
 from dllm_jax.nn.model import Model
 from dllm_jax.tasks.base import Example, exact
 
 
 def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p]."""
-    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    ids, mask = encode_chats(tokenizer, chats, pad_id)
+    ids, mask = encode_chats(tokenizer, [example.messages for example in examples], pad_id)
     return np.asarray(ids), np.asarray(mask)
 
 
@@ -23,16 +20,15 @@ def answers(model: Model, tokenizer: Any, examples: list[Example], batch: int = 
 
     Args:
       model: the model.
-      tokenizer: its tokenizer, with a chat template.
+      tokenizer: its tokenizer, with a chat template; of examples with images, its processor.
       examples: the questions; those of a chunk are left-padded to a common length.
       batch: examples decoded at a time.
       **options: passed on to `generate` (length, block, steps, policy, sampler, ...).
     """
     out = []
     for start in range(0, len(examples), batch):
-        prompt, mask = prompt_arrays(tokenizer, examples[start : start + batch], model.spec.eos_id)
-        tokens = generate(model, jnp.asarray(prompt), prompt_mask=jnp.asarray(mask), **options).tokens
-        out += decode_answers(model, tokenizer, np.asarray(tokens)[:, prompt.shape[1] :])
+        questions = [example.messages for example in examples[start : start + batch]]
+        out += chat(model, tokenizer, questions, **options)
     return out
 
 

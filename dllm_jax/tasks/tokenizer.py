@@ -1,6 +1,8 @@
 """A character tokenizer with LLaDA's special tokens and chat template, for models small enough to ship."""
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -20,23 +22,29 @@ TEMPLATE = (
 )
 
 
-def build() -> Tokenizer:
-    """Builds the tokenizer: printable ASCII by character, and <|unk|> for anything else."""
-    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token=UNKNOWN))
-    pattern = "|".join((*WORDS, r"[\s\S]"))
+def build(phrases: Sequence[str] = ()) -> Tokenizer:
+    """Builds the tokenizer: printable ASCII by character, and <|unk|> for anything else.
+
+    Args:
+      phrases: texts that are one token each, with the ids behind `VOCAB`'s; such as a system prompt that
+        would be long in characters.
+    """
+    vocab = VOCAB | {phrase: len(VOCAB) + i for i, phrase in enumerate(phrases)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    pattern = "|".join((*map(re.escape, phrases), *WORDS, r"[\s\S]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")  # pyright: ignore
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore
     tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
 
 
-def save(directory: Path):
+def save(directory: Path, phrases: Sequence[str] = ()):
     """Writes tokenizer.json and tokenizer_config.json, which `transformers.AutoTokenizer` loads offline.
 
     The class is named as every transformers since 4.0 knows it; 5.x would write a name that 4.x does not.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    build().save(str(directory / "tokenizer.json"))
+    build(phrases).save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

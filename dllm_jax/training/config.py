@@ -20,6 +20,7 @@ from dllm_jax.options import (
     PositiveInt,
     Seed,
 )
+from dllm_jax.training.trainable import TOWER
 
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
 WARMUP = 100
@@ -140,7 +141,7 @@ def is_matrix(params: Params) -> dict[str, Any]:
     def of(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [of(name, layer) for layer in value]
-        return is_matrix(value) if isinstance(value, dict) else not name.endswith(("norm", "_bias"))
+        return is_matrix(value) if isinstance(value, dict) else not ("norm" in name or name.endswith("_bias"))
 
     return {name: of(name, value) for name, value in params.items()}
 
@@ -151,7 +152,8 @@ def _matrices(params: Params) -> dict[str, Any]:
     Factors of low-rank updates are no such matrices: they take AdamW.
     """
     axes = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
-    axes |= dict.fromkeys(("gate", "up", "down"), ((0,), (1,)))
+    axes |= {f"vision_{name}": axes[name] for name in "qkvo"}
+    axes |= dict.fromkeys(("gate", "up", "down", "fc1", "fc2"), ((0,), (1,)))
 
     def numbers(name: str, value: Any, stacked: bool) -> optax.contrib.MuonDimensionNumbers | None:
         if name not in axes or is_low_rank(value):
@@ -160,9 +162,10 @@ def _matrices(params: Params) -> dict[str, Any]:
             *(tuple(i + stacked for i in group) for group in axes[name])
         )
 
+    towers = {TOWER: _matrices(params[TOWER])} if TOWER in params else {}
     layers = params["layers"]
     if isinstance(layers, list):
         of_layers = [{name: numbers(name, layer[name], False) for name in layer} for layer in layers]
     else:
         of_layers = {name: numbers(name, layers[name], True) for name in layers}
-    return dict.fromkeys(params) | {"layers": of_layers}
+    return dict.fromkeys(params) | {"layers": of_layers} | towers

@@ -24,7 +24,7 @@ from dllm_jax.training.run_directory import Checkpoints, LogEntry, append_to_log
 from dllm_jax.training.setup import Setup, prepare
 from dllm_jax.training.source import Memory, Source
 from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
-from dllm_jax.training.trainable import Optimizer, Trainable, labels
+from dllm_jax.training.trainable import Optimizer, Trainable, labels, parameters
 
 LOG = "log.jsonl"
 
@@ -75,7 +75,8 @@ def train(
         None for what is frozen.
       trainable: what is trained: a tree of True and False (or of names) that the parameters extend, such as
         `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that gives one from
-        the parameters; None is everything. What is frozen has no gradient, no state and is in no checkpoint.
+        the parameters; None is the whole decoder, True also the vision tower and projector of LLaDA-V, which
+        stand under "vision" in the tree. What is frozen has no gradient, no state and is in no checkpoint.
       mesh: devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
         "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). None is the mesh that the model
         lies on, or that of `jax.set_mesh`, or one device. With several processes all call `train` with the
@@ -97,8 +98,8 @@ def train(
     check_argument("progress", progress, bool)
     root = None if directory is None else Path(os.fspath(directory))
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
-    _, frozen = setup.split(model.params)
-    record = record_of(setup, optimizer, labels(model.params, trainable), frozen)
+    _, frozen = setup.split(parameters(model))
+    record = record_of(setup, optimizer, labels(parameters(model), trainable), frozen)
     allowed = check_names(allow_changes, record)
     with contextlib.ExitStack() as stack:
         checkpoints, entries = None, []

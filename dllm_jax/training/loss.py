@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import LayerPass, Model, encode
+from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
 ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
 T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
@@ -28,6 +29,8 @@ class Batch(NamedTuple):
       t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
         masks and large weights, which carry most of the gradient's variance and, where an answer follows
         from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
+      images: of prompts that hold `dllm_jax.EMBEDDED` (-1) in the place of image tokens
+        (`dllm_jax.vision.Processor.batch`); None of text alone.
     """
 
     prompt: Int[Array, "b p"]
@@ -35,6 +38,7 @@ class Batch(NamedTuple):
     prompt_mask: Bool[Array, "b p"] | None = None
     answer_mask: Bool[Array, "b r"] | None = None
     t_min: float | Float[Array, ""] = T_MIN
+    images: PromptImages | None = None
 
 
 class Metrics(NamedTuple):
@@ -60,6 +64,7 @@ class Masked(NamedTuple):
       learnt: answer positions that count: all, or those of one block.
       valid: tokens that are attended to; None means all.
       isolated: examples whose prompt does not see the answer; None means none.
+      images: of the prompts, see `Batch`.
     """
 
     tokens: Int[Array, "b l"]
@@ -69,6 +74,7 @@ class Masked(NamedTuple):
     learnt: Bool[Array, "b r"]
     valid: Bool[Array, "b l"] | None
     isolated: Bool[Array, "b"] | None = None
+    images: PromptImages | None = None
 
 
 class Counts(NamedTuple):
@@ -151,7 +157,7 @@ def draw(
     isolated = None
     if prompt_isolation:
         isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
-    return Masked(tokens, batch.answer, t, masked, learnt, valid_tokens(batch), isolated)
+    return Masked(tokens, batch.answer, t, masked, learnt, valid_tokens(batch), isolated, batch.images)
 
 
 def masked_loss(
@@ -160,8 +166,8 @@ def masked_loss(
     """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
     length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
     within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
-    answer = batch.answer.shape[1]
-    logits = answer_logits(model, batch.tokens, answer, batch.valid, remat, layer_pass, within)
+    answer, embeds = batch.answer.shape[1], image_embeddings(model, batch)
+    logits = answer_logits(model, batch.tokens, answer, batch.valid, remat, layer_pass, within, embeds)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
@@ -169,6 +175,16 @@ def masked_loss(
     loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * counted))
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
+
+
+def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | None:
+    """The inputs in the place of embeddings where tokens are -1; None of a batch without images."""
+    if batch.images is None:
+        return None
+    if model.vision is None or model.spec.vision is None:
+        raise ValueError(f"the batch has images, but the model ({model.spec.family}) has no vision tower")
+    embeds = prompt_embeddings(model.vision, model.spec.vision, batch.images)
+    return jnp.pad(embeds, ((0, 0), (0, batch.answer.shape[1]), (0, 0)))
 
 
 def answer_logits(
@@ -179,12 +195,13 @@ def answer_logits(
     remat: bool = False,
     layer_pass: LayerPass | None = None,
     within: Mask | None = None,
+    embeds: Float[Array, "b l m"] | None = None,
 ) -> Float[Array, "b r v"]:
     """Logits of the last `answer` positions, float32, from the positions that predict them.
 
     Other arguments as of `encode`.
     """
-    hidden = encode(model, tokens, valid, remat, layer_pass, within)
+    hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
     position = jnp.arange(tokens.shape[1] - answer, tokens.shape[1])
     source = jnp.maximum(position - int(model.spec.shifted), 0)
     return unembed(model.params, model.spec, hidden[:, source]).astype(jnp.float32)

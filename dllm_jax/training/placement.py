@@ -22,7 +22,7 @@ from dllm_jax.nn.low_rank import LowRankMatrix, factor_axes
 from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import Model, exact_layer
 from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.sharding import AXES, sizes
+from dllm_jax.nn.sharding import AXES, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.loss import Batch
 
@@ -117,7 +117,7 @@ def _axes(path: tuple[Any, ...]) -> str:
     part = path[-1].name if isinstance(path[-1], jax.tree_util.GetAttrKey) else "base"
     axes = AXES[name] if part == "base" else factor_axes(name)["ab".index(part)]
     in_list = any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
-    return axes.removeprefix("n") if in_list else axes
+    return within_layer(axes) if in_list else axes
 
 
 def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTree) -> PyTree:

@@ -20,7 +20,16 @@ from dllm_jax.training import placement as place
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
 from dllm_jax.training.loss import Batch
 from dllm_jax.training.placement import Placement
-from dllm_jax.training.trainable import Optimizer, Trainable, assigned, joined, labels, split
+from dllm_jax.training.trainable import (
+    Optimizer,
+    Trainable,
+    assigned,
+    joined,
+    labels,
+    parameters,
+    split,
+    with_parameters,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +69,12 @@ class Setup:
 
     def ready(self, params: Params) -> tuple[Model, LayerPass | None]:
         """A model for a pass over a batch, and what its layers do on a mesh (else None)."""
+        model = with_parameters(Model({}, self.spec), params)
         if self.placement is None:
-            return Model(params, self.spec), None
-        params = place.gathered_ends(self.placement, self.spec, params)
-        return Model(params, self.spec), functools.partial(place.layer_pass, self.placement, self.spec)
+            return model, None
+        ends = place.gathered_ends(self.placement, self.spec, model.params)
+        layer_pass = functools.partial(place.layer_pass, self.placement, self.spec)
+        return dataclasses.replace(model, params=ends), layer_pass
 
     def batch(self, batch: Batch) -> Batch:
         """The batch where the programs expect it.
@@ -110,13 +121,13 @@ def prepare(
     if optimizer is not None:
         _refuse_without_effect(config)
     mask, chosen = assigned(
-        labels(model.params, trainable), optimiser(config) if optimizer is None else optimizer
+        labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
     )
     chosen_mesh = place.mesh_of(model, mesh)
     placement = None if chosen_mesh is None else Placement(chosen_mesh, model.rules)
     if placement is not None and (unsplit := placement.unsplit(model.spec)):
         warnings.warn(f"not split over the mesh, but copied: {'; '.join(unsplit)}", stacklevel=2)
-    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(model.params))
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(parameters(model)))
     return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
 
 

@@ -1,6 +1,5 @@
 """The state of a training run as a pytree, and one step of it."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from optax import microbatching
 from dllm_jax.nn.model import Model
 from dllm_jax.training.loss import Batch, Counts, Masked, Metrics, draw, masked_loss
 from dllm_jax.training.setup import Setup, on_mesh, shardings
+from dllm_jax.training.trainable import parameters, with_parameters
 
 
 class TrainState(NamedTuple):
@@ -39,7 +39,7 @@ def begin(model: Model, setup: Setup) -> TrainState:
     """The state before the first step; copies what is trained, since `train_step` donates its input."""
     first = functools.partial(_first, setup)
     with setup.scope():
-        trained, frozen = setup.split(on_mesh(setup, model.params))
+        trained, frozen = setup.split(on_mesh(setup, parameters(model)))
         if setup.placement is not None:
             first = jax.jit(first, out_shardings=_places(setup, trained))
         return first(trained)._replace(frozen=frozen)
@@ -50,7 +50,7 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
 
     The model may be abstract too (`dllm_jax.abstract`).
     """
-    trained, _ = setup.split(model.params)
+    trained, _ = setup.split(parameters(model))
     shapes = jax.eval_shape(functools.partial(_first, setup), trained)
     if setup.placement is None:
         where = jax.tree.leaves(model.params)[0].sharding
@@ -58,7 +58,7 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
     else:
         places = _places(setup, trained)
     described = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    _, frozen = setup.split(on_mesh(setup, model.params))
+    _, frozen = setup.split(on_mesh(setup, parameters(model)))
     return jax.tree.map(described, shapes, places)._replace(frozen=frozen)
 
 
@@ -89,7 +89,7 @@ def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
         params = setup.weights(state.params, state.frozen)
     if setup.placement is not None:
         params = setup.placement.returned(params)
-    return dataclasses.replace(model, params=params)
+    return with_parameters(model, params)
 
 
 def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:

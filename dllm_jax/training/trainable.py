@@ -1,5 +1,6 @@
 """Which parameters are trained, and by which transformation: masks and labels over the parameters' tree."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -7,10 +8,24 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
+
+TOWER = "vision"  # where the parameters of a vision tower stand in the tree of what can be trained
 
 Trainable = PyTree[bool | str] | Callable[[Params], PyTree[bool | str]]
 Optimizer = optax.GradientTransformation | Mapping[str, optax.GradientTransformation | None]
+
+
+def parameters(model: Model) -> Params:
+    """All parameters that can be trained: the decoder's, and those of a vision tower under `TOWER`."""
+    return model.params if model.vision is None else model.params | {TOWER: model.vision}
+
+
+def with_parameters(model: Model, params: Params) -> Model:
+    """The model with these parameters, the inverse of `parameters`."""
+    decoder = {name: value for name, value in params.items() if name != TOWER}
+    return dataclasses.replace(model, params=decoder, vision=params.get(TOWER))
 
 
 def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
@@ -19,14 +34,17 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
     Args:
       params: the model's (or their shapes).
       trainable: a tree of booleans or names that the parameters extend (`{"embed": False, "layers": True,
-        "norm": True, "head": False}`), a function that gives one from the parameters, or None for all.
+        "norm": True, "head": False}`), a function that gives one from the parameters, or None for the
+        decoder's. A mapping that does not mention a tower leaves it frozen.
 
     Raises:
       ValueError: a tree of another structure, or a leaf that is neither a boolean nor a name.
     """
-    if trainable is None:
-        return jax.tree.map(lambda _: True, params)
     tree = trainable(params) if callable(trainable) else trainable
+    if tree is None:
+        tree = {name: name != TOWER for name in params}
+    elif TOWER in params and isinstance(tree, Mapping):
+        tree = {TOWER: False, **tree}
     for path, label in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(label, bool | str):
             at = jax.tree_util.keystr(path)

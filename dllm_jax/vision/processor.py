@@ -5,19 +5,29 @@ import os
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
+from jaxtyping import Bool, Float32, Int, UInt8
 
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDDED, Prompts
 from dllm_jax.vision import tower
-from dllm_jax.vision.images import AnyRes, Merge, Pad, Views, open_image, views_of_config
+from dllm_jax.vision.images import (
+    NEWLINE,
+    AnyRes,
+    Merge,
+    Pad,
+    Views,
+    normalised,
+    open_image,
+    views_of_config,
+)
 from dllm_jax.vision.prompt import PLACE, SUPPRESSED, prompt_ids, rendered
+from dllm_jax.vision.tower import PromptImages
 
 LONGEST = 16384  # rows of a prompt in training
 
@@ -110,12 +120,37 @@ class Processor(Options):
         prompts = [self.prompt(messages, spec.vision) for messages in conversations]
         width = max(len(prompt.ids) for prompt in prompts)
         width = width if ladder is None else ladder.fit(width)
-        ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id, spec.vision)
+        ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id)
+        ids, mask = host.place(ids, np.int32), host.place(mask, bool)
         pixels = np.concatenate([prompt.pixels for prompt in prompts])
         if not len(pixels):
             return Prompts(ids, mask, None)
+        # Features are counted over the views of all prompts from here on.
+        first = np.cumsum([0, *(len(prompt.pixels) for prompt in prompts)])[:-1] * spec.vision.patches
+        source = np.where(source == NEWLINE, source, source + first[:, None, None])
         views = tower.view_embeddings(model.vision, spec.vision, pixels, self.at_once)
         return Prompts(ids, mask, tower.merged(model.vision, views, source, weight))
+
+    def batch(
+        self, spec: ModelSpec, conversations: list[list[dict[str, Any]]]
+    ) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"], PromptImages | None]:
+        """What training takes of a batch of conversations: ids and mask, left-padded, and the images' pixels.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        if spec.vision is None:
+            raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
+        prompts = [self.prompt(messages, spec.vision) for messages in conversations]
+        ids, mask, source, weight = _left_padded(prompts, max(len(p.ids) for p in prompts), spec.eos_id)
+        views = max(len(prompt.pixels) for prompt in prompts)
+        if not views:
+            return ids, mask, None
+        side = spec.vision.image
+        pixels = np.full((len(prompts), views, side, side, 3), -1, np.float32)
+        for row, prompt in enumerate(prompts):
+            pixels[row, : len(prompt.pixels)] = normalised(prompt.pixels)
+        return ids, mask, PromptImages(pixels, source, weight)
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
         """One conversation on the host: ids, and what its image tokens are made of."""
@@ -168,19 +203,17 @@ def spliced(
 
 
 def _left_padded(
-    prompts: list[Encoded], width: int, pad_id: int, vision: VisionSpec
-) -> tuple[Int[Array, "b p"], Bool[Array, "b p"], Int[np.ndarray, "b p 4"], Float[np.ndarray, "b p 4"]]:
-    """The prompts as arrays of one width; features are counted over the views of all of them."""
+    prompts: list[Encoded], width: int, pad_id: int
+) -> tuple[
+    Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"], Int[np.ndarray, "b p 4"], Float32[np.ndarray, "b p 4"]
+]:
+    """The prompts as arrays of one width; features are counted over each prompt's own views."""
     ids = np.full((len(prompts), width), pad_id, np.int32)
     mask = np.zeros(ids.shape, bool)
     source = np.zeros((*ids.shape, 4), np.int32)
     weight = np.zeros(source.shape, np.float32)
-    views = 0
     for row, prompt in enumerate(prompts):
         own = slice(width - len(prompt.ids), width)
         ids[row, own], mask[row, own] = prompt.ids, True
-        offset = views * vision.patches
-        source[row, own] = np.where(prompt.source < 0, prompt.source, prompt.source + offset)
-        weight[row, own] = prompt.weight
-        views += len(prompt.pixels)
-    return host.place(ids, np.int32), host.place(mask, bool), source, weight
+        source[row, own], weight[row, own] = prompt.source, prompt.weight
+    return ids, mask, source, weight

@@ -5,7 +5,8 @@ Linear, exact GELU, Linear on every patch (https://arxiv.org/abs/2502.14786, htt
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,59 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.mesh import over_mesh
-from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.spec import VisionSpec
+from dllm_jax.nn.parameters import Params, abstract_vision
+from dllm_jax.nn.sharding import AXES, within_layer
+from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.vision.images import NEWLINE, normalised
 
 AT_ONCE = 8  # views in one program, unless users say otherwise
+
+
+class PromptImages(NamedTuple):
+    """The images of a batch of prompts, as arrays whose first axis is the batch: what training takes.
+
+    Attributes:
+      pixels: of each prompt's views, -1 black to 1; black views behind those of prompts with fewer.
+      source: features that image tokens are made of, see `Merge`; counted over the prompt's own views.
+      weight: of the features; 0 everywhere where no image is.
+    """
+
+    pixels: Float32[Array | np.ndarray, "b views side side 3"]
+    source: Int[Array | np.ndarray, "b p 4"]
+    weight: Float32[Array | np.ndarray, "b p 4"]
+
+
+def initialise(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters of a tower and its projector, for training from nothing.
+
+    Matrices are normal with a variance of one over the number of their inputs; positions and the newline have
+    a standard deviation of 1/2, so that patches can be told apart by place from the first step on. Norms are
+    ones, biases zeros.
+
+    Raises:
+      ValueError: a spec without a tower.
+    """
+    shapes = abstract_vision(spec, dtype)
+    if shapes is None:
+        raise ValueError(f"the spec ({spec.family}) has no vision tower")
+    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(key, len(paths))
+    drawn = [_drawn(path[-1].key, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def _drawn(name: str, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
+    if name.endswith("_bias"):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    if "norm" in name:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    axes = within_layer(AXES[name])
+    shape = leaf.shape[-len(axes) :]
+    std = 0.5
+    if name not in ("position", "newline"):
+        inputs = axes.removesuffix("HD") if name in ("vision_q", "vision_k", "vision_v") else axes[:-1]
+        std = 1 / math.sqrt(math.prod(shape[: len(inputs)]))
+    return std * jax.random.normal(key, leaf.shape, leaf.dtype)
 
 
 def patch_embeddings(
@@ -130,10 +179,24 @@ def merged(
 
 @jax.jit
 def _merged(newline, views, source, weight) -> Float[Array, "b p m"]:
-    def run(newline, views, source, weight):
-        rows = jnp.concatenate([views.reshape(-1, views.shape[-1]), newline[None]])
-        source = jnp.where(source == NEWLINE, rows.shape[0] - 1, source)
-        parts = (rows[source[..., i]].astype(jnp.float32) * weight[..., i, None] for i in range(4))
-        return sum(parts, start=jnp.zeros((), jnp.float32)).astype(views.dtype)
+    return over_mesh(_weighted_sums, newline, views, source, weight, out=PartitionSpec())
 
-    return over_mesh(run, newline, views, source, weight, out=PartitionSpec())
+
+def _weighted_sums(newline, views, source, weight) -> Float[Array, "*b p m"]:
+    rows = jnp.concatenate([views.reshape(-1, views.shape[-1]), newline[None]])
+    source = jnp.where(source == NEWLINE, rows.shape[0] - 1, source)
+    parts = (rows[source[..., i]].astype(jnp.float32) * weight[..., i, None] for i in range(4))
+    return sum(parts, start=jnp.zeros((), jnp.float32)).astype(views.dtype)
+
+
+def prompt_embeddings(params: Params, vision: VisionSpec, images: PromptImages) -> Float[Array, "b p m"]:
+    """The image tokens of a batch of prompts in one program, differentiable by the tower's parameters.
+
+    They are those of `view_embeddings` and `merged`; positions without an image are 0.
+    """
+    b, views = images.pixels.shape[:2]
+    pixels = jnp.asarray(images.pixels).reshape(b * views, *images.pixels.shape[2:])
+    features = project(params, encode(params, vision, pixels))
+    features = features.reshape(b, views, *features.shape[1:])
+    of_prompt = functools.partial(_weighted_sums, params["newline"])
+    return jax.vmap(of_prompt)(features, images.source, images.weight)
