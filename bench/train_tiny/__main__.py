@@ -6,7 +6,7 @@
 Everything is a function of the recipe (`text`, `pictured`), so that the command makes the same model again,
 and goes on where a killed run stopped (checkpoints under --runs); progress, losses and stages are logged to
 RUNS/NAME/log.jsonl. What is written is read back and scored, and the card says what came out. How the models
-that ship came about is in `Recipe.history`: tiny-dream is older than its recipe.
+that ship came about is in `Recipe.history`.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,10 @@ def spec_of(family: str) -> ModelSpec:
     )  # fmt: skip
 
 
-def stages() -> tuple[Stage, ...]:
+NEEDLES = {64: 0.2, 128: 0.3, 256: 0.5, 512: 1.5, 1024: 2.5}  # weights in rehearsal, by tokens of the prompt
+
+
+def stages(weights: Mapping[int, float]) -> tuple[Stage, ...]:
     """From two pairs with keys of four letters, which teaches looking up, to needles among 1024 tokens.
 
     Forty letters at once take several times as long to leave the guessing floor as four and then more: each
@@ -93,11 +97,10 @@ def stages() -> tuple[Stage, ...]:
     the least variance; a model trained on nothing else cannot finish a half-decoded answer. What comes after
     uses the same look-up: values of three digits, voting over examples, chains. Bars are low: at a constant
     rate parameters are too noisy to be right every time, which they become when the rate falls. The last
-    stages have none: they open one by one and are learnt together.
+    stages have none: they open one by one and are learnt together, needles by `weights`.
     """
     alphabets = ((4, 2), (8, 2), (20, 2), (20, 3), (20, 4))
     late = functools.partial(Stage, t_min=0.1, bar=0.0)
-    weights = {64: 0.2, 128: 0.3, 256: 0.5, 512: 1.5, 1024: 2.5}
     needles = (late(*needle(n), 4096 // n, 4, weight=weight) for n, weight in weights.items())
     forms = {128: 3.0, 256: 3.0, 512: 0.5}
     several = (late(*needle(n, 8), 4096 // n, 56, weight=weight) for n, weight in forms.items())
@@ -127,11 +130,19 @@ def stages() -> tuple[Stage, ...]:
 RECIPES = {
     "tiny-llada": TextRecipe(
         spec_of("llada"),
-        stages(),
+        stages(NEEDLES),
         training(12000, 5000),
         training(3500, 2500),
         history="The one that ships went on from the model that shipped before it, which had learnt without "
         "isolation (`--begin-with`), in two runs: 3000 steps with other weights of the stages, then these.",
     ),
-    "tiny-dream": TextRecipe(spec_of("dream"), stages(), training(12000, 5000), training(4000, 3000)),
+    "tiny-dream": TextRecipe(
+        spec_of("dream"),
+        stages({64: 4.0, 128: 6.0, 256: 12.0, 512: 18.0, 1024: 12.0}),
+        training(12000, 5000),
+        training(2500, 2000),
+        history="The one that ships went on from the model that shipped before it, which had learnt without "
+        "isolation and with a rotary base of 10 000 (`--begin-with`), in two runs: 4000 steps with the "
+        "weights of tiny-llada's stages, then these.",
+    ),
 }
