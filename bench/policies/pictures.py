@@ -15,22 +15,24 @@ from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
-HEADS = ("policy", *ASKED_OF_PICTURES, "computed", "K/V pairs")
+COSTS = ("computed", "K/V pairs")
 
 
 def table(measured: dict[str, Any], model: str) -> str:
     """Markdown: exact match on each task in percent with its 95 % interval, and costs on the last one.
 
-    Settings that were not measured have no line.
+    Tasks that were not measured have no column, settings that were not no line.
     """
-    workloads = [measured[f"{model} {task}"] for task in ASKED_OF_PICTURES]
+    tasks = [task for task in ASKED_OF_PICTURES if f"{model} {task}" in measured]
+    workloads = [measured[f"{model} {task}"] for task in tasks]
     lines = []
     for setting in PICTURED:
         rows = [row for workload in workloads if (row := find(workload, setting)) is not None]
         if len(rows) == len(workloads):
             costs = f"{rows[-1]['computed']:.0%}", f"{rows[-1]['kept_pairs']:.0f}"
             lines.append((_name(setting), *map(_percent, rows), *costs))
-    return runner.table(HEADS, "l" + "r" * (len(HEADS) - 1), lines)
+    heads = ("policy", *tasks, *COSTS)
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), lines)
 
 
 def _name(setting: Setting) -> str:
