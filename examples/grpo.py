@@ -48,7 +48,8 @@ def rollouts(
     )
     answer = np.asarray(sampled.tokens)[:, prompt.shape[1] :]
     right = exact(decode_answers(model, tokenizer, answer), questions)
-    return Batch(*map(jnp.asarray, (prompt, answer, mask))), np.asarray(right, np.float32)
+    batch = Batch(jnp.asarray(prompt), jnp.asarray(answer), jnp.asarray(mask))
+    return batch, np.asarray(right, np.float32)
 
 
 def main(
