@@ -41,7 +41,8 @@ class TrainConfig(Options):
         where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         extended without changing its past.
-      weight_decay: AdamW's, on matrices and tables only (norms and biases have none).
+      weight_decay: AdamW's, on matrices and tables only (norms and biases have none). With `muon` norms and
+        biases decay too: optax's Muon takes no mask for what AdamW gets.
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.
       clip: largest norm of the gradient; larger ones are scaled down to it.
