@@ -64,8 +64,8 @@ class Arguments(Options):
     `python -m dllm_jax chat PATH` is a conversation with a checkpoint instead; see `chat --help`.
     """
 
-    models: tuple[str, ...] = embedded.NAMES
-    """Which of the checkpoints."""
+    models: tuple[str, ...] = embedded.TEXT
+    """Which of the checkpoints that read text."""
     prompts: PositiveInt = 16
     """How many held-out prompts of each task to answer."""
     seed: NonNegativeInt = 0
@@ -75,8 +75,8 @@ class Arguments(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in self.models:
-            embedded.path(name)
+        if unknown := [name for name in self.models if name not in embedded.TEXT]:
+            raise ValueError(f"models={unknown[0]!r} must be of {', '.join(embedded.TEXT)}")
 
 
 def main() -> int:
