@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from bench.train_tiny import card
 from bench.train_tiny.card import HeldOutPrompts
-from bench.train_tiny.recipe import Recipe, decoder, training
+from bench.train_tiny.recipe import Recipe, decoder, training, write_config
 from dllm_jax import load
 from dllm_jax.checkpoint.names import llada_v
 from dllm_jax.nn.model import Model
@@ -97,9 +96,7 @@ class PicturedRecipe(Recipe):
     @override
     def write_assets(self, directory: Path):
         tokenizer.save(directory, (SYSTEM,))
-        config = llada_v.template(self.spec) | llada_v.write(self.spec) | CONFIG
-        config.pop("rope_scaling")  # null, which transformers warns of
-        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_config(directory, llada_v.template(self.spec) | llada_v.write(self.spec) | CONFIG)
 
     @override
     def reader(self, directory: Path) -> Processor:

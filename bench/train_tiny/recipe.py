@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,9 @@ def decoder(spec: ModelSpec) -> Params:
     params = initialise(spec, key, gain=INIT_GAIN)
     shift = INIT_GAIN * INIT_STD * jax.random.normal(common, (spec.width,))
     return params | {"embed": params["embed"] + shift}
+
+
+def write_config(directory: Path, config: dict[str, Any]):
+    """Writes config.json, without a null that transformers warns of."""
+    told = {name: value for name, value in config.items() if name != "rope_scaling"}
+    (directory / "config.json").write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")

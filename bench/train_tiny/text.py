@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from bench.train_tiny import card
-from bench.train_tiny.recipe import Recipe, decoder, training
+from bench.train_tiny.recipe import Recipe, decoder, training, write_config
 from dllm_jax import load
 from dllm_jax.checkpoint.names import dream, llada
 from dllm_jax.nn.model import Model
@@ -56,9 +55,9 @@ class TextRecipe(Recipe):
     def write_assets(self, directory: Path):
         tokenizer.save(directory)
         family = FAMILIES[self.spec.family]
-        config = UNUSED[self.spec.family] | family.template(self.spec) | family.write(self.spec)
-        config.pop("rope_scaling", None)  # null, which transformers warns of
-        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_config(
+            directory, UNUSED[self.spec.family] | family.template(self.spec) | family.write(self.spec)
+        )
 
     @override
     def reader(self, directory: Path) -> Any:
