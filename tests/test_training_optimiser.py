@@ -37,6 +37,24 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
         np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
 
 
+@pytest.mark.parametrize("muon", [None, 0.1])
+def test_matrices_and_tables_decay_but_norms_and_biases_do_not(muon):
+    params = tiny("dream").params
+    gradient = jax.tree.map(jnp.ones_like, params)
+    updates = []
+    for weight_decay in (0.0, 0.5):
+        config = TrainConfig(steps=10, learning_rate=1e-3, muon=muon, warmup=0, weight_decay=weight_decay)
+        step = optimiser(config)
+        updates.append(jax.jit(step.update)(gradient, jax.jit(step.init)(params), params)[0])
+    decay = jax.tree.map(jnp.subtract, *updates)
+    of_a_matrix = 1e-3 if muon is None else muon
+    for name, rate in (("embed", 1e-3), ("norm", 0.0)):
+        np.testing.assert_allclose(decay[name], 0.5 * rate * params[name], atol=1e-7, err_msg=name)
+    for name, rate in (("gate", of_a_matrix), ("attn_norm", 0.0), ("q_bias", 0.0)):
+        layers = params["layers"][name]
+        np.testing.assert_allclose(decay["layers"][name], 0.5 * rate * layers, atol=1e-6, err_msg=name)
+
+
 def test_a_bad_rate_is_refused():
     with pytest.raises(ValueError, match=r"muon=0\.0 must be a number in \(0, inf\), or None for AdamW"):
         TrainConfig(steps=1, warmup=0, muon=0.0)

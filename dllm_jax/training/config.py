@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Annotated, Any
 
+import jax
 import optax
 import optax.contrib
 from annotated_types import Interval, MinLen
@@ -41,8 +42,7 @@ class TrainConfig(Options):
         where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         extended without changing its past.
-      weight_decay: AdamW's, on matrices and tables only (norms and biases have none). With `muon` norms and
-        biases decay too: optax's Muon takes no mask for what AdamW gets.
+      weight_decay: AdamW's and Muon's, on matrices and tables only (norms and biases have none).
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.
       clip: largest norm of the gradient; larger ones are scaled down to it.
@@ -114,26 +114,31 @@ def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW, or Muon with AdamW, with clipping and the schedule; the same object for equal options."""
     clip = optax.clip_by_global_norm(config.clip)
+    adamw = optax.adamw(
+        schedule(config),
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=is_matrix,
+        nesterov=config.muon is not None,
+    )
     if config.muon is None:
-        adamw = optax.adamw(
-            schedule(config),
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=is_matrix,
-        )
         return optax.chain(clip, adamw)
     muon = optax.contrib.muon(
         schedule(config, config.muon),
         weight_decay=config.weight_decay,
         weight_decay_mask=is_matrix,
-        adam_b1=config.beta1,
-        adam_b2=config.beta2,
-        adam_weight_decay=config.weight_decay,
-        adam_learning_rate=schedule(config),
         muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]
     )
-    return optax.chain(clip, muon)
+    # Muon's own AdamW would decay norms and biases too; with this partition it gets no parameters.
+    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _by_optimiser))
+
+
+def _by_optimiser(params: Params) -> Any:
+    """The name of the optimiser of each parameter."""
+    name = lambda axes, leaves: jax.tree.map(lambda _: "adamw" if axes is None else "muon", leaves)
+    matrix = lambda node: node is None or isinstance(node, optax.contrib.MuonDimensionNumbers)
+    return jax.tree.map(name, _matrices(params), params, is_leaf=matrix)
 
 
 def is_matrix(params: Params) -> dict[str, Any]:
