@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if mark := item.get_closest_marker("rotate"):
             params = item.callspec.params if hasattr(item, "callspec") else {}
-            key = item.originalname, *(repr(v) for k, v in params.items() if k not in ROTATED)
+            key = item.originalname, *(_name(v) for k, v in params.items() if k not in ROTATED)
             groups.setdefault((item.originalname, mark.kwargs.get("every", 1)), {}).setdefault(
                 key, []
             ).append(item)
@@ -82,6 +82,13 @@ def pytest_collection_modifyitems(config, items):
             left_out |= {item for j, item in enumerate(group) if j != chosen}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _name(value) -> str:
+    """What a parameter is called in every process: workers that collect different tests end the run."""
+    name = getattr(value, "__qualname__", None) or repr(value)
+    assert " at 0x" not in name, f"{name} names a place in memory: give the parameter's class a repr"
+    return name
 
 
 @pytest.fixture(autouse=True)
