@@ -13,6 +13,7 @@ import dllm_jax as dj
 from bench.policies import __main__ as policies
 from bench.policies import orderings, pictures, plots, summary
 from bench.policies.grid import (
+    CORE,
     EXACT,
     LONG,
     LONG_EVICTION,
@@ -25,7 +26,7 @@ from bench.policies.grid import (
     setting_of,
 )
 from bench.policies.measure import Timing
-from bench.policies.workloads import ASKED, ASKED_OF_PICTURES, Workload
+from bench.policies.workloads import ASKED, ASKED_OF_PICTURES, UNLEARNT, Workload, workloads
 from dllm_jax import samplers
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.tasks import Example
@@ -34,6 +35,7 @@ from tests.models import FAMILIES, canvas, random_tokens, tiny
 GRIDS = {
     "short": (*SHORT, *SHORT_EVICTION),
     "long": (*LONG, *LONG_EVICTION),
+    "core": CORE,
     "pictured": PICTURED,
 }
 KNOBS = {  # of each policy, the settings along its main one
@@ -91,6 +93,23 @@ def test_every_policy_has_four_settings_along_its_main_knob(policy):
     knob = KNOBS[policy]
     of = lambda s: s.block(32, 4) if knob == "block" else getattr(s.policy, knob)
     assert len({of(setting) for setting in settings}) >= 4
+
+
+@pytest.mark.parametrize("name", dj.embedded.TEXT)
+def test_models_are_asked_what_their_cards_say_they_answer(name):
+    log = json.loads((pathlib.Path(dj.embedded.path(name)) / "training_log.json").read_text())
+    asked = {
+        title for made in workloads(2, 128) for model, _, title in [made.partition(" ")] if model == name
+    }
+    assert asked | UNLEARNT[name] == set(ASKED)
+    titles = {
+        "chain among values": "chain-among-values", "chain of 16": "chain-of-16", "needles": "needles-256",
+    }  # fmt: skip
+    for row in log["held_out"]:
+        title = titles.get(row["task"], row["task"])
+        title = f"needle-{row['prompt']}" if title == "needle" else title
+        if title in ASKED and (title != "few-shot" or row["prompt"] < 200):
+            assert (row["exact"] >= 0.1) == (title in asked), (title, row["exact"])
 
 
 def test_blocks_divide_every_response_and_steps_divide_blocks():

@@ -226,6 +226,25 @@ _LONG: tuple[Setting, ...] = (
         for parallel in (_PARALLEL[0], _PARALLEL[2])
     ),
 )
+# One or two settings of each policy, but budgets in full, for tasks with long answers.
+_CORE: tuple[Setting, ...] = (
+    EXACT,
+    _ONE_BLOCK,
+    _PARALLEL[2],
+    *(Setting(policy) for policy in (p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPrefill())),
+    *(Setting(policy, blocks=1, variant="one block") for policy in (p.DualCache(), p.DKVPD())),
+    *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (4, 8)),
+    _order(p.Policy()),
+    _order(p.DKVGreedy()),
+    *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 32)),
+    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.25, 0.5, 0.75)),
+    *(mask_kv(budget=budget) for budget in (16, 32, 64, 128)),
+    *(Setting(p.EvictPrompt(budget=budget)) for budget in (16, 32, 64, 128)),
+    *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in (0.5, 0.9)),
+    Setting(p.D2Cache(k=8)),
+    Setting(p.D2Cache(k=8), blocks=1, variant="one block"),
+)
+CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))
 SHORT_EVICTION, LONG_EVICTION = _eviction(delay=0), _eviction(delay=1)
