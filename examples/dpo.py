@@ -3,7 +3,8 @@
     python -m examples.dpo --out bench/results/learning_dpo_cpu.json
 
 The task is to stop after two look-ups of a chain. A pair is the right answer and one that goes on for a
-third; the reference is the model without its adapters, so it costs no memory.
+third; the reference is the model without its adapters, so it costs no memory. Preferences alone keep the
+pair apart but may make both unlikely, so right answers are also learnt as such, by `supervised`.
 """
 
 from pathlib import Path
@@ -38,6 +39,7 @@ def main(
     rank: int = 8,
     learning_rate: float = 3e-4,
     beta: float = 1.0,
+    supervised: float = 1.0,
     draws: int = 2,
     review_every: int = 10,
     questions: int = 128,
@@ -52,6 +54,7 @@ def main(
       rank: of the adapters.
       learning_rate: of Adam, constant.
       beta: of DPO.
+      supervised: weight of the right answers' likelihood; 0 is DPO alone.
       draws: of levels and masks per response.
       review_every: steps between measurements of accuracy.
       questions: held-out ones to measure it on.
@@ -61,12 +64,12 @@ def main(
     optimizer = adam(learning_rate)
     state = learner(adapted(base, rank), optimizer)
     objective = lambda policy, chosen, rejected, key: vrpo_loss(
-        policy, lora.detach(policy), chosen, rejected, key, beta=beta, draws=draws, chunk=draws
-    )
+        policy, lora.detach(policy), chosen, rejected, key,
+        beta=beta, supervised=supervised, draws=draws, chunk=draws,
+    )  # fmt: skip
     update = updating(objective, optimizer)
-    curve = Curve(
-        out, model=model, batch=batch, rank=rank, learning_rate=learning_rate, beta=beta, draws=draws
-    )
+    options = dict(learning_rate=learning_rate, beta=beta, supervised=supervised, draws=draws)
+    curve = Curve(out, model=model, batch=batch, rank=rank, **options)
     curve.add(0, accuracy=held_out(state.model, tokenizer, questions))
     for step in range(1, steps + 1):
         chosen, rejected = pairs(tokenizer, base.spec, step, batch)

@@ -23,7 +23,7 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh", "mode")
+ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 # Arrays lie on the first of these unless a test makes a mesh.
@@ -58,7 +58,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of families, samplers, batches, meshes and rows of tests marked `rotate` one runs, another in the next.
+    """Of what `ROTATED` names one runs in tests marked `rotate`, another in the next.
 
     With `every=n` this is so for every n-th policy only, other ones in the next test; for one if there are
     fewer than n. Tests marked `exhaustive` do not run.
@@ -95,6 +95,17 @@ def _name(value) -> str:
 def forget_programs():
     yield
     forget_in_time()
+
+
+@pytest.fixture(autouse=True)
+def annotations_in_part(request):
+    """Shapes and dtypes are checked in every third test, or in all with --exhaustive.
+
+    Checking them takes a seventh of the time that a test takes, and most functions are called by many tests.
+    """
+    turn = zlib.crc32(request.node.nodeid.encode()) % 3
+    if turn and not request.config.getoption("exhaustive"):
+        request.getfixturevalue("unannotated")
 
 
 @pytest.fixture

@@ -162,11 +162,12 @@ def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Interv
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("mesh", ["dp=2 tp=2", "tp=2", "dp=2"])
-def test_interventions_over_a_mesh(mesh, family):
+def test_interventions_over_a_mesh(mesh, types, family):
     """Of three sequences, which two devices do not divide: each one's values go where its sequence goes."""
     alone = one_device(family)
-    model = on_mesh(alone, mesh_of(mesh))
+    model = on_mesh(alone, mesh_of(mesh, TYPES[types]))
     prompt, mask = prompts(alone, (9, 6, 8))
     options = dict(prompt_mask=mask, length=4, block=2, policy=policies.DualCache(), trace=True, widths=WIDE)
     run = lambda model, scale: dj.generate(model, prompt, interventions=changes(alone.spec, scale), **options)
@@ -177,11 +178,12 @@ def test_interventions_over_a_mesh(mesh, family):
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize(("mesh", "batch"), [("dp=2 tp=2", 3), ("tp=2", 3), ("dp=2", 4)])
-def test_capture_over_a_mesh(mesh, batch, family):
+def test_capture_over_a_mesh(mesh, batch, types, family):
     """Everything that layers compute of padded sequences, under interventions, in chunks of canvases."""
     alone = one_device(family, apart=mesh == "tp=2")
-    model = on_mesh(alone, mesh_of(mesh))
+    model = on_mesh(alone, mesh_of(mesh, TYPES[types]))
     tokens, mask = prompts(alone, (11, 8, 10, 9)[:batch])
     canvases = np.stack([tokens, tokens[:, ::-1], (tokens + 1) % 50])
     options = dict(prompt_mask=mask, interventions=changes(alone.spec, 2.0, batch), chunk=2)

@@ -47,7 +47,7 @@ def short(value) -> str:
     return type(value).__name__
 
 
-@pytest.mark.rotate
+@pytest.mark.rotate(every=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=short)
 @pytest.mark.parametrize("policy", CACHED, ids=short)

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.training import Batch, dpo_loss, group_advantages, grpo_loss, vrpo_loss
+from dllm_jax.training import (
+    Batch,
+    dpo_loss,
+    elbo_masks,
+    group_advantages,
+    grpo_loss,
+    response_log_probs,
+    vrpo_loss,
+)
 from tests.models import random_tokens, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
@@ -55,6 +63,22 @@ def test_vrpo_begins_at_log_two_and_learns_from_its_gradient():
         lambda reference: vrpo_loss(moved, reference, chosen, rejected, jax.random.key(0), draws=1)[0]
     )(model)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_reference))
+
+
+def test_a_supervised_part_is_the_chosen_responses_likelihood_per_token():
+    model = tiny("llada")
+    prompt, answer = random_tokens(model.spec, 4, 5), random_tokens(model.spec, 4, 6)
+    mask = jnp.arange(6) < jnp.asarray([6, 3, 1, 4])[:, None]
+    chosen, rejected = Batch(prompt, answer, answer_mask=mask), Batch(prompt, answer[:, ::-1])
+    key, draws = jax.random.key(3), 4
+    of = lambda weight: vrpo_loss(model, model, chosen, rejected, key, supervised=weight, draws=draws)
+    (alone, _), (both, metrics) = of(0.0), of(2.0)
+    masks = elbo_masks(jax.random.split(key)[0], chosen, draws)
+    elbo = np.asarray(response_log_probs(model, chosen, masks), np.float64)
+    assert not elbo[~np.asarray(mask)].any()
+    expected = -2 * np.mean(elbo.sum(1) / np.asarray(mask).sum(1))
+    np.testing.assert_allclose(both - alone, expected, rtol=1e-5)
+    assert metrics.loss == both > alone
 
 
 def test_advantages_are_relative_to_the_group():

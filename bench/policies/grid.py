@@ -173,14 +173,14 @@ _SHORT: tuple[Setting, ...] = (
 # Answers of 24 tokens and more in blocks of four. Longer blocks make caches older.
 _LONGER = tuple(Setting(blocks=blocks, variant="longer blocks") for blocks in (4, 2))
 _ONE_BLOCK = Setting(blocks=1, variant="one block")
-_PARALLEL = (
+PARALLEL = (
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(divide_steps=4, variant="fewer steps"),
     Setting(sampler=s.Threshold(0.9), variant="threshold"),
     Setting(sampler=s.Threshold(0.7), variant="threshold"),
     Setting(sampler=s.Factor(1.0), variant="factor"),
 )
-_CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in parallel too
+CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in parallel too
     p.DualCache(),
     p.DKVDecode(refresh_every=4),
     p.DKVPD(),
@@ -193,7 +193,7 @@ _LONG: tuple[Setting, ...] = (
     EXACT,
     *_LONGER,
     _ONE_BLOCK,
-    *_PARALLEL,
+    *PARALLEL,
     *(
         dataclasses.replace(blocks, policy=policy, variant="")
         for policy in (p.PrefixCache(), p.DualCache())
@@ -222,15 +222,15 @@ _LONG: tuple[Setting, ...] = (
     Setting(p.D2Cache(k=8), s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),
     *(
         dataclasses.replace(parallel, policy=policy)
-        for policy in _CACHES
-        for parallel in (_PARALLEL[0], _PARALLEL[2])
+        for policy in CACHES
+        for parallel in (PARALLEL[0], PARALLEL[2])
     ),
 )
 # One or two settings of each policy, but budgets in full, for tasks with long answers.
 _CORE: tuple[Setting, ...] = (
     EXACT,
     _ONE_BLOCK,
-    _PARALLEL[2],
+    PARALLEL[2],
     *(Setting(policy) for policy in (p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPrefill())),
     *(Setting(policy, blocks=1, variant="one block") for policy in (p.DualCache(), p.DKVPD())),
     *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (4, 8)),

@@ -96,6 +96,7 @@ def vrpo_loss(
     key: Key[Array, ""],
     *,
     beta: float = 0.1,
+    supervised: float = 0.0,
     draws: int = 8,
     masks_per_level: int = 1,
     chunk: int = 1,
@@ -113,6 +114,9 @@ def vrpo_loss(
       rejected: the same prompts with the other responses, which may be padded to another length.
       key: draws levels and masks.
       beta: see `dpo_loss`.
+      supervised: weight of an added loss, the policy's negative ELBO per token of the chosen responses
+        (arXiv:2404.19733, equation 2, with the ELBO for the log-likelihood). Preferences alone pull the pair
+        apart, and may do so while both responses become unlikely.
       draws: see `elbo_masks`.
       masks_per_level: see `elbo_masks`.
       chunk: see `response_log_probs`.
@@ -124,6 +128,7 @@ def vrpo_loss(
     Raises:
       ValueError: an argument out of range, or that does not fit the others.
     """
+    check_argument("supervised", supervised, NonNegativeFloat)
     fixed = jax.lax.stop_gradient(reference)
     pairs = []
     for batch, own in zip((chosen, rejected), jax.random.split(key), strict=True):
@@ -134,7 +139,10 @@ def vrpo_loss(
         ]
         pairs.append(elbo)
     (of_chosen, reference_chosen), (of_rejected, reference_rejected) = pairs
-    return dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
+    loss, metrics = dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
+    counted = jnp.ones(chosen.answer.shape, bool) if chosen.answer_mask is None else chosen.answer_mask
+    loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(counted, axis=1), 1))
+    return loss, metrics._replace(loss=loss)
 
 
 def group_advantages(
