@@ -21,7 +21,7 @@ from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import FAMILIES, frequencies, separate, tiny
 
 NAME = "generations"
-SAMPLE = 5
+SAMPLE = 3
 SINGLE, REQUESTS = 8, 16  # the first settings have one request each, the later ones several
 PROMPTS = 9, 5  # lengths of prompts: of few, for each is a program of the sequence alone
 AGAIN = 3  # how often a difference is tried with other weights

@@ -25,7 +25,7 @@ from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.checkpoints import save_sharded, tensors, tiny, write_hf
 
 NAME = "kills"
-SAMPLE = 6
+SAMPLE = 4
 ROOT = Path(__file__).parents[2]
 TARGET = "out/target"  # in the directory of a case
 KILLED, ENDED = -9, 0
