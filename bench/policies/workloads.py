@@ -176,8 +176,8 @@ ASKED = {
     "few-shot": Asked(FewShot(), 5, eviction=True),
     "few-shot-8": Asked(FewShot(kinds=8), 5),
 }
-# What a model answers less than every tenth time tells nothing of policies; a test compares with its card.
-UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "sorting"}}
+# What a model answers less than every fifth time tells little of policies; a test compares with its card.
+UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "needle-1024", "sorting"}}
 # What is lost by dropping or skipping image tokens, of which an answer needs one.
 ASKED_OF_PICTURES = {
     "read-2": Asked(ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
