@@ -79,8 +79,7 @@ class Curriculum(Options, Source):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.spec.eot_id is None:
-            raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
+        _end_of_turn(self.spec)
         if self.first > len(self.stages):
             raise ValueError(f"first={self.first} must be 0 to {len(self.stages)}, the number of stages")
 
@@ -118,6 +117,12 @@ class Curriculum(Options, Source):
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
 
 
+def _end_of_turn(spec: ModelSpec) -> int:
+    if spec.eot_id is None:
+        raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
+    return spec.eot_id
+
+
 def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: ModelSpec) -> Batch:
     """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
 
@@ -130,8 +135,7 @@ def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: Mod
     Raises:
       ValueError: an answer that does not fit, or a model without an end-of-turn token.
     """
-    if spec.eot_id is None:
-        raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
+    end = _end_of_turn(spec)
     images = None
     if isinstance(tokenizer, Processor):
         prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
@@ -140,7 +144,7 @@ def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: Mod
         prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
     answers = np.full((len(examples), length), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
-        ids = [*tokenizer.encode(example.answer, add_special_tokens=False), spec.eot_id]
+        ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
         if len(ids) > length:
             raise ValueError(f"length={length}: {example.answer!r} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
