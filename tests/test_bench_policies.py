@@ -13,6 +13,7 @@ import dllm_jax as dj
 from bench.policies import __main__ as policies
 from bench.policies import orderings, pictures, plots, summary
 from bench.policies.grid import (
+    CACHES,
     CORE,
     EXACT,
     LONG,
@@ -384,21 +385,34 @@ def test_what_the_readme_shows_is_in_the_results():
     measured = json.loads(path.read_text())["models"]
     shown = summary.lines(measured, (*dj.policies.ALL, NewPolicy()))
     assert shown == summary.lines(measured)
-    table = summary.table(measured, "tiny-llada").split("\n\n")[0].splitlines()
+    table = summary.table(measured, dj.embedded.TEXT).split("\n\n")[0].splitlines()
     names = {row["policy"].split("(")[0] for workload in measured.values() for row in workload["rows"]}
     known = [line for line in summary.LINES if type(line.chain.policy).__name__ in names]
     assert len(table) == 2 + len(shown) >= 2 + len(known)
+    assert len(summary.fewer_steps(measured, dj.embedded.TEXT).splitlines()) == 2 + 1 + len(CACHES)
     assert len(known) >= 13, "the policies of the last run of the grid"
     for workload in measured.values():
         workload["rows"].append(workload["rows"][0] | {"policy": "NewPolicy()"})
     assert summary.lines(measured, (*dj.policies.ALL, NewPolicy()))[-1].chain == Setting(NewPolicy())
     for workload in measured.values():
         workload["rows"] = [row for row in workload["rows"] if row["policy"] != "DualCache()"]
-    assert "DualCache" not in summary.table(measured, "tiny-llada")
+    assert "DualCache" not in summary.table(measured, dj.embedded.TEXT)
     for workload in measured.values():
         workload["rows"].append(workload["rows"][0] | {"policy": "DualCache()", "steps": 1})
     with pytest.raises(LookupError, match=r"DualCache\(\).* was not measured"):
-        summary.table(measured, "tiny-llada")
+        summary.table(measured, dj.embedded.TEXT)
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_results():
+    root = pathlib.Path(__file__).parents[1]
+    measured = json.loads((root / "bench/results/policies_cpu.json").read_text())["models"]
+    page = (root / "docs/results.md").read_text()
+    for table in (summary.table(measured, dj.embedded.TEXT), summary.fewer_steps(measured, dj.embedded.TEXT)):
+        assert table in page
+    readme = (root / "README.md").read_text().splitlines()
+    head = next(line for line in page.splitlines() if line.startswith("| policy | chain, `tiny-llada`"))
+    shown = readme[readme.index(head) + 2 :][:12]
+    assert all(line.startswith("| `") and line in page for line in shown), shown
 
 
 def test_every_chunk_is_decoded_with_its_own_images():

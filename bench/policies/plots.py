@@ -19,6 +19,7 @@ from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
 
 MARKERS = "os^vDPX*<>hpd"
+LEGEND = 5  # curves in a line of the legend
 HEAD = """\
 # Policies measured
 
@@ -85,7 +86,9 @@ def timing(workload: dict[str, Any]) -> str:
 def draw(name: str, rows: list[dict[str, Any]]):
     """Quality against the fraction recomputed, and against the pairs stored."""
     quality = "agreement" if rows[0]["accuracy"] is None else "accuracy"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), sharey=True)
+    names = {row["curve"] for row in rows}
+    height = 5 + 0.2 * -(-len(names) // LEGEND)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, height), sharey=True, layout="constrained")
     curves(left, rows, "computed", quality)
     curves(right, rows, "kept_pairs", quality)
     for axes in (left, right):
@@ -93,9 +96,8 @@ def draw(name: str, rows: list[dict[str, Any]]):
     left.set_xlabel("positions computed, relative to the exact decoder")
     right.set_xlabel("K/V pairs stored per layer and head")
     left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
-    right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=LEGEND, fontsize=8)
     figure.suptitle(name)
-    figure.tight_layout()
     return figure
 
 

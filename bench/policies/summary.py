@@ -1,8 +1,9 @@
-"""The table of policies in docs/results.md, a line each, from what bench.policies measured.
+"""The tables of policies in docs/results.md, from what bench.policies measured of both embedded models.
 
     python -m bench.policies.summary bench/results/policies_cpu.json
 
-Every other setting and task is in docs/benchmarks.md.
+A line per policy, and right answers against tokens per forward where steps are fewer. Every other setting and
+task is in docs/benchmarks.md.
 """
 
 import dataclasses
@@ -11,15 +12,16 @@ from typing import Any
 
 import tyro
 
-from bench.policies.grid import EXACT, Setting, at_defaults, find, mask_kv
+from bench.policies.grid import CACHES, EXACT, PARALLEL, Setting, at_defaults, find, mask_kv
 from bench.shared import runner
+from dllm_jax import embedded
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
-TASKS = ("chain", "needle-256", "few-shot")
-HEADS = ("policy", "chain", "needle, 256 tokens", "few-shot", "as exact", "computed", "K/V pairs")
+TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
+FEWER = (EXACT, PARALLEL[0], PARALLEL[2])  # one token per step, half the steps, a threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,32 +40,44 @@ class Line:
 
     def on(self, task: str) -> Setting:
         """The setting on a task."""
-        return self.chain if task == "chain" or self.short is None else self.short
+        return self.chain if task.startswith("chain") or self.short is None else self.short
 
 
+_one_block = lambda policy: Setting(policy, blocks=1)
+_decode, _prefill = p.DKVDecode(refresh_every=4), p.DKVPrefill()
 LINES = (
     Line(EXACT),
-    Line(Setting(divide_steps=2), note="half the steps"),
+    Line(Setting(blocks=1), note="one block"),
+    Line(PARALLEL[0], note="half the steps"),
+    Line(PARALLEL[2], EXACT, note="threshold 0.9"),
     Line(Setting(p.PrefixCache())),
     Line(Setting(p.DualCache())),
-    Line(Setting(p.DKVDecode(refresh_every=4))),
-    Line(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
-    Line(Setting(p.DKVPrefill())),
+    Line(_one_block(p.DualCache()), note="one block"),
+    Line(Setting(_decode)),
+    Line(_one_block(_decode), note="one block"),
+    Line(_one_block(p.DKVDecode(refresh_every=8)), Setting(_decode), note="one block"),
+    Line(Setting(_prefill)),
     Line(Setting(p.DKVPD())),
-    Line(
-        Setting(p.DLLMCache(prompt_every=4, response_every=2)),
-        Setting(p.DLLMCache(prompt_every=32, response_every=2)),
+    Line(Setting(sampler=s.RandomOrder()), note="random order"),
+    Line(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
+    Line(Setting(p.DLLMCache(prompt_every=32, response_every=2))),
+    Line(Setting(p.DLLMCache(prompt_every=32, response_every=4))),
+    *(
+        Line(Setting(p.SparseDLLM(keep=keep)), Setting(p.SparseDLLM(keep=keep, delay=0)))
+        for keep in (0.75, 0.5, 0.25)
     ),
-    Line(Setting(p.SparseDLLM(keep=0.5)), Setting(p.SparseDLLM(keep=0.5, delay=0))),
-    Line(mask_kv(budget=32)),
-    Line(Setting(p.EvictPrompt(budget=16))),
-    Line(
-        Setting(p.ElasticCache(window=8, gamma=0.9), blocks=1),
-        Setting(p.ElasticCache(window=2, gamma=0.9)),
-        note="one block",
+    *(Line(mask_kv(budget=budget)) for budget in (64, 32, 8)),
+    *(Line(Setting(p.EvictPrompt(budget=budget))) for budget in (64, 32, 16, 8)),
+    *(
+        Line(
+            _one_block(p.ElasticCache(window=8, gamma=gamma)), Setting(p.ElasticCache(window=2, gamma=gamma)),
+            note="one block",
+        )
+        for gamma in (0.5, 0.9)
     ),
-    Line(Setting(p.D2Cache(k=8, p=0.1)), Setting(p.D2Cache(k=2, p=0.1))),
-)
+    Line(Setting(p.D2Cache(k=8)), Setting(p.D2Cache(k=2))),
+    Line(_one_block(p.D2Cache(k=8)), Setting(p.D2Cache(k=2)), note="one block"),
+)  # fmt: skip
 
 
 def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> list[Line]:
@@ -76,22 +90,41 @@ def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> lis
     return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 
 
-def table(measured: dict[str, Any], model: str) -> str:
-    """Markdown: exact match on each task, then agreement and costs on chains, and which settings differ.
+def table(measured: dict[str, Any], models: Iterable[str]) -> str:
+    """Markdown: exact match by task and model, costs on the first model's chains, and which settings differ.
 
     Raises:
       LookupError: a setting of a policy that was measured was not measured.
     """
+    asked = [(model, task) for task in TASKS for model in models if f"{model} {task}" in measured]
     cells, shown = [], lines(measured)
     for line in shown:
-        rows = [found(measured[f"{model} {task}"], line.on(task)) for task in TASKS]
-        chain = rows[0]
-        name = f"`{chain['policy']}`" + (f", {line.note}" if line.note else "")
-        rates = [f"{row['accuracy']:.1%}" for row in rows] + [f"{chain['agreement']:.1%}"]
-        cells.append((name, *rates, f"{chain['computed']:.0%}", f"{chain['kept_pairs']:.0f}"))
-    others = ", ".join(f"`{call(line.short.policy)}`" for line in shown if line.short)
+        rows = [found(measured[f"{model} {task}"], line.on(task)) for model, task in asked]
+        name = f"`{rows[0]['policy']}`" + (f", {line.note}" if line.note else "")
+        rates = [f"{row['accuracy']:.1%}" for row in rows]
+        cells.append((name, *rates, f"{rows[0]['computed']:.0%}", f"{rows[0]['kept_pairs']:.0f}"))
+    heads = ("policy", *(f"{task}, `{model}`" for model, task in asked), "computed", "K/V pairs")
+    short = (line.short.policy for line in shown if line.short and line.short.policy != line.chain.policy)
+    others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
-    return f"{runner.table(HEADS, 'lrrrrrr', cells)}\n\n{note}"
+    return f"{runner.table(heads, 'l' + 'r' * (len(heads) - 1), cells)}\n\n{note}"
+
+
+def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
+    """Markdown: on chains, right answers and tokens per forward of each policy as steps become fewer."""
+    workloads = [measured[f"{model} chain"] for model in models]
+    cells = []
+    for policy in (EXACT.policy, *CACHES):
+        rows = [
+            found(workload, dataclasses.replace(fewer, policy=policy))
+            for workload in workloads
+            for fewer in FEWER
+        ]
+        shown = (f"{row['accuracy']:.1%} ({workloads[0]['length'] / row['forwards']:.1f})" for row in rows)
+        cells.append((f"`{call(policy)}`", *shown))
+    ways = ("a token per step", "half the steps", "threshold 0.9")
+    heads = ("policy", *(f"`{model}`, {way}" for model in models for way in ways))
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -106,9 +139,10 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return row
 
 
-def main(results: runner.Results, model: str = "tiny-llada"):
-    """Prints the table."""
-    print(table(read_json(results)["models"], model))
+def main(results: runner.Results):
+    """Prints both tables."""
+    measured = read_json(results)["models"]
+    print(table(measured, embedded.TEXT), fewer_steps(measured, embedded.TEXT), sep="\n\n")
 
 
 if __name__ == "__main__":

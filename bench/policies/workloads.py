@@ -174,7 +174,6 @@ ASKED = {
     "needle-256": Asked(*needle(256), eviction=True),
     "needle-1024": Asked(*needle(1024), fewer=2),
     "few-shot": Asked(FewShot(), 5, eviction=True),
-    "few-shot-8": Asked(FewShot(kinds=8), 5),
 }
 # What a model answers less than every fifth time tells little of policies; a test compares with its card.
 UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "needle-1024", "sorting"}}
