@@ -59,6 +59,7 @@ def _kept() -> list[Claim]:
     dkv = lambda every: Setting(p.DKVDecode(refresh_every=every), blocks=1)
     return [
         Claim(few, mask_kv(budget=32), EXACT, 0.94, only=("needle-1024",)),
+        Claim(few, mask_kv(budget=8), EXACT, 0.94, only=("needle-256",)),
         *(Claim(half, Setting(p.SparseDLLM(keep=0.5, delay=delay)), EXACT, 0.99) for delay in (0, 1)),
         *(Claim(decode, dkv(every), one_block, 0.99) for every in (4, 8)),
         Claim(gamma, _elastic(0.9), one_block, 0.99),
