@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -235,15 +234,7 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-def unchecked():
-    """As without run-time type checks, which would refuse some of these inputs first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unannotated")
 @pytest.mark.parametrize("message", REFUSED)
 def test_refusals(message):
     prompt, answer = texts("llada")
@@ -251,7 +242,7 @@ def test_refusals(message):
         dj.log_likelihood(tiny("llada"), **({"prompt": prompt, "answer": answer} | REFUSED[message]))
 
 
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unannotated")
 def test_plain_lists_of_a_single_text_will_do():
     model, (prompt, answer) = tiny("llada"), texts("llada")
     masks = np.asarray([[[True, False, True]]])

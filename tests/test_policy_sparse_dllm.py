@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -255,15 +254,7 @@ def test_templates_are_filled_in_blocks(family):
     assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
 
 
-@pytest.fixture
-def unchecked():
-    """As without run-time type checks, which would refuse an unknown side first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("unannotated")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -173,10 +173,12 @@ _SHORT: tuple[Setting, ...] = (
 # Answers of 24 tokens and more in blocks of four. Longer blocks make caches older.
 _LONGER = tuple(Setting(blocks=blocks, variant="longer blocks") for blocks in (4, 2))
 _ONE_BLOCK = Setting(blocks=1, variant="one block")
-PARALLEL = (
-    Setting(divide_steps=2, variant="fewer steps"),
+HALF_THE_STEPS = Setting(divide_steps=2, variant="fewer steps")
+THRESHOLD = Setting(sampler=s.Threshold(0.9), variant="threshold")
+_PARALLEL = (
+    HALF_THE_STEPS,
     Setting(divide_steps=4, variant="fewer steps"),
-    Setting(sampler=s.Threshold(0.9), variant="threshold"),
+    THRESHOLD,
     Setting(sampler=s.Threshold(0.7), variant="threshold"),
     Setting(sampler=s.Factor(1.0), variant="factor"),
 )
@@ -193,7 +195,7 @@ _LONG: tuple[Setting, ...] = (
     EXACT,
     *_LONGER,
     _ONE_BLOCK,
-    *PARALLEL,
+    *_PARALLEL,
     *(
         dataclasses.replace(blocks, policy=policy, variant="")
         for policy in (p.PrefixCache(), p.DualCache())
@@ -223,14 +225,14 @@ _LONG: tuple[Setting, ...] = (
     *(
         dataclasses.replace(parallel, policy=policy)
         for policy in CACHES
-        for parallel in (PARALLEL[0], PARALLEL[2])
+        for parallel in (HALF_THE_STEPS, THRESHOLD)
     ),
 )
 # One or two settings of each policy, but budgets in full, for tasks with long answers.
 _CORE: tuple[Setting, ...] = (
     EXACT,
     _ONE_BLOCK,
-    PARALLEL[2],
+    THRESHOLD,
     *(Setting(policy) for policy in (p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPrefill())),
     *(Setting(policy, blocks=1, variant="one block") for policy in (p.DualCache(), p.DKVPD())),
     *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (4, 8)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from bench.policies.grid import CACHES, EXACT, PARALLEL, Setting, at_defaults, find, mask_kv
+from bench.policies.grid import CACHES, EXACT, HALF_THE_STEPS, THRESHOLD, Setting, at_defaults, find, mask_kv
 from bench.shared import runner
 from dllm_jax import embedded
 from dllm_jax import policies as p
@@ -21,7 +21,7 @@ from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
-FEWER = (EXACT, PARALLEL[0], PARALLEL[2])  # one token per step, half the steps, a threshold
+FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold 0.9": THRESHOLD}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Line:
 
 
 _one_block = lambda policy: Setting(policy, blocks=1)
-_decode, _prefill = p.DKVDecode(refresh_every=4), p.DKVPrefill()
+_decode = p.DKVDecode(refresh_every=4)
 LINES = (
     Line(EXACT),
     Line(Setting(blocks=1), note="one block"),
-    Line(PARALLEL[0], note="half the steps"),
-    Line(PARALLEL[2], EXACT, note="threshold 0.9"),
+    Line(HALF_THE_STEPS, note="half the steps"),
+    Line(THRESHOLD, EXACT, note="threshold 0.9"),
     Line(Setting(p.PrefixCache())),
     Line(Setting(p.DualCache())),
     Line(_one_block(p.DualCache()), note="one block"),
     Line(Setting(_decode)),
     Line(_one_block(_decode), note="one block"),
     Line(_one_block(p.DKVDecode(refresh_every=8)), Setting(_decode), note="one block"),
-    Line(Setting(_prefill)),
+    Line(Setting(p.DKVPrefill())),
     Line(Setting(p.DKVPD())),
     Line(Setting(sampler=s.RandomOrder()), note="random order"),
     Line(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
@@ -118,12 +118,11 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
         rows = [
             found(workload, dataclasses.replace(fewer, policy=policy))
             for workload in workloads
-            for fewer in FEWER
+            for fewer in FEWER.values()
         ]
         shown = (f"{row['accuracy']:.1%} ({workloads[0]['length'] / row['forwards']:.1f})" for row in rows)
         cells.append((f"`{call(policy)}`", *shown))
-    ways = ("a token per step", "half the steps", "threshold 0.9")
-    heads = ("policy", *(f"`{model}`, {way}" for model in models for way in ways))
+    heads = ("policy", *(f"`{model}`, {way}" for model in models for way in FEWER))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 

@@ -211,7 +211,7 @@ def _learnt(batch: Any) -> Bool[Array, "b r"]:
         mask = getattr(batch, f"{name}_mask")
         if mask is not None and (jnp.shape(mask) != shape or jnp.asarray(mask).dtype.kind != "b"):
             raise ValueError(f"{name}_mask has shape {jnp.shape(mask)}; expected Bool{list(shape)}")
-    return jnp.ones(answer, bool) if batch.answer_mask is None else jnp.asarray(batch.answer_mask)
+    return batch.learnt
 
 
 def _one_key(key: Any) -> Key[Array, ""]:

@@ -40,6 +40,13 @@ class Batch(NamedTuple):
     t_min: float | Float[Array, ""] = T_MIN
     images: PromptImages | None = None
 
+    @property
+    def learnt(self) -> Bool[Array, "b r"]:
+        """The answer's positions that are learnt and attended to: `answer_mask`, or all of them."""
+        return (
+            jnp.ones(self.answer.shape, bool) if self.answer_mask is None else jnp.asarray(self.answer_mask)
+        )
+
 
 class Metrics(NamedTuple):
     """What one optimiser step reports, as scalars.
@@ -146,7 +153,7 @@ def draw(
     `masked_diffusion_loss`.
     """
     b, r = batch.answer.shape
-    learnt = jnp.ones((b, r), bool) if batch.answer_mask is None else batch.answer_mask
+    learnt = batch.learnt
     t, masked = draw_masks(key, learnt, batch.t_min)
     hidden = masked
     if blocks is not None:

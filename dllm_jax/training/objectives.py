@@ -140,8 +140,7 @@ def vrpo_loss(
         pairs.append(elbo)
     (of_chosen, reference_chosen), (of_rejected, reference_rejected) = pairs
     loss, metrics = dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
-    counted = jnp.ones(chosen.answer.shape, bool) if chosen.answer_mask is None else chosen.answer_mask
-    loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(counted, axis=1), 1))
+    loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(chosen.learnt, axis=1), 1))
     return loss, metrics._replace(loss=loss)
 
 
