@@ -80,6 +80,14 @@ def test_quarters_of_the_masked_rows_are_contiguous_longer_first():
         np.testing.assert_array_equal(ours, split[quarter])
 
 
+@pytest.mark.parametrize(("family", "expected"), [("llada", [4, 5, 7]), ("dream", [3, 4, 6])])
+def test_a_shifted_head_predicts_from_the_positions_before_the_masks(family, expected):
+    state = dataclasses.replace(
+        canvas(np.isin(np.arange(8), [4, 5, 7])[None], prompt=4), spec=tiny(family).spec
+    )
+    np.testing.assert_array_equal(np.flatnonzero(eviction.PredictingVotes().voters(state)[0]), expected)
+
+
 def test_three_means_of_layers():
     squeeze = eviction.SqueezeAttention((0.5, 0.52, 0.9, 0.7, 0.91))
     np.testing.assert_array_equal(squeeze.groups(), [0, 0, 2, 1, 2])

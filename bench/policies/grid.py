@@ -121,6 +121,10 @@ def _budget_of_pairs(delay: int) -> tuple[Setting, ...]:
         *(mask_kv(budget=budget) for budget in budgets),
         *(Setting(p.EvictPrompt(budget=budget)) for budget in budgets),
         Setting(p.EvictPrompt(budget=16, reselect=False), variant="chosen once"),
+        *(
+            Setting(p.EvictPrompt(budget=b, votes=eviction.MaskVotes()), variant="masks vote")
+            for b in (8, 32)
+        ),
         *(Setting(p.EvictPrompt(budget=b, policy=decode), variant="DKVDecode") for b in budgets[1:4]),
     )
 
@@ -138,6 +142,7 @@ def _evicted_layers() -> tuple[Setting, ...]:
 def _eviction(delay: int) -> tuple[Setting, ...]:
     """Their variants: which side, who votes, and how budgets are shared over layers and heads."""
     variants = {
+        "those who predict vote": {"votes": eviction.PredictingVotes()},
         "prompt votes": {"votes": eviction.PromptVotes()},
         "all vote": {"votes": eviction.AllVotes()},
         "SnapKV": {"votes": eviction.SnapKV(window=4)},

@@ -18,6 +18,7 @@ from dllm_jax.eviction.profile import save_profile as save_profile
 from dllm_jax.eviction.voters import AllVotes as AllVotes
 from dllm_jax.eviction.voters import MaskVotes as MaskVotes
 from dllm_jax.eviction.voters import PositionVotes as PositionVotes
+from dllm_jax.eviction.voters import PredictingVotes as PredictingVotes
 from dllm_jax.eviction.voters import PromptVotes as PromptVotes
 from dllm_jax.eviction.voters import SnapKV as SnapKV
 from dllm_jax.eviction.voters import Voters as Voters

@@ -40,6 +40,21 @@ class MaskVotes(Voters):
 
 
 @dataclasses.dataclass(frozen=True)
+class PredictingVotes(Voters):
+    """The positions that predict the masked ones: these themselves, with a shifted head those before them.
+
+    Ours: equation 7 counts what masks look at, but a shifted head's logits of the first masked position come
+    from the prompt's last one, which is no mask, and what it looks at is dropped (docs/which-policy.md).
+    """
+
+    @override
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        if not canvas.spec.shifted:
+            return canvas.masked
+        return jnp.pad(canvas.masked[:, 1:], ((0, 0), (0, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptVotes(Voters):
     """The prompt itself."""
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 from typing_extensions import override
 
+from dllm_jax import eviction
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
@@ -68,11 +69,13 @@ class EvictPrompt(PromptEviction):
         from the exact decoder in what it selects, not in how its layers compute (`DualCache`, `PrefixCache`,
         `DKVDecode`, `DKVPD`, `DKVGreedy`, or one of your own). The others decide themselves which pairs
         of the prompt they store, and are refused; dLLM-Cache with this eviction is `MaskKV`.
-      budget: see `PromptEviction`, which has `layers`, `heads` and `votes` too.
+      budget: see `PromptEviction`, which has `layers` and `heads` too.
+      votes: see `PromptEviction`; by default those who predict, which are the masks but with a shifted head.
       reselect: choose anew whenever a layer recomputes the prompt and the voters are at hand: all of those
         that are not masked; False renews the pairs chosen in the first step.
     """
 
+    votes: eviction.Voters = eviction.PredictingVotes()
     policy: Policy = DualCache()
     reselect: bool = True
 
