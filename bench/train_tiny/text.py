@@ -131,9 +131,10 @@ RECIPES = {
         spec_of("llada"),
         stages(NEEDLES),
         training(12000, 5000),
-        training(3500, 2500),
+        dataclasses.replace(training(1000, 800), learning_rate=5e-4, muon=0.005, blocks=(4, 8, 1024), seed=1),
         history="The one that ships went on from the model that shipped before it, which had learnt without "
-        "isolation (`--begin-with`), in two runs: 3000 steps with other weights of the stages, then these.",
+        "isolation (`--begin-with`), in three runs: 3000 steps with other weights of the stages, 3500 with "
+        "these at twice the rates, then these with answers of which one block is masked and what follows it.",
     ),
     "tiny-dream": TextRecipe(
         spec_of("dream"),
