@@ -88,7 +88,7 @@ def test_it_chats(model, read):
     ask = lambda text: [{"role": "user", "content": text}]
     task, size = needle(64)
     longer = examples(task, 3, size, 1, "held_out")[0]
-    two = [ask("b=407;T=211;z=830;T="), ask(longer.prompt)]
+    two = [ask("b=407;T=211;z=830;k=566;T="), ask(longer.prompt)]
     assert dj.chat(model, read, two, length=4) == ["211", longer.answer]
 
 

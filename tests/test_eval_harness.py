@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harne
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
 
 ROWS = [
-    {"question": "b=407;T=211;z=830;T=", "answer": "211", "choices": ["407", "211"], "gold": 1},
+    {"question": "b=407;T=211;z=830;k=566;T=", "answer": "211", "choices": ["407", "211"], "gold": 1},
     {"question": "ab=407;T=211;iz=830;ab=", "answer": "407", "choices": ["407", "830"], "gold": 0},
     {"question": "aob=407;T=211;iez=830;T=", "answer": "211", "choices": ["211", "830"], "gold": 0},
 ]

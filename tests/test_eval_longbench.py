@@ -102,7 +102,7 @@ def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path
 
 def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
-    row = {**ROW, "context": "b=407;T=211;z=830;", "input": "T=", "answers": ["211"]}
+    row = {**ROW, "context": "b=407;T=211;z=830;k=566;", "input": "T=", "answers": ["211"]}
     other = {**row, "_id": "2", "context": "ab=407;T=211;iz=830;", "input": "ab=", "answers": ["q", "407."]}
     write(tmp_path / "hotpotqa.jsonl", row, other, {**row, "_id": "3", "context": "b=407;" * 99})
     write(tmp_path / "trec.jsonl", {**row, "all_classes": ["211", "407"]})

@@ -17,7 +17,11 @@ from dllm_jax.eval.run.runner import Request, Runner, costs, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
 
-QUESTIONS = {"t": "b=407;T=211;z=830;T=", "b": "ab=407;T=211;iz=830;ab=", "m": "ab=407;T=211;iz=830;T="}
+QUESTIONS = {
+    "t": "b=407;T=211;z=830;k=566;T=",
+    "b": "ab=407;T=211;iz=830;k=566;ab=",
+    "m": "ab=407;T=211;iz=830;k=566;T=",
+}
 ANSWERS = ["211", "407", "211"]
 
 

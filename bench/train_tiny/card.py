@@ -83,12 +83,13 @@ from transformers import AutoTokenizer
 
 where = embedded.path("{name}")
 model, tokenizer = dj.load(where), AutoTokenizer.from_pretrained(where)
-question = [{{"role": "user", "content": "b=407;T=211;z=830;T="}}]
+question = [{{"role": "user", "content": "b=407;T=211;z=830;k=566;T="}}]
 dj.chat(model, tokenizer, question, length=4)
 ```
 
 Use `length=4` (needle: three digits and end of turn; few-shot), `length=24` (sorting), `length=32` (chain),
-`length=56` (needles) or `length=72` (chain of 16).
+`length=56` (needles) or `length=72` (chain of 16). Three digits were learnt
+among eight and more pairs: among two or three, it may say one.
 
 """
 BEYOND_TRAINING = """
