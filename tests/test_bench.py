@@ -331,6 +331,13 @@ def test_a_run_over_images_takes_their_features_as_an_argument():
     assert (tokens[3627 : 3627 + 16] >= 0).all()
 
 
+def test_fewer_widths_are_compiled_if_asked_for():
+    model = dj.abstract(models.shape("llada-8b", layers=2))
+    found = lambda **options: Case("v6e", "PrefixCache", layers=2, **options).run().request(model).plan.widths
+    assert found() == (32, 64, 128, 256)
+    assert found(widths=(256,)) == (256,)
+
+
 def test_growth_has_a_knee():
     spec = dj.presets.model_spec("llada-8b")
     flat = growth.positions_ms(spec, 256, "h100") / growth.positions_ms(spec, 8, "h100")

@@ -48,6 +48,7 @@ class Setting:
       implementation: of attention and eviction.
       separate_layers: as in `dj.load`.
       weights: as in `dj.load`; the roofline stays that of `dtype`.
+      widths: as in `dj.generate`.
     """
 
     shape: str = "llada-8b"
@@ -63,6 +64,7 @@ class Setting:
     implementation: Implementation | None = None
     separate_layers: bool | None = None
     weights: Literal["int8"] | None = None
+    widths: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,9 @@ class Case(Setting):
         (policy,) = policies_named([self.policy])
         embedded = roofline.images(self.spec, [PIXELS] * self.images).positions if self.images else 0
         prompt, sampler = self.prompt + embedded, dj.samplers.Confidence()
-        return Run(prompt, self.batch, self.length, self.block, self.length, policy, sampler, embedded)
+        return Run(
+            prompt, self.batch, self.length, self.block, self.length, policy, sampler, embedded, self.widths
+        )
 
 
 class Report(NamedTuple):

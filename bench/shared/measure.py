@@ -73,6 +73,7 @@ class Run:
       policy: what is recomputed.
       sampler: what is decoded; `RandomOrder` instead where the policy needs to know the order.
       embedded: positions at the prompt's beginning whose inputs are no embeddings of ids, such as images.
+      widths: see `dj.generate`.
     """
 
     prompt: int
@@ -83,6 +84,7 @@ class Run:
     policy: dj.policies.Policy
     sampler: Sampler
     embedded: int = 0
+    widths: tuple[int, ...] | None = None
 
     @property
     def chosen(self) -> Sampler:
@@ -112,6 +114,7 @@ class Run:
             policy=self.policy,
             sampler=sampler,
             key=jax.random.key(0) if sampler.draws else None,
+            widths=self.widths,
         )
 
 
