@@ -54,8 +54,10 @@ def main(results: runner.Results, out: Path = Path("docs")):
     for name, workload in report["models"].items():
         stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
         figure = draw(f"{name}, {title(workload)}", workload["rows"])
-        for suffix in ("png", "svg"):
-            figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
+        # With a salt, names inside of a file do not change from run to run.
+        with matplotlib.rc_context({"svg.hashsalt": stem}):
+            for suffix in ("png", "svg"):
+                figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
         plt.close(figure)
         about = f"{title(workload)}.{timing(workload)}"
         pages += [f"\n## {name}\n", f"{about}\n", f"![{name}](figures/{stem}.svg)\n", table(workload)]

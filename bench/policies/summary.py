@@ -18,6 +18,7 @@ from dllm_jax import embedded
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.eval.run.files import read_json
+from dllm_jax.eviction import MaskVotes
 from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
@@ -68,6 +69,7 @@ LINES = (
     ),
     *(Line(mask_kv(budget=budget)) for budget in (64, 32, 8)),
     *(Line(Setting(p.EvictPrompt(budget=budget))) for budget in (64, 32, 16, 8)),
+    Line(Setting(p.EvictPrompt(budget=8, votes=MaskVotes()))),
     *(
         Line(
             _one_block(p.ElasticCache(window=8, gamma=gamma)), Setting(p.ElasticCache(window=2, gamma=gamma)),
