@@ -95,7 +95,7 @@ PYRAMID = eviction.PyramidKV(beta=8, window=1)
 
 
 def mask_kv(variant: str = "", **options: Any) -> Setting:
-    """MaskKV that recomputes the whole response in every step, and the prompt with new votes every four."""
+    """MaskKV that recomputes the whole response in every step, and the prompt every four."""
     return Setting(p.MaskKV(prompt_every=4, response_every=1, **options), variant=variant)
 
 
@@ -221,6 +221,7 @@ _LONG: tuple[Setting, ...] = (
     *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 8, 32)),
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (1, 3, 4)),
     *_budget_of_pairs(delay=1),
+    *(mask_kv("chosen anew", budget=budget, reselect=True) for budget in (16, 32, 64)),
     *_evicted_layers(),
     *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in GAMMAS),
     *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.02, 0.05, 0.1, 0.3)),

@@ -68,6 +68,7 @@ LINES = (
         for keep in (0.75, 0.5, 0.25)
     ),
     *(Line(mask_kv(budget=budget)) for budget in (64, 32, 8)),
+    *(Line(mask_kv(budget=budget, reselect=True), mask_kv(budget=budget)) for budget in (32, 16)),
     *(Line(Setting(p.EvictPrompt(budget=budget))) for budget in (64, 32, 16, 8)),
     Line(Setting(p.EvictPrompt(budget=8, votes=MaskVotes()))),
     *(
