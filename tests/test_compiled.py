@@ -139,6 +139,7 @@ def _sizes(case: Case) -> set[int]:
         ("compiled_v6e_more", 1.05, 1.25),
         ("compiled_v6e_loops", 1.1, 3.6),
         ("compiled_v6e_width256", 1.15, 1.4),
+        ("compiled_v6e_again", 1.05, 3.8),
         ("compiled_v6e_jax012", 1.05, 1.35),
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.05, 6.0),

@@ -14,7 +14,6 @@ in torch take turns with our own exact decoder.
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ import tyro
 
 import dllm_jax as dj
 from bench.peer_torch.decoders import peer
-from bench.peer_torch.twin import Twin, twin
+from bench.peer_torch.twin import Twin, take_threads_of_xla, twin
 from bench.shared import device, models, runner
 from bench.shared.measure import Run, program
 from dllm_jax.nn.layer import unembed
@@ -178,7 +177,7 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
         model = models.random_model(models.shape(shape), dtype, gain=GAIN)
         theirs = twin(model, options.compiled)
         if jax.devices()[0].platform == "cpu":
-            theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
+            take_threads_of_xla(theirs.torch)
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
         for prompt in options.prompt:
             comparison = Comparison(model, theirs, options, prompt)

@@ -8,8 +8,6 @@ numbers in both, each with the matrices as its model holds them (torch's transpo
 
 import dataclasses
 import functools
-import importlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -19,6 +17,7 @@ import numpy as np
 import tyro
 
 import dllm_jax as dj
+from bench.peer_torch.twin import import_torch, take_threads_of_xla
 from bench.shared import device, models, runner
 from dllm_jax.options import Options as Checked
 from dllm_jax.options import PositiveInt
@@ -40,6 +39,11 @@ class Options(Checked):
     repeats: PositiveInt = 15
     json: runner.JsonFile = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name in self.shape:
+            models.shape(name)
+
 
 def sizes(spec: dj.ModelSpec) -> list[tuple[int, int]]:
     """Inputs and outputs of every matrix, layer by layer, then the vocabulary head."""
@@ -50,9 +54,15 @@ def sizes(spec: dj.ModelSpec) -> list[tuple[int, int]]:
 
 
 def products(spec: dj.ModelSpec, rows: int) -> dict[str, Callable[[], Any]]:
-    """All products of a step, in float32, by each side."""
-    torch, draw = importlib.import_module("torch"), np.random.default_rng(0)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
+    """All products of a step, in float32, by each side.
+
+    Raises:
+      SystemExit: torch is not installed, or ours would not run on the CPU as theirs do.
+    """
+    if jax.default_backend() != "cpu":
+        raise SystemExit("bench.peer_torch.products compares on CPUs: set JAX_PLATFORMS=cpu")
+    torch, draw = import_torch(), np.random.default_rng(0)
+    take_threads_of_xla(torch)
     normal = functools.partial(draw.standard_normal, dtype=np.float32)
     matrices = [normal(size) for size in sizes(spec)]
     inputs = {width: normal((rows, width)) for width in {size[0] for size in sizes(spec)}}
@@ -93,7 +103,7 @@ COLUMNS: runner.Columns = {
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compares and prints."""
     where = runner.provenance("float32") | {"repeats": options.repeats}
-    versions = lambda: {"torch": importlib.import_module("torch").__version__}
+    versions = lambda: {"torch": import_torch().__version__}
     runner.run(measure(options), COLUMNS, options.json, lambda rows: where | versions() | {"rows": rows})
 
 

@@ -1,6 +1,7 @@
 """Hugging Face transformers' Llama or Qwen2 in torch with our weights, opened at its attention."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,24 @@ def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     return getattr(transformers, made)(described).to(dtype).eval()
 
 
+def import_torch() -> Any:
+    """The module torch.
+
+    Raises:
+      SystemExit: it is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise SystemExit(MISSING) from error
+    return torch
+
+
+def take_threads_of_xla(torch: Any) -> None:
+    """Lets torch take as many threads on a CPU as XLA does."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
 def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
     """Their model with our weights and dtype, on the GPU if there is one.
 
@@ -123,10 +142,7 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
     Raises:
       SystemExit: torch is not installed.
     """
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise SystemExit(MISSING) from error
+    torch = import_torch()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
     _load(made, model, torch.from_numpy)

@@ -49,9 +49,7 @@ class PredictingVotes(Voters):
 
     @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        if not canvas.spec.shifted:
-            return canvas.masked
-        return jnp.pad(canvas.masked[:, 1:], ((0, 0), (0, 1)))
+        return canvas.sources(canvas.masked)
 
 
 @dataclasses.dataclass(frozen=True)
