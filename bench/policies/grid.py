@@ -252,6 +252,14 @@ _CORE: tuple[Setting, ...] = (
     Setting(p.D2Cache(k=8)),
     Setting(p.D2Cache(k=8), blocks=1, variant="one block"),
 )
+# The rule for what dKV-Cache may store that waits for both tokens, which only a shifted head has.
+SHIFTED = (
+    *(
+        Setting(p.DKVDecode(refresh_every=every, shift="un_right"), blocks=1, variant="one block, un_right")
+        for every in (4, 8, 16)
+    ),
+    Setting(p.DKVPD(refresh_every=4, shift="un_right"), blocks=1, variant="one block, un_right"),
+)
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))

@@ -14,6 +14,7 @@ from bench.policies.grid import (
     LONG,
     LONG_EVICTION,
     PICTURED,
+    SHIFTED,
     SHORT,
     SHORT_EVICTION,
     Setting,
@@ -194,6 +195,8 @@ def _embedded(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
     assert mask.all(), "the size of a task fixes the length of its prompts"
     grid = asked.grid
+    if model.spec.shifted and title == "chain":
+        grid = (*grid, *SHIFTED)
     if asked.eviction:
         known = examples(asked.task, 31, asked.size, CALIBRATION, "train")
         seen = prompt_arrays(tokenizer, known, model.spec.eos_id)[0]
