@@ -184,3 +184,27 @@ def test_the_bucket_changes_nothing(policy, family):
 def real(mask) -> np.ndarray:
     """Where the canvas is no padding."""
     return np.pad(mask, ((0, 0), (0, OPTIONS["length"])), constant_values=True)
+
+
+def test_which_static_widths_a_generation_compiles():
+    """Full steps are no width, as they compute any set in place; a layer of one's own keeps its widest."""
+    layout = dj.Layout(prompt=1024, response=256, block=32, steps=256)
+    widths = lambda policy, override=None: step_widths(policy, tiny("llada").spec, layout, override)
+    assert widths(policies.Policy()) == ()
+    assert widths(policies.DualCache()) == widths(policies.SparseDLLM()) == (32,)
+    assert widths(policies.DLLMCache()) == widths(policies.MaskKV()) == (256,)
+    assert widths(policies.D2Cache()) == (40, 160, 320, 640)
+    assert widths(policies.DualCache(), (8, 1280)) == (8,)
+    assert widths(policies.SparseDLLM(), (8, 1280)) == (8, 32)
+    assert widths(policies.DualCache(), (10**6,)) == ()
+    assert widths(LayerOfItsOwn())[-1] == 1280, "nothing is known of when its full steps are whole"
+
+
+class LayerOfItsOwn(policies.Policy):
+    """The default widths hold the canvas."""
+
+    def select(self, cache, canvas):
+        return canvas.due(2) | canvas.block
+
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, x, cache, rows, canvas)

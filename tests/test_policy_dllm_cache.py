@@ -63,18 +63,18 @@ def test_least_similar_is_the_head_of_a_stable_sort(score, among, ratio):
     np.testing.assert_array_equal(np.flatnonzero(ours[0]), np.sort(expected))
 
 
-@functools.partial(jax.jit, static_argnames="widths")
-def visited(marked, index, widths: tuple[int, ...]):
+@functools.partial(jax.jit, static_argnames=("widths", "rows_of"))
+def visited(marked, index, widths: tuple[int, ...], rows_of=lambda index: Rows(index, LENGTH)):
     """How often each position and each place in `index` was run, and in which width."""
 
-    def body(trip, place, some, carry):
+    def body(trip, places_run, some, carry):
         positions, places, width = carry
         sequence = jnp.arange(len(marked))[:, None]
         add = lambda count, at: count.at[sequence, at].add(1, mode="drop")
-        return add(positions, some.index), add(places, place), width + place.shape[1]
+        return add(positions, some.index), add(places, places_run.index), width + some.index.shape[1]
 
     none = jnp.zeros((len(marked), LENGTH), int), jnp.zeros(marked.shape, int), 0
-    return run_narrowest(marked, widths, Rows(index, LENGTH), body, none)
+    return run_narrowest(marked, widths, rows_of(index), body, none)
 
 
 @settings(max_examples=40)
@@ -88,3 +88,22 @@ def test_marked_rows_run_once_in_the_narrowest_width_that_holds_them(drawn):
     assert positions.max() <= 1
     most = marked.sum(axis=1).max()
     assert width == (0 if most == 0 else min(w for w in (2, 3, 5) if w >= most))
+
+
+def in_place(index):
+    """The rows of a full step."""
+    return Rows(index, LENGTH, full=True)
+
+
+def test_the_only_width_of_a_full_step_runs_in_place_without_a_loop():
+    need = np.ones((2, LENGTH), bool)
+    need[1, 3:7] = False
+    index = np.where(need, np.arange(LENGTH), LENGTH)
+    marked = need & (np.arange(LENGTH) != 1)
+    positions, places, width = visited(jnp.asarray(marked), jnp.asarray(index), (LENGTH,), in_place)
+    np.testing.assert_array_equal(positions, marked)
+    np.testing.assert_array_equal(places, marked)
+    assert width == LENGTH
+    program = jax.jit(visited, static_argnums=(2, 3)).lower(marked, index, (LENGTH,), in_place).as_text()
+    assert "stablehlo.while" not in program
+    assert "stablehlo.while" in visited.lower(marked, index, (4, LENGTH), in_place).as_text()

@@ -125,6 +125,21 @@ def test_the_last_positions_as_slots_of_a_smaller_store(chosen, slots):
         assert last.length == slots
         np.testing.assert_array_equal(last.mask(), chosen[:, L - slots :])
 
+        # They read what the rows hold of the store, and write nothing else.
+        store, real = DATA[:, L - slots :], np.asarray(last.real)
+        if slots:
+            held = np.take_along_axis(DATA, np.minimum(rows.index, L - 1)[..., None], axis=1)
+            np.testing.assert_array_equal(last.take(jnp.asarray(store))[real], held[real])
+        new = jnp.asarray(-1.0 - np.arange(L))[None, :, None] * jnp.ones((B, 1, DATA.shape[2]))
+        put = last.put(jnp.asarray(store), new)
+        whole = rows.put(jnp.asarray(DATA), new)
+        np.testing.assert_array_equal(put, whole[:, L - slots :])
+
+        # A slot's place is the place of its position.
+        slot = jnp.tile(jnp.arange(slots + 1, dtype=jnp.int32), (B, 1))
+        there = rows.slot(slot + L - slots)
+        np.testing.assert_array_equal(last.slot(slot), there)
+
 
 @few
 @given(sets, sets)

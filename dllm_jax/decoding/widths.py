@@ -14,10 +14,9 @@ def step_widths(
 ) -> tuple[int, ...]:
     """Static widths of the partial steps, ascending; none if the policy recomputes everything.
 
-    Widths change speed, never what is computed. What fits no narrower width is computed in place on the full
-    canvas. The default layer can do that for any set of positions; a policy with a `layer` of its own may
-    treat a full step as one in which every sequence computes everything, so it also gets a partial step as
-    wide as the canvas.
+    Widths change speed, never what is computed. What fits no width is computed in place on the full canvas,
+    which the default layer can do for any set of positions. A layer that a policy has instead may treat full
+    steps differently, as Sparse-dLLM's does, so the policy's own widest width is always among them.
 
     Args:
       policy: proposes widths.
@@ -32,13 +31,14 @@ def step_widths(
         override = check_argument("widths", override, tuple[PositiveInt, ...])
     if not policy.reuses:
         return ()
+    own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
+
     # Widths of at least the canvas run no faster than the step over the canvas in place.
-    proposed = policy.widths(spec, layout) if override is None else override
-    check_argument("widths", tuple(proposed), tuple[PositiveInt, ...])
-    partial = {int(width) for width in proposed if width < layout.length}
+    widths = {int(width) for width in (own if override is None else override) if width < layout.length}
     if type(policy).layer is not Policy.layer:
-        partial.add(layout.length)
-    return tuple(sorted(partial))
+        widest = min(max(own, default=layout.length), layout.length)
+        widths |= {widest} if widest > max(widths, default=0) else set()
+    return tuple(sorted(widths))
 
 
 def narrowest_variant(

@@ -144,15 +144,15 @@ class Layer:
         """
         return self
 
-    def in_trip(self, trip: Int[Array, ""]) -> "Layer":
+    def in_trip(self, trip: Int[Array, ""] | None) -> "Layer":
         """The same layer in the body of a loop of at most one trip, which then reads the weights itself.
 
         Without it XLA reads them before the loop, which of stacked layers is a copy, whether or not it runs.
 
         Args:
-          trip: the loop's counter, 0 whenever its body runs, as XLA does not know.
+          trip: the loop's counter, 0 whenever its body runs, as XLA does not know; None outside of a loop.
         """
-        if not isinstance(self.weights, OneOfStacked):
+        if trip is None or not isinstance(self.weights, OneOfStacked):
             return self
         return dataclasses.replace(self, weights=self.weights.behind(trip))
 

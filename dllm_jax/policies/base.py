@@ -127,7 +127,11 @@ class Policy(Options):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.
 
-        Affects speed only, whatever is returned. The default is a ladder of halvings of the canvas.
+        What fits none of them is a full step: in place on the canvas, its rows padding where a sequence does
+        not compute the position. So with the layer above widths affect speed only, whatever is returned. A
+        layer that treats full steps (`Rows.full`) as ones in which every sequence computes everything has to
+        return a width that holds whatever else is selected. The default is a ladder of halvings of the
+        canvas, itself included.
         """
         return halvings(layout.length) if self.reuses else ()
 

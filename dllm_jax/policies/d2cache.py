@@ -12,7 +12,7 @@ from typing_extensions import override
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -116,6 +116,12 @@ class D2Cache(Policy):
         else:
             rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
         return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """Halvings of the canvas down to an eighth, then a 32nd: narrow steps wait for the weights anyhow."""
+        ladder = halvings(layout.length)
+        return (*ladder[-6:-5], *ladder[-4:-1])
 
     @property
     @override

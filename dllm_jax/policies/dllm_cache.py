@@ -17,7 +17,7 @@ from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, gather, scatter
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +96,18 @@ class DLLMCache(Policy):
         cache = cache.write(rows.last(slots).where(renewed), v=value)
 
         # Stale positions go through attention and MLP, in the narrowest width that holds them.
-        def refresh(trip, index, some, carry):
+        def refresh(trip, places, some, carry):
             here, (cache, attended, mlp) = layer.in_trip(trip).at(some.index), carry
-            o, cache = self.attend(here, gather(x, index), value, cache, rows, some, canvas)
+            o, cache = self.attend(here, places.take(x), value, cache, rows, some, canvas)
             attention_branch = here.out(o)
-            mlp_branch = here.mlp(gather(x, index) + attention_branch)
-            return cache, scatter(attended, index, attention_branch), scatter(mlp, index, mlp_branch)
+            mlp_branch = here.mlp(places.take(x) + attention_branch)
+            return cache, places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # Two widths: what a partial update holds, the position before the response included, and all of them.
-        stored = cache.read()
-        few = x.shape[1] - response + int(response * self.ratio)
-        widths = tuple(w for w in sorted({few, x.shape[1]}) if w > 0)
+        # With a long prompt, which is rarely due, the first saves too little to compile it.
+        stored, every = cache.read(), x.shape[1]
+        few = every - response + int(response * self.ratio)
+        widths = (few, every) if 0 < 2 * few <= every else (every,)
         carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)
 

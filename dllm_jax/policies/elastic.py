@@ -150,5 +150,5 @@ class ElasticCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Four windows, which usually hold the tracked tokens too."""
-        return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)
+        """Four windows, which usually hold the tracked tokens too; else halvings of the canvas."""
+        return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)[:-1]

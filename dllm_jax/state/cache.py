@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import LayerIndex
@@ -168,7 +168,7 @@ def _write(
     """One layer's array with new values at the rows."""
     new = new.astype(array.dtype)
     if rows.full:
-        written = jnp.where(_broadcast(rows.real, new), new, array)
+        written = rows.put(array, new)
     else:
         written = array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
     return same_in_all_loops(written, rules) if new.ndim == 4 else written
@@ -186,15 +186,10 @@ def _write_stacked(
     # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
     if rows.full:
         stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-        kept = jnp.where(_broadcast(rows.real & (index < len(array)), new), new, stored)
+        kept = rows.where(rows.real & (index < len(array))).put(stored, new)
         written = jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
     # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
     else:
         batch = jnp.arange(array.shape[1])[:, None]
         written = array.at[index, batch, rows.index].set(new, mode="drop")
     return same_in_all_loops(written, rules) if new.ndim == 4 else written
-
-
-def _broadcast(real: Bool[Array, "b q"], new: Array) -> Array:
-    """Which entries are positions, with as many axes as their values have."""
-    return real.reshape(*real.shape, *[1] * (new.ndim - 2))

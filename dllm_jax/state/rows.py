@@ -17,11 +17,14 @@ class Rows:
       length: positions of the canvas, or slots of the store that `index` counts (static).
       full: the width is the whole canvas and entry i is position i or padding (static). Never inferred from
         the width. In a full step the canvas is computed in place, without gathering or scattering.
+      before: of full rows as slots of a store of the last positions, how many entries come before them, all
+        of which are padding (static); entry i is then slot i - before.
     """
 
     index: Int[Array, "b q"]
     length: int = dataclasses.field(metadata={"static": True})
     full: bool = dataclasses.field(default=False, metadata={"static": True})
+    before: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def real(self) -> Bool[Array, "b q"]:
@@ -31,22 +34,36 @@ class Rows:
     def mask(self) -> Bool[Array, "b l"]:
         """The rows as a set of positions."""
         if self.full:
-            return self.real
+            return self.real[:, self.before :]
         # Padding has the index l, beyond the canvas: the scatter drops it.
         batch = jnp.arange(self.index.shape[0])[:, None]
         return jnp.zeros((batch.shape[0], self.length), bool).at[batch, self.index].set(True, mode="drop")
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
         """x at the computed positions; what padding reads must not be used."""
-        return x if self.full else gather(x, self.index)
+        if not self.full:
+            return gather(x, self.index)
+        return jnp.pad(x, ((0, 0), (self.before, 0), *((0, 0),) * (x.ndim - 2))) if self.before else x
+
+    def put(self, x: Shaped[Array, "b l *d"], values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
+        """x with values at the computed positions."""
+        if not self.full:
+            return scatter(x, self.index, values)
+        real = self.mask()
+        return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), self.own(values).astype(x.dtype), x)
+
+    def own(self, values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
+        """Of values at full rows, those of the slots, whether they are real or not."""
+        assert self.full
+        return values[:, self.before :]
 
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
         # In a full step a position's place is the position itself, if it is computed.
         b, q = self.index.shape
         if self.full:
-            own = gather(self.real, position) & (position < self.length)
-            return jnp.where(own, position, q)
+            own = gather(self.mask(), position) & (position < self.length)
+            return jnp.where(own, position + self.before, q)
 
         # The inverse of `index` over the canvas and, in its last entry, padding, which is at no place.
         inverse = jnp.full((b, self.length + 1), q, jnp.int32)
@@ -62,8 +79,9 @@ class Rows:
         """The rows as slots of a store that holds the last `slots` positions; all others are padding."""
         if slots == self.length:
             return self
-        slot = self.index - (self.length - slots)
-        return Rows(jnp.where(self.real & (slot >= 0), slot, slots), slots)
+        before = self.length - slots
+        slot = jnp.where(self.real & (self.index >= before), self.index - before, slots)
+        return Rows(slot, slots, self.full, before if self.full else 0)
 
 
 def full_rows(need: Bool[Array, "b l"]) -> Rows:

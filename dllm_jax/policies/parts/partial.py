@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.state import selection
-from dllm_jax.state.rows import Rows, compact
+from dllm_jax.state.rows import Rows, compact_rows, full_rows
 
 Carry = TypeVar("Carry")
 
@@ -32,32 +32,41 @@ def least_similar(
 def run_narrowest(
     marked: Bool[Array, "b q"], widths: tuple[int, ...], rows: Rows, body: Callable, carry: Carry
 ) -> Carry:
-    """Runs `body(trip, index, some, carry)` once over the marked positions, in the narrowest fitting width.
+    """Runs `body(trip, places, some, carry)` once over the marked positions, in the narrowest fitting width.
 
-    Nothing runs if no position is marked.
+    In the width of the rows it runs in place, without gathering or scattering. If no position is marked,
+    nothing runs, unless that is the only width of a full step.
 
     Args:
       marked: entries of `rows` to run.
       widths: static widths, ascending; the last must hold all entries.
       rows: the computed positions.
-      body: takes the loop's counter (see `Layer.in_trip`), places in `rows` (its width where padding), the
-        positions there, and the carry.
+      body: takes the loop's counter, None where there is no loop (see `Layer.in_trip`), the marked entries as
+        rows of `rows`, the positions there, and the carry.
       carry: the state that `body` returns changed.
     """
+    entries = marked.shape[1]
+    in_place = full_rows(marked), rows.where(marked)
+    if rows.full and widths == (entries,):
+        return body(None, *in_place, carry)
+
     # One entry more than there are rows: what padding, whose place is the width, reads is padding again.
     position = jnp.pad(rows.index, ((0, 0), (0, 1)), constant_values=rows.length)
     needed, narrower = jnp.max(jnp.sum(marked, axis=1)), jnp.int32(0)
 
+    def narrowed(width: int) -> tuple[Rows, Rows]:
+        places = compact_rows(marked, width)
+        return places, Rows(jnp.take_along_axis(position, places.index, axis=1), rows.length)
+
     # Each width is a loop of one trip or none: branches of a `lax.switch` would copy the caches they write.
     for width in widths:
-        index = compact(marked, width)
-        some = Rows(jnp.take_along_axis(position, index, axis=1), rows.length)
+        where = in_place if width == entries else narrowed(width)
         trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
         name = REFRESH if len(widths) > 1 and width == widths[-1] else "update"
 
-        def run(trip, carry, index=index, some=some, name=name):
+        def run(trip, carry, where=where, name=name):
             with jax.named_scope(name):
-                return body(trip, index, some, carry)
+                return body(trip, *where, carry)
 
         carry = jax.lax.fori_loop(0, trips, run, carry)
         narrower = jnp.int32(width)
