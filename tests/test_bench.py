@@ -334,7 +334,7 @@ def test_a_run_over_images_takes_their_features_as_an_argument():
 def test_fewer_widths_are_compiled_if_asked_for():
     model = dj.abstract(models.shape("llada-8b", layers=2))
     found = lambda **options: Case("v6e", "PrefixCache", layers=2, **options).run().request(model).plan.widths
-    assert found() == (32, 64, 128, 256)
+    assert found() == (64, 128, 256)
     assert found(widths=(256,)) == (256,)
 
 

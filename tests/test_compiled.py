@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from bench.compiled import traffic
-from bench.compiled.program import Case, compile_case
+from bench.compiled.program import Case, compile_case, step_bytes
 from bench.compiled.targets import TARGETS
 from dllm_jax import policies
 
@@ -98,6 +98,20 @@ def test_a_cache_holds_small_results_of_the_body(cache, held):
     """Written once and read by later instructions: %small, and, where a layer fits, %weights."""
     (loop,) = traffic.program(PROGRAM, cache).inner
     assert loop.cached == held
+
+
+@pytest.mark.parametrize("of_refresh", [0, 1, 2])
+def test_a_reuse_step_leaves_out_loops_that_a_refresh_runs(of_refresh):
+    """Most of the loop's operations, that is: compilers move a refresh's into the loop around it."""
+    text = PROGRAM
+    for i, name in enumerate(("%small", "%written", "%weights")):
+        source = "step/while/body/" + ("refresh/" if i < of_refresh else "") + "product"
+        line = next(line for line in text.splitlines() if f" {name} = " in line)
+        text = text.replace(line, f'{line}, metadata={{op_name="{source}"}}')
+    entry = traffic.program(text)
+    own, inside = 2 * 4 * LAYER, 4 * entry.inner[0].bytes
+    assert step_bytes(entry, skip=None) == (own + inside, 0)
+    assert step_bytes(entry, skip="refresh") == (own + (0 if of_refresh == 2 else inside), 0)
 
 
 @pytest.mark.parametrize("target", ["v6e", "v5e"])

@@ -173,7 +173,7 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     for kind, (variant, floor) in _steps(case, request).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        moved, cached = _bytes(loop, skip=None if kind == "full" else REFRESH)
+        moved, cached = step_bytes(loop, skip=None if kind == "full" else REFRESH)
         found[f"{kind}_step"] = {
             "variant": scope(variant),
             "bytes": moved,
@@ -211,19 +211,25 @@ def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
     return found
 
 
-def _bytes(loop: traffic.Loop, skip: str | None) -> tuple[int, int]:
+def step_bytes(loop: traffic.Loop, skip: str | None) -> tuple[int, int]:
     """Bytes of a trip with its inner loops, and how many of them a cache is likely to hold.
 
     Loops that depend on the data run once, those of a skipped scope never.
     """
     moved, cached = loop.bytes, loop.cached
     for inner in loop.inner:
-        if skip and any(f"/{skip}/" in m.instruction.source for m in inner.moves):
+        if skip and _belongs_to(inner, skip):
             continue
         trips = 1 if inner.trips is None else inner.trips
-        inner_moved, inner_cached = _bytes(inner, skip)
+        inner_moved, inner_cached = step_bytes(inner, skip)
         moved, cached = moved + trips * inner_moved, cached + trips * inner_cached
     return moved, cached
+
+
+def _belongs_to(loop: traffic.Loop, name: str) -> bool:
+    """Whether most of a loop's own operations are of a name scope; some are moved into or out of others."""
+    named = [f"/{name}/" in move.instruction.source for move in loop.moves if move.instruction.source]
+    return 2 * sum(named) > len(named)
 
 
 def _collectives(loop: traffic.Loop) -> int:

@@ -52,8 +52,11 @@ class Delayed(Policy, abc.ABC):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to 16 (fewer are no faster), and one more for a shifted head."""
-        return (*halvings(layout.response, smallest=16), layout.response_inputs(spec.shifted))
+        """The response, a half and a quarter of it, and one more for a shifted head.
+
+        Masks become fewer step by step, so narrower ones would save 3 % of what is computed.
+        """
+        return (*halvings(layout.response, smallest=16)[-3:], layout.response_inputs(spec.shifted))
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """At the interval; without a shifted head, also in the `delay` steps after a block's first.

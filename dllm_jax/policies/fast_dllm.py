@@ -31,8 +31,8 @@ class PrefixCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the response down to a block: later blocks have a shorter suffix."""
-        return tuple(w for w in halvings(layout.response) if w >= layout.block)
+        """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix."""
+        return tuple(w for w in halvings(layout.response)[-3:] if w >= layout.block)
 
 
 @dataclasses.dataclass(frozen=True)
