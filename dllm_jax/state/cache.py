@@ -186,7 +186,7 @@ def _write_stacked(
     # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
     if rows.full:
         stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-        kept = rows.where(rows.real & (index < len(array))).put(stored, new)
+        kept = jnp.where(index < len(array), rows.put(stored, new), stored)
         written = jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
     # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
     else:
