@@ -155,6 +155,7 @@ def _sizes(case: Case) -> set[int]:
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.05, 6.0),
         ("compiled_v5e_tp4", 1.05, 1.1),
+        ("compiled_v5e_tp4_more", 1.2, 1.7),
         ("compiled_v5e_dp2_tp4", 1.05, 3.6),
         ("compiled_v5p_tp4", 1.1, None),
         ("compiled_h100", 1.65, 4.2),
