@@ -146,11 +146,26 @@ def _sizes(case: Case) -> set[int]:
     }
 
 
+# Policies that are above the bars of their file, each with bars of its own: reuse step, full step.
+ABOVE = {
+    ("compiled_v6e", "DKVPrefill"): (1.05, 1.25),
+    ("compiled_v6e", "SparseDLLM"): (1.05, 1.25),
+    ("compiled_v6e", "DLLMCache"): (1.1, 1.3),
+    ("compiled_v6e", "ElasticCache"): (1.1, 1.3),
+    ("compiled_v6e", "EvictPrompt"): (1.05, 1.6),
+    ("compiled_v6e_jax012", "DKVPrefill"): (1.05, 1.5),
+    ("compiled_v6e_jax012", "DLLMCache"): (1.1, 1.5),
+    ("compiled_v6e_jax012", "ElasticCache"): (1.1, 1.55),
+    ("compiled_v6e_jax012", "MaskKV"): (1.6, 2.05),
+    ("compiled_v6e_jax012", "EvictPrompt"): (1.6, 2.15),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "reuse", "full"),
     [
-        ("compiled_v6e", 1.1, 1.6),
-        ("compiled_v6e_jax012", 1.6, 2.15),
+        ("compiled_v6e", 1.05, 1.2),
+        ("compiled_v6e_jax012", 1.05, 1.35),
         ("compiled_v6e_width640", 1.05, 1.25),
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.05, 6.0),
@@ -175,10 +190,11 @@ def test_recorded_programs_are_within_their_bars(name, reuse, full):
     for row in document["rows"]:
         assert "error" not in row, row
         assert row["fits"]
+        most_reuse, most_full = ABOVE.get((name, row["policy"]), (reuse, full))
         if "reuse_step" in row:
-            assert row["reuse_step"]["ratio"] <= reuse, row["policy"]
-        if full is not None:
-            assert row["full_step"]["ratio"] <= full, row["policy"]
+            assert row["reuse_step"]["ratio"] <= most_reuse, row["policy"]
+        if most_full is not None:
+            assert row["full_step"]["ratio"] <= most_full, row["policy"]
 
 
 def test_slices_exchange_little_and_gather_nothing():

@@ -50,12 +50,9 @@ class Rows:
         if not self.full:
             return scatter(x, self.index, values)
         real = self.mask()
-        return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), self.own(values).astype(x.dtype), x)
-
-    def own(self, values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
-        """Of values at full rows, those of the slots, whether they are real or not."""
-        assert self.full
-        return values[:, self.before :]
+        return jnp.where(
+            real.reshape(*real.shape, *[1] * (x.ndim - 2)), values[:, self.before :].astype(x.dtype), x
+        )
 
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
