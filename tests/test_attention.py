@@ -199,11 +199,26 @@ def test_chunks_of_queries_change_nothing(kind, chunk):
 
 
 def test_as_many_queries_at_once_as_the_scores_have_room_for():
-    assert queries_at_once(1, 32, 4352) == 32  # LLaDA-8B, prompt 4096
-    assert queries_at_once(1, 4, 64) == 2**15
-    assert queries_at_once(64, 64, 2**20) == 16
+    # LLaDA-8B's full steps behind prompts of 4096 and 1024, and its partial steps of two widths.
+    assert queries_at_once(4352, 1, 32, 4352) == 32
+    assert queries_at_once(1280, 1, 32, 1280) == 128
+    assert queries_at_once(320, 1, 32, 1280) == 112
+    assert queries_at_once(160, 1, 32, 1280) == 160
+    assert queries_at_once(2**17, 1, 4, 64) == 2**15
+    assert queries_at_once(100, 64, 64, 2**20) == 16
     shape = jax.eval_shape(attention, *(jax.ShapeDtypeStruct((1, 4352, 32, 8), jnp.float32),) * 3)
     assert [leaf.shape for leaf in shape] == [(1, 4352, 32, 8), (1, 32, 4352)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "queries", "loops"),
+    [("cpu", 1280, 1), ("tpu", 1280, 1), ("cuda", 1280, 0), ("cuda", 4352, 1), ("tpu", 160, 0)],
+)
+def test_gpus_have_room_for_more_queries_at_once(platform, queries, loops):
+    q = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, max(queries, 1280), 32, 128), jnp.bfloat16)
+    program = run.trace(q, k, k).lower(lowering_platforms=(platform,)).as_text()
+    assert program.count("stablehlo.while") == loops
 
 
 def test_received_ignores_queries_of_weight_zero_whatever_they_hold():

@@ -22,14 +22,15 @@ STACKED_HEADS_FIRST = {leaf: Layout((0, 2, 1, 3)) for leaf in ("q", "k", "v")}
 
 
 def same_in_all_loops(
-    x: Float[Array, "*n b s k d"], rules: MeshRules | None = None
+    x: Float[Array, "*n b s k d"], rules: MeshRules | None = None, scattered: bool = True
 ) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
-    Heads first on GPUs, where attention multiplies one head at a time; as named on TPUs, whose scatter of
-    positions would copy the stack into that order and back. CPUs keep no order but their own through a loop.
+    Heads first, as attention reads them. As named on TPUs if single positions are written (`scattered`):
+    their scatter would copy the stack into that order and back. CPUs keep their own order through a loop.
     """
-    order = lambda x: jax.lax.platform_dependent(x, tpu=_as_named, cuda=_heads_first, default=lambda x: x)
+    on_tpu = _as_named if scattered else _heads_first
+    order = lambda x: jax.lax.platform_dependent(x, tpu=on_tpu, cuda=_heads_first, default=lambda x: x)
     return _on_each_device(order, x, rules, "nbskd"[-x.ndim :])
 
 

@@ -15,7 +15,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, full_rows
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DKVPrefill(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the prompt positions that are never recomputed."""
         slots = max(layout.prompt - spec.shifted, 0)
-        return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
+        return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -49,8 +49,8 @@ class DKVPrefill(Policy):
 
         # The first step attends to the canvas as it is, and stores the prompt's pairs.
         if rows.full:
-            prompt = full_rows(rows.real[:, :slots])
-            cache, _ = cache.update(prompt, jax.tree.map(lambda a: a[:, :slots], new))
+            begins = canvas.active & canvas.first_step[:, 0]
+            cache = cache.replace(begins, jax.tree.map(lambda a: a[:, :slots], new))
         # Later ones attend to the stored prompt and, behind it, to what they compute.
         else:
             new = jax.tree.map(lambda stored, a: jnp.concatenate([stored, a], axis=1), cache.read(), new)

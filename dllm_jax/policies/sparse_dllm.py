@@ -16,7 +16,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, full_rows
+from dllm_jax.state.rows import Rows
 from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
 
 
@@ -56,7 +56,7 @@ class SparseDLLM(Policy):
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
-        return Cache(KV.zeros(spec, batch, slots, dtype), shared=())
+        return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -144,8 +144,7 @@ class SparseDLLM(Policy):
 
         # A sequence that has finished the block keeps its pairs, whatever step it stopped at.
         fills = canvas.active & (canvas.block_step == self.delay)
-        slot = full_rows(jnp.broadcast_to(fills[:, None], (len(fills), slots)))
-        return cache.update(slot, pairs)[0]
+        return cache.replace(fills, pairs)
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
         """Keys that a partial step attends to: filled slots, then computed positions but not padding."""

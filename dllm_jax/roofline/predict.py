@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.nn.attention import SCORE_BYTES
+from dllm_jax.nn.attention import SCORE_BYTES_ON_CUDA
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
@@ -28,7 +28,8 @@ class MemoryUse:
     Attributes:
       weights: all parameters, the tower's included.
       cache: what the policy stores, exactly (`Policy.init`).
-      workspace: activations of one layer of the widest step, a chunk of scores, logits: an estimate.
+      workspace: activations of one layer of the widest step, a chunk of scores as large as on a GPU, logits:
+        an estimate.
     """
 
     weights: float
@@ -167,7 +168,7 @@ def memory(
     heads = 2 * spec.heads + 2 * spec.kv_heads
     per_position = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
     logits = max(step.candidates for step in steps) * spec.vocab * 4
-    scores = min(SCORE_BYTES, 4 * batch * spec.heads * layout.length**2)
+    scores = min(SCORE_BYTES_ON_CUDA, 4 * batch * spec.heads * layout.length**2)
     widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(
         weights=itemsize * (spec.layers * layer_size(spec) + tables + tower_size(spec)),

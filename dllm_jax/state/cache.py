@@ -7,12 +7,13 @@ its own, and reading one copies nothing. Keys and values lie in memory in one or
 (`dllm_jax.nn.memory`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import LayerIndex
@@ -20,7 +21,7 @@ from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, full_rows
 
 
 class Cache(NamedTuple):
@@ -50,10 +51,20 @@ class KV(NamedTuple):
     v: Float[Array, "*n b s k d"]
 
     @staticmethod
-    def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any) -> "KV":
-        """Empty slots for every layer: 2 n b s k d scalars."""
+    def zeros(spec: ModelSpec, batch: int, slots: int, dtype: Any, scattered: bool = True) -> "KV":
+        """Empty slots for every layer: 2 n b s k d scalars.
+
+        Args:
+          spec: the model.
+          batch: sequences.
+          slots: of each sequence.
+          dtype: of keys and values.
+          scattered: single slots will be written; if not, only whole layers by `LayerCache.replace`, and the
+            slots lie in memory as attention reads them. It changes speed, never what is computed.
+        """
         shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
-        return KV(same_in_all_loops(jnp.zeros(shape, dtype)), same_in_all_loops(jnp.zeros(shape, dtype)))
+        empty = lambda: same_in_all_loops(jnp.zeros(shape, dtype), scattered=scattered)
+        return KV(empty(), empty())
 
 
 class LayerCache(NamedTuple):
@@ -119,6 +130,15 @@ class LayerCache(NamedTuple):
         cache = self._change(lambda own, write: jax.tree.map(write, own, new), rows)
         return cache, cache.read()
 
+    def replace(self, where: Bool[Array, "b"], new: PyTree) -> "LayerCache":
+        """Writes new values [b s ...] of all slots of every array, in the marked sequences.
+
+        For storage that is written in no other way, see `KV.zeros`.
+        """
+        slots = jax.tree.leaves(new)[0].shape[1]
+        every = full_rows(jnp.broadcast_to(where[:, None], (len(where), slots)))
+        return self._change(lambda own, write: jax.tree.map(write, own, new), every, scattered=False)
+
     def write(self, rows: Rows, **parts: PyTree) -> "LayerCache":
         """Writes new values [b q ...] of the named fields of the storage; the other fields stay.
 
@@ -140,7 +160,11 @@ class LayerCache(NamedTuple):
         return self._change(change, rows, ahead)
 
     def _change(
-        self, change: Callable[[PyTree, Callable[[Array, Array], Array]], PyTree], rows: Rows, ahead: int = 0
+        self,
+        change: Callable[[PyTree, Callable[[Array, Array], Array]], PyTree],
+        rows: Rows,
+        ahead: int = 0,
+        scattered: bool = True,
     ) -> "LayerCache":
         """The cache with the storage of the layer `ahead` of this one changed.
 
@@ -148,11 +172,17 @@ class LayerCache(NamedTuple):
           change: takes the storage and a function that writes new values of the rows into one of its arrays.
           rows: slots that are written.
           ahead: 0 or 1.
+          scattered: as of `KV.zeros`.
         """
-        if not isinstance(self.layers, list):
-            write = lambda array, new: _write_stacked(array, self._index + ahead, rows, new, self.rules)
+        stacked = not isinstance(self.layers, list)
+        write_one = functools.partial(_write_stacked, index=self._index + ahead) if stacked else _write
+
+        def write(array, new):
+            written = write_one(array, rows, new.astype(array.dtype))
+            return same_in_all_loops(written, self.rules, scattered) if new.ndim == 4 else written
+
+        if stacked:
             return self._replace(layers=change(self.layers, write))
-        write = lambda array, new: _write(array, rows, new, self.rules)
         changed = [change(one, write) if i == ahead else one for i, one in enumerate(self.layers)]
         return self._replace(layers=changed)
 
@@ -162,34 +192,22 @@ class LayerCache(NamedTuple):
         return self.index
 
 
-def _write(
-    array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"], rules: MeshRules | None
-) -> Float[Array, "b s *d"]:
+def _write(array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"]) -> Float[Array, "b s *d"]:
     """One layer's array with new values at the rows."""
-    new = new.astype(array.dtype)
     if rows.full:
-        written = rows.put(array, new)
-    else:
-        written = array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
-    return same_in_all_loops(written, rules) if new.ndim == 4 else written
+        return rows.put(array, new)
+    return array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
 
 
 def _write_stacked(
-    array: Float[Array, "n b s *d"],
-    index: Int[Array, ""],
-    rows: Rows,
-    new: Float[Array, "b q *d"],
-    rules: MeshRules | None,
+    array: Float[Array, "n b s *d"], rows: Rows, new: Float[Array, "b q *d"], index: Int[Array, ""]
 ) -> Float[Array, "n b s *d"]:
     """The stacked array with new values of one layer at the rows; at a layer beyond the last, unchanged."""
-    new = new.astype(array.dtype)
     # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
     if rows.full:
         stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
         kept = jnp.where(index < len(array), rows.put(stored, new), stored)
-        written = jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
+        return jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
     # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
-    else:
-        batch = jnp.arange(array.shape[1])[:, None]
-        written = array.at[index, batch, rows.index].set(new, mode="drop")
-    return same_in_all_loops(written, rules) if new.ndim == 4 else written
+    batch = jnp.arange(array.shape[1])[:, None]
+    return array.at[index, batch, rows.index].set(new, mode="drop")

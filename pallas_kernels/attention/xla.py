@@ -4,7 +4,7 @@ These functions define the meaning of the operations; the kernels in `tpu.py` an
 One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
 per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
 `head_mean`). Where the scores of all queries would take more than `SCORE_BYTES`, they are computed for a
-chunk of queries at a time.
+chunk of queries at a time, each of which reads keys and values again.
 """
 
 import functools
@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 Mask = Bool[Array, "#b #k #q s"]
 
 TURNS = 16  # into which a batch is divided at most: each adds to the program
-SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs and the L2 of H100s
+SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs
+SCORE_BYTES_ON_CUDA = 2**28  # no L2 holds scores, pairs and results at once: the fewer chunks, the better
 
 
 def attention(
@@ -39,7 +40,7 @@ def attention(
       mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
         hold anything, NaN included.
       lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
-      chunk: queries at a time; None means as many as `SCORE_BYTES` allows.
+      chunk: queries at a time; None means as many as `queries_at_once`.
 
     Returns:
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
@@ -50,16 +51,19 @@ def attention(
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    values = jnp.swapaxes(v, 1, 2)
+    return _with_chunk(_attention, chunk, q, k, jnp.swapaxes(v, 1, 2), mask)
+
+
+def _attention(q, k, values, mask, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    queries = q.shape[1]
 
     def attend(mask, q):
         # The division comes after the values: it is of [q d] then, not of [q s].
         weights, total, lse = _exponentials(_scores(q, k, mask))
-        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), values, out=jnp.float32) / total
+        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(values.dtype), values, out=jnp.float32) / total
         out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
-    chunk = chunk or _chunk(q, k)
     if queries <= chunk:
         return attend(mask, q)
     out, lse = _over_chunks(attend, chunk, mask, q)
@@ -85,7 +89,7 @@ def attention_by_sequence(
     if chunk or len(k) == 1 or _pair_bytes(k) <= SCORE_BYTES:
         return attention(q, k, v, mask, chunk=chunk)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
-    in_turn = functools.partial(_in_turn, chunk=_chunk(q[:1], k[:1]))
+    in_turn = functools.partial(_in_turn, chunk=_chunk(q[:1], k[:1], SCORE_BYTES))
     return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=attention)
 
 
@@ -130,15 +134,17 @@ def received(
       weight: of each query position, float32.
       mask: as given to `attention`.
       lengths: as given to `attention`.
-      chunk: queries at a time; None means as many as `SCORE_BYTES` allows.
+      chunk: queries at a time; None means as many as `queries_at_once`.
     """
+    return _with_chunk(_received, chunk, q, k, lse, weight, _both(mask, lengths, k))
 
+
+def _received(q, k, lse, weight, mask, chunk: int) -> Float[Array, "b k s"]:
     def send(mask, q, lse, weight):
         weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
         weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
         return _einsum("bkgqs,bq->bks", weights, weight)
 
-    mask, chunk = _both(mask, lengths, k), chunk or _chunk(q, k)
     by_query = q, jnp.swapaxes(lse, 1, 2), weight
     if q.shape[1] <= chunk:
         return send(mask, *by_query)
@@ -157,12 +163,14 @@ def head_mean(
 
     Arguments as of `received`. Slots that no query may attend to can hold anything and have weight 0.
     """
+    return _with_chunk(_head_mean, chunk, q, k, lse, _both(mask, lengths, k))
 
+
+def _head_mean(q, k, lse, mask, chunk: int) -> Float[Array, "b q s"]:
     def mean(mask, q, lse):
         weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
         return jnp.mean(jax.lax.platform_dependent(weights, cpu=_apart, default=lambda x: x), axis=(1, 2))
 
-    mask, chunk = _both(mask, lengths, k), chunk or _chunk(q, k)
     by_query = q, jnp.swapaxes(lse, 1, 2)
     if q.shape[1] <= chunk:
         return mean(mask, *by_query)
@@ -208,22 +216,42 @@ def check_shapes(
         raise ValueError(f"lengths {lengths.shape} must be {(batch, kv_heads)}")
 
 
-def queries_at_once(batch: int, heads: int, slots: int, pair_bytes: int = 0) -> int:
-    """How many queries have scores no larger than `SCORE_BYTES` or `pair_bytes`: a power of two, at least 16.
+def queries_at_once(queries: int, batch: int, heads: int, slots: int, score_bytes: int = SCORE_BYTES) -> int:
+    """How many queries to take at a time so that their scores take no more than `score_bytes`.
+
+    All of them if there is room; else chunks of nearly the same size, multiples of 16, so that little is
+    padding.
 
     Args:
+      queries: of each sequence.
       batch: sequences.
       heads: query heads.
       slots: of each sequence.
-      pair_bytes: of all keys and values. Every chunk reads them again, so scores as large as they are cost
-        less where they lie in main memory than in another chunk.
+      score_bytes: of the float32 scores.
     """
-    fitting = max(SCORE_BYTES, pair_bytes) // max(4 * batch * heads * slots, 1)
-    return max(16, 1 << max(fitting.bit_length() - 1, 0))
+    room = score_bytes // max(4 * batch * heads * slots, 1)
+    if queries <= room:
+        return queries
+    # No chunk is larger than a power of two: the hardware multiplies tiles.
+    largest = max(16, 1 << max(room.bit_length() - 1, 0))
+    chunks = -(-queries // largest)
+    return 16 * -(-queries // (16 * chunks))
 
 
-def _chunk(q, k) -> int:
-    return queries_at_once(q.shape[0], q.shape[2], k.shape[1], _pair_bytes(k))
+def _chunk(q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], score_bytes: int) -> int:
+    # Scores as large as all pairs cost less where they lie in main memory than in another chunk.
+    return queries_at_once(q.shape[1], q.shape[0], q.shape[2], k.shape[1], max(score_bytes, _pair_bytes(k)))
+
+
+def _with_chunk(
+    function: Callable[..., Any], chunk: int | None, q: Array, k: Array, *rest: Array | None
+) -> Any:
+    """`function(q, k, *rest, chunk=...)`, by default with as many queries as the platform has room for."""
+    usual, on_cuda = (chunk or _chunk(q, k, room) for room in (SCORE_BYTES, SCORE_BYTES_ON_CUDA))
+    default, cuda = (functools.partial(function, chunk=size) for size in (usual, on_cuda))
+    if usual == on_cuda:
+        return default(q, k, *rest)
+    return jax.lax.platform_dependent(q, k, *rest, cuda=cuda, default=default)
 
 
 def _pair_bytes(k: Float[Array, "b s k d"]) -> int:
