@@ -1,4 +1,4 @@
-"""The choice between the implementations of an operation: XLA's, or the Pallas kernel of a platform.
+"""The choice between the implementations of an operation: XLA's, a platform's Pallas kernel, or a library's.
 
 `implementation` means the same wherever it is given (an operation's function, `dllm_jax.load`,
 `Model.implementation`):
@@ -6,6 +6,8 @@
 - "xla": never a kernel.
 - "pallas": on every platform its kernel, wherever the kernel supports the call, and XLA's form elsewhere.
   CPUs have no kernels of their own and interpret the TPU's, slowly.
+- "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
+  elsewhere.
 - None, the default: the kernel on the platforms where it was measured to be faster (`Operation.preferred`)
   and supports the call, and XLA's form elsewhere.
 
@@ -23,7 +25,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-Implementation = Literal["xla", "pallas"]
+Implementation = Literal["xla", "pallas", "cudnn"]
 Platform = Literal["cpu", "cuda", "tpu"]
 
 log = logging.getLogger(__name__)
@@ -33,10 +35,10 @@ def check_implementation(implementation: Implementation | None):
     """Refuses a name that is no implementation.
 
     Raises:
-      ValueError: neither "xla" nor "pallas" nor None.
+      ValueError: neither "xla" nor "pallas" nor "cudnn" nor None.
     """
     if implementation not in (*get_args(Implementation), None):
-        raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas' or None")
+        raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas', 'cudnn' or None")
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
@@ -65,6 +67,7 @@ class Operation:
       kernels: one per platform, TPUs' among them; same signature and an option `interpret` besides. A kernel
         raises NotImplementedError, while it is traced, for a call that it does not support.
       preferred: platforms whose kernel was measured to be faster than XLA's form.
+      cudnn: the library's form, same signature, which refuses calls as a kernel does; None if it has none.
       averages_heads: the result is a mean over query heads.
     """
 
@@ -75,6 +78,7 @@ class Operation:
     results: tuple[str, ...]
     kernels: Mapping[Platform, Callable[..., Any]]
     preferred: tuple[Platform, ...] = ()
+    cudnn: Callable[..., Any] | None = None
     averages_heads: bool = False
 
     def run(
@@ -93,62 +97,75 @@ class Operation:
         check_implementation(implementation)
         self.check(*arrays, **options)
         xla = functools.partial(self.xla, **options)
-        wanted = self._wanted(implementation)
-        sources: dict[Platform, Platform] = {platform: self._source(platform) for platform in wanted}
-        reasons: dict[Platform, str | None] = {
-            source: self.unsupported(source, arrays, options) for source in set(sources.values())
-        }
+        forms = self._forms(implementation)
+        reasons = {form: self._reason(form, arrays, options) for form in set(forms.values())}
         kernels = {}
-        for platform, source in sources.items():
-            if reasons[source] is None:
-                interpreted = {} if source == platform else {"interpret": True}
-                kernels[platform] = functools.partial(self.kernels[source], **options, **interpreted)
+        for platform, form in forms.items():
+            if reasons[form] is None:
+                interpreted = {} if platform in self.kernels else {"interpret": True}
+                kernels[platform] = functools.partial(form, **options, **interpreted)
             else:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[source])
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[form])
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
 
     def takes_kernels(self, implementation: Implementation | None) -> bool:
-        """Whether any platform takes a kernel where it supports the call."""
-        return bool(self._wanted(implementation))
+        """Whether any platform takes another form than XLA's where that supports the call."""
+        return bool(self._forms(implementation))
 
     def unsupported(
-        self, platform: Platform, arrays: tuple[Any, ...], options: Mapping[str, Any]
+        self,
+        platform: Platform,
+        arrays: tuple[Any, ...],
+        options: Mapping[str, Any],
+        implementation: Implementation = "pallas",
     ) -> str | None:
-        """Why the platform's kernel does not support these arrays (or their shapes); None if it does."""
-        try:
-            jax.eval_shape(functools.partial(self.kernels[self._source(platform)], **options), *arrays)
-        except NotImplementedError as reason:
-            return str(reason)
-        return None
+        """Why what a platform takes does not support these arrays (or their shapes); None if it does."""
+        form = self._forms(implementation).get(platform)
+        if form is None:
+            return f"no {self.name} by {implementation} on {platform}"
+        return self._reason(form, arrays, options)
 
     def explain(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
     ) -> dict[Platform, str]:
-        """What `run` takes on each platform for arrays (or their shapes), and why if that is not a kernel."""
+        """What `run` takes on each platform for arrays (or their shapes), and why if that is XLA's form."""
         check_implementation(implementation)
-        wanted = self._wanted(implementation)
+        forms = self._forms(implementation)
 
         def why(platform: Platform) -> str:
             if implementation == "xla":
                 return "xla: as asked for"
-            if platform not in wanted and platform not in self.kernels:
+            if implementation == "cudnn" and platform not in forms:
+                return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
+            if platform not in forms and platform not in self.kernels:
                 return "xla: no kernel for this platform"
-            if reason := self.unsupported(platform, arrays, options):
+            form = forms.get(platform, self.kernels.get(platform))
+            if form is not None and (reason := self._reason(form, arrays, options)):
                 return f"xla: {reason}"
-            if platform not in wanted:
+            if platform not in forms:
                 return "xla: the kernel was not measured to be faster"
+            if implementation == "cudnn":
+                return "cudnn"
             return "pallas" if platform in self.kernels else "pallas, interpreted"
 
         return {platform: why(platform) for platform in get_args(Platform)}
 
-    def _wanted(self, implementation: Implementation | None) -> tuple[Platform, ...]:
-        """The platforms that take a kernel if it supports the call."""
-        if implementation is None:
-            return self.preferred
-        return get_args(Platform) if implementation == "pallas" else ()
+    def _forms(self, implementation: Implementation | None) -> dict[Platform, Callable[..., Any]]:
+        """What platforms take instead of XLA's form where it supports the call; CPUs interpret the TPU's."""
+        if implementation == "cudnn":
+            return {} if self.cudnn is None else {"cuda": self.cudnn}
+        wanted = get_args(Platform) if implementation == "pallas" else ()
+        platforms = self.preferred if implementation is None else wanted
+        return {platform: self.kernels.get(platform, self.kernels["tpu"]) for platform in platforms}
 
-    def _source(self, platform: Platform) -> Platform:
-        """The platform whose kernel is taken: its own, or the TPU's, which CPUs interpret."""
-        return platform if platform in self.kernels else "tpu"
+    def _reason(
+        self, form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> str | None:
+        """Why a form does not support these arrays (or their shapes); None if it does."""
+        try:
+            jax.eval_shape(functools.partial(form, **options), *arrays)
+        except NotImplementedError as reason:
+            return str(reason)
+        return None

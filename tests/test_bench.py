@@ -259,6 +259,8 @@ def test_a_kernel_that_does_not_support_its_operands_is_not_timed_as_xla():
         kernels.function(family, "pallas", narrow)
     with pytest.raises(NotImplementedError, match="XLA's form is the reference"):
         kernels.function(family, "reference", narrow)
+    with pytest.raises(NotImplementedError, match="no attention by cudnn on cpu"):
+        kernels.function(family, "cudnn", narrow)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)

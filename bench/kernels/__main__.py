@@ -21,7 +21,7 @@ from bench.kernels.cases import FAMILIES, Family, Operands
 from bench.shared import device, runner
 from dllm_jax.roofline import Hardware
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas")
+IMPLEMENTATIONS = ("reference", "xla", "pallas", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
       operations: names; all if empty.
-      implementations: "reference", "xla", "pallas".
+      implementations: "reference", "xla", "pallas", "cudnn".
       small: the small shapes of the tests.
       most: number of shapes per operation, all if not given.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
@@ -76,11 +76,10 @@ def function(family: Family, implementation: str, case: Operands) -> Callable[..
         if family.reference is None:
             raise NotImplementedError("XLA's form is the reference")
         return jax.jit(functools.partial(family.reference, **case.options))
-    if (
-        implementation == "pallas"
-    ):  # which takes XLA's form, silently, where a kernel does not support the call
+    if implementation != "xla":  # where the call is not supported, XLA's form would be taken, silently
         platform = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
-        if reason := family.operation.unsupported(platform, case.arrays, case.options):  # type: ignore[arg-type]
+        of, call = family.operation, (case.arrays, case.options)
+        if reason := of.unsupported(platform, *call, implementation):  # type: ignore[arg-type]
             raise NotImplementedError(reason)
     choose = lambda *arrays: family.operation.run(arrays, case.options, implementation)  # type: ignore[arg-type]
     return jax.jit(choose)

@@ -33,7 +33,9 @@ def _operation(plain: Callable[..., Any], operands: str, *results: str, **more: 
 
 
 ATTENTION = dataclasses.replace(
-    _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq"), xla=xla.attention_by_sequence
+    _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq"),
+    xla=xla.attention_by_sequence,
+    cudnn=imported("pallas_kernels.attention.cudnn", "attention"),
 )
 RECEIVED = _operation(xla.received, "bqhd bskd bhq bq bkqs bk", "bks")
 HEAD_MEAN = _operation(xla.head_mean, "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)

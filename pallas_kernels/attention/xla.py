@@ -46,7 +46,7 @@ def attention(
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
       nothing gives 0 and -inf.
     """
-    mask, queries = _both(mask, lengths, k), q.shape[1]
+    mask, queries = both(mask, lengths, k), q.shape[1]
     if not k.shape[1]:
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
@@ -85,7 +85,7 @@ def attention_by_sequence(
     sequences: the partitioner would gather those of all devices. Arguments and results are those of
     `attention`; with a `chunk`, all sequences are computed at once too.
     """
-    mask = _both(mask, lengths, k)
+    mask = both(mask, lengths, k)
     if chunk or len(k) == 1 or _pair_bytes(k) <= SCORE_BYTES:
         return attention(q, k, v, mask, chunk=chunk)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
@@ -113,6 +113,22 @@ def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float
     return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
 
 
+def log_sum_exp(
+    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], mask: Mask | None
+) -> Float[Array, "b h q"]:
+    """The log-sum-exp of the scores alone, as `attention` returns it."""
+    return _with_chunk(_log_sum_exp, None, q, k, mask)
+
+
+def _log_sum_exp(q, k, mask, chunk: int) -> Float[Array, "b h q"]:
+    def sums(mask, q):
+        return _exponentials(_scores(q, k, mask))[2].reshape(q.shape[0], q.shape[2], q.shape[1])
+
+    if q.shape[1] <= chunk:
+        return sums(mask, q)
+    return _joined(_over_chunks(sums, chunk, mask, q), 2, q.shape[1])
+
+
 def received(
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
@@ -136,7 +152,7 @@ def received(
       lengths: as given to `attention`.
       chunk: queries at a time; None means as many as `queries_at_once`.
     """
-    return _with_chunk(_received, chunk, q, k, lse, weight, _both(mask, lengths, k))
+    return _with_chunk(_received, chunk, q, k, lse, weight, both(mask, lengths, k))
 
 
 def _received(q, k, lse, weight, mask, chunk: int) -> Float[Array, "b k s"]:
@@ -163,7 +179,7 @@ def head_mean(
 
     Arguments as of `received`. Slots that no query may attend to can hold anything and have weight 0.
     """
-    return _with_chunk(_head_mean, chunk, q, k, lse, _both(mask, lengths, k))
+    return _with_chunk(_head_mean, chunk, q, k, lse, both(mask, lengths, k))
 
 
 def _head_mean(q, k, lse, mask, chunk: int) -> Float[Array, "b q s"]:
@@ -258,7 +274,7 @@ def _pair_bytes(k: Float[Array, "b s k d"]) -> int:
     return 2 * k.size * k.dtype.itemsize
 
 
-def _both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:
+def both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:
     """What both the mask and the lengths allow; None if neither is given."""
     if lengths is None:
         return mask

@@ -1,0 +1,61 @@
+"""Attention by cuDNN's flash attention, as `jax.nn.dot_product_attention` calls it: for NVIDIA GPUs.
+
+A kept library instead of a kernel of ours. It reads rows of [k d]: keys and values that lie heads first, as a
+cache on a GPU does, are copied for it, so it is for many queries. Compiled for a described H100; never run on
+a GPU by us yet.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.xla import Mask, both, log_sum_exp
+
+
+def attention(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    library: Literal["cudnn", "xla"] = "cudnn",
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """As `xla.attention`.
+
+    The log-sum-exp is not cuDNN's, which jax rounds to the dtype of q, but XLA's, computed where it is read.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      mask: the same for all heads.
+      lengths: of one kv head only.
+      library: "xla" computes the same without cuDNN, for tests.
+
+    Raises:
+      NotImplementedError: no cuDNN, what it does not take (dtypes of more than 16 bits, wide heads), a mask
+        that differs between heads, or so few queries that their scores are no larger than keys and values.
+    """
+    mask, size = both(mask, lengths, k), k.dtype.itemsize
+    scores, pairs = 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1], 2 * k.size * size
+    if scores <= pairs:
+        raise NotImplementedError(f"few queries: {scores} bytes of scores for {pairs} of keys and values")
+    if mask is not None and mask.shape[1] > 1:
+        raise NotImplementedError("a mask that differs between heads")
+
+    # A mask becomes a finite bias there: what is hidden must be finite too, and a query that may attend to
+    # nothing is left to us.
+    allowed, bias = None, mask
+    if mask is not None:
+        seen = jnp.any(mask, axis=2)[:, 0, :, None, None]
+        k, v = jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+        allowed = jnp.moveaxis(jnp.any(mask, axis=3), 1, 2)[..., None]
+        bias = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+    try:
+        out = jax.nn.dot_product_attention(q, k, v, mask=bias, implementation=library)
+    except RuntimeError as missing:
+        raise NotImplementedError(str(missing)) from missing
+    out = out if allowed is None else jnp.where(allowed, out, 0).astype(q.dtype)
+    return out, log_sum_exp(q, k, mask)

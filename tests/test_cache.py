@@ -1,0 +1,54 @@
+"""Storage as one layer sees it, stacked and separate, and its order of axes in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.rows import full_rows
+from tests.models import tiny
+
+LAYERS, B, S = 2, 3, 5
+
+
+def store(value: float, scattered: bool = False) -> Cache:
+    spec = tiny("llada").spec
+    assert spec.layers == LAYERS
+    empty = KV.zeros(spec, B, S, jnp.float32, scattered=scattered)
+    return Cache(jax.tree.map(lambda a: a + value, empty), ())
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_is_replaced_in_the_marked_sequences_alone(layer, separate):
+    cache = store(1.0).separate() if separate else store(1.0)
+    view = LayerCache.of(cache, layer)
+    new = jax.tree.map(lambda a: jnp.full(a.shape, 2.0, jnp.bfloat16), view.read())
+    replaced = view.replace(jnp.asarray([True, False, True]), new)
+    for array in replaced.read():
+        assert array.dtype == jnp.float32
+        np.testing.assert_array_equal(array[:, 0, 0, 0], [2, 1, 2])
+        np.testing.assert_array_equal(np.ptp(array, axis=(1, 2, 3)), 0)
+
+    # The other layer keeps what it holds.
+    after = replaced.into(cache, layer)
+    for array in LayerCache.of(after, 1 - layer).read():
+        np.testing.assert_array_equal(array, 1)
+
+
+@pytest.mark.parametrize(("scattered", "order"), [(True, [4, 3, 2, 1, 0]), (False, [4, 2, 3, 1, 0])])
+def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
+    """In the empty store and after writes."""
+
+    def program():
+        view = LayerCache.of(store(0.0, scattered), 0)
+        every, new = full_rows(jnp.ones((B, S), bool)), view.read()
+        written = view.update(every, new)[0] if scattered else view.replace(jnp.ones(B, bool), new)
+        return written.layers
+
+    text = jax.jit(program).trace().lower(lowering_platforms=("tpu",)).as_text()
+    stated = [line for line in text.splitlines() if "@LayoutConstraint" in line]
+    assert len(stated) == 4  # keys and values, empty and written
+    # From the axis that varies fastest to the one that varies slowest.
+    assert all(f"result_layouts = [dense<{order}>" in line for line in stated), stated
