@@ -83,6 +83,25 @@ def test_bytes_are_those_of_slices_and_of_updates_in_place():
     assert entry.bytes == 2 * 4 * LAYER
 
 
+@pytest.mark.parametrize(("offload", "read"), [("GATHER", SMALL + 32), ("SORT", 4 * LAYER + 32)])
+def test_a_gather_of_a_sparse_core_reads_what_it_gathers(offload, read):
+    """XLA of jax 0.12 embeds so; the table is an argument of the call."""
+    table, places, held = "bf16[4096,512]{1,0:T(8,128)}", "s32[8]{0:T(128)}", "s32[4]{0:S(8)}"
+    operands, config = f"({table}, {places})", f'{{"offload":"OFFLOAD_{offload}"}}'
+    called = f"""
+        ENTRY %main (table: bf16[4096,512], places: s32[8]) -> bf16[8,512] {{
+          %table = {table} parameter(0)
+          %places = {places} parameter(1)
+          %go = ((), (), ({held})) custom-call-start(), backend_config={config}
+          %update = ({operands}, bf16[8,512]{{1,0}}, ({held})) custom-call-update(%go, %table, %places)
+          ROOT %done = bf16[8,512]{{1,0}} custom-call-done(%update)
+        }}
+    """
+    entry = traffic.program(textwrap.dedent(called))
+    moved = {m.instruction.name: (m.read, m.written) for m in entry.moves if m.read or m.written}
+    assert moved == {"%update": (read, SMALL)}
+
+
 def test_copies_are_what_only_moves_an_array():
     entry = traffic.program(PROGRAM)
     copies = {m.instruction.name for loop in entry.walk() for m in loop.moves if m.copies}

@@ -36,7 +36,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
 FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"),
-    *("after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
+    *("custom-call-start", "after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
 }
 # What a fusion consists of that only moves an array to another place or layout.
 MOVES = {"parameter", "constant", "tuple", "get-tuple-element", *ELEMENTWISE, *SLICES} - {"convert", "gather"}
@@ -52,7 +52,10 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; `calls`, `body` and `branches` name other computations."""
+    """One line of a computation; `calls`, `body` and `branches` name other computations.
+
+    `offload` says what a TPU's SparseCore does for it.
+    """
 
     name: str
     op: str
@@ -67,6 +70,7 @@ class Instruction:
     branches: tuple[str, ...]
     trips: int | None
     source: str
+    offload: str | None = None
 
     @property
     def stored(self) -> int:
@@ -190,6 +194,7 @@ def _instruction(line: str) -> Instruction | None:
         branches=tuple(branches),
         trips=int(trips) if trips else None,
         source=one(r'op_name="([^"]*)"') or "",
+        offload=one(r'"offload":"(\w+)"'),
     )
 
 
@@ -304,6 +309,10 @@ class _Reader:
             return name, self._read(i.calls, str(k), full)
         if i.op == "slice-start":  # (operands), result, context
             return name, min(full, i.leaves[len(i.args)].size) if k == 0 else 0
+        if i.op == "custom-call-update":  # (operands), result, context; the first argument is what it updates
+            gathered = k == 1 and body[i.args[0]].offload == "OFFLOAD_GATHER"
+            touched = min(full, i.leaves[len(i.args) - 1].size) if gathered else full
+            return name, touched if k else 0
         if i.op in SLICES:
             return name, min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
         return name, full
@@ -338,8 +347,8 @@ class _Reader:
         if i.op == "fusion-start":  # (operands), result, context
             result = i.leaves[-2] if i.leaves[-1].size <= 8 else i.leaves[-1]
             return 0 if result.on_chip else result.size
-        if i.op == "slice-start":
-            result = i.leaves[len(i.args)]
+        if i.op in ("slice-start", "custom-call-update"):
+            result = i.leaves[len(i.args) - (i.op == "custom-call-update")]
             return 0 if result.on_chip else result.size
         if i.op.endswith("-start"):
             return 0 if any(leaf.on_chip for leaf in i.leaves) else sum(leaf.size for leaf in i.leaves[:1])
