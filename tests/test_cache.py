@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.nn.kernels import Kernels
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import full_rows
 from tests.models import tiny
@@ -51,4 +52,20 @@ def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
     stated = [line for line in text.splitlines() if "@LayoutConstraint" in line]
     assert len(stated) == 4  # keys and values, empty and written
     # From the axis that varies fastest to the one that varies slowest.
+    assert all(f"result_layouts = [dense<{order}>" in line for line in stated), stated
+
+
+@pytest.mark.parametrize(
+    ("implementation", "order"), [(None, [4, 2, 3, 1, 0]), ("cudnn", [4, 3, 2, 1, 0])], ids=str
+)
+def test_on_gpus_stored_pairs_lie_as_what_reads_them_wants(implementation, order):
+    kernels = Kernels(implementation)
+
+    def program(cache):
+        view = LayerCache.of(cache, 0, kernels)
+        return view.update(full_rows(jnp.ones((B, S), bool)), view.read())[0].layers
+
+    text = jax.jit(program).trace(store(0.0)).lower(lowering_platforms=("cuda",)).as_text()
+    stated = [line for line in text.splitlines() if "@LayoutConstraint" in line]
+    assert len(stated) == 2
     assert all(f"result_layouts = [dense<{order}>" in line for line in stated), stated

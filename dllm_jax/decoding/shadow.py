@@ -83,7 +83,7 @@ def network_with_shadow(
 
     def run(layer: Layer, carry):
         (x, shadow), cache = carry
-        view = LayerCache.of(cache, layer.index, model.rules)
+        view = LayerCache.of(cache, layer.index, model.kernels)
         now = _stored(layer, x, rows, view)
         after, view = policy.layer(layer, x, view, rows, canvas)
         now = view.read() if now is None else now

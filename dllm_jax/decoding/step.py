@@ -221,7 +221,7 @@ def network(
     def run(weights: Layer, carry):
         x, cache = carry
         weights = intervened(weights, interventions, rows.index, canvas.step)
-        x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.rules), rows, canvas)
+        x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.kernels), rows, canvas)
         if isinstance(weights, IntervenedLayer):
             weights.check_reached(getattr(layer, "__qualname__", "the layer"))
         return x, view.into(cache, weights.index)

@@ -16,6 +16,7 @@ from dllm_jax.nn.mesh import MeshRules, partitioned_over
 from pallas_kernels import Implementation, Operation
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """The choice of implementations, see `pallas_kernels.choice`.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PyTree
 
+from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.mesh import MeshRules, partitioned_over
 
 # Stacked parameters that TPU programs read heads first: [n h m d] in memory for the axes n m h d.
@@ -22,16 +23,18 @@ STACKED_HEADS_FIRST = {leaf: Layout((0, 2, 1, 3)) for leaf in ("q", "k", "v")}
 
 
 def same_in_all_loops(
-    x: Float[Array, "*n b s k d"], rules: MeshRules | None = None, scattered: bool = True
+    x: Float[Array, "*n b s k d"], kernels: Kernels = BY_DEFAULT, scattered: bool = True
 ) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
-    Heads first, as attention reads them. As named on TPUs if single positions are written (`scattered`):
-    their scatter would copy the stack into that order and back. CPUs keep their own order through a loop.
+    Heads first, as XLA's attention and kernels read them; as named on GPUs if cuDNN reads them, and on TPUs
+    if single positions are written (`scattered`), whose scatter would copy the stack into that order and
+    back. CPUs keep their own order through a loop.
     """
     on_tpu = _as_named if scattered else _heads_first
-    order = lambda x: jax.lax.platform_dependent(x, tpu=on_tpu, cuda=_heads_first, default=lambda x: x)
-    return _on_each_device(order, x, rules, "nbskd"[-x.ndim :])
+    on_cuda = _as_named if kernels.implementation == "cudnn" else _heads_first
+    order = lambda x: jax.lax.platform_dependent(x, tpu=on_tpu, cuda=on_cuda, default=lambda x: x)
+    return _on_each_device(order, x, kernels.rules, "nbskd"[-x.ndim :])
 
 
 def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = None) -> Float[Array, "b q h d"]:

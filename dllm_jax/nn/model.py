@@ -33,9 +33,9 @@ class Model:
       params: see `dllm_jax.nn.parameters`.
       spec: static.
       implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels
-        where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs, for many
-        queries); or None, kernels where they were measured to be faster (nowhere yet). Full passes
-        (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
+        where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs); or None,
+        kernels where they were measured to be faster (nowhere yet). Full passes (`forward`, training) always
+        use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
+from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.memory import same_in_all_loops
-from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
@@ -75,21 +75,21 @@ class LayerCache(NamedTuple):
         are separate, a list of this layer's storage and, except in the last one, the following layer's.
       index: which layer this is, where they are stacked; else None.
       shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
-      rules: what the axes of a mesh split; None without one.
+      kernels: the model's, which say how pairs lie in memory.
     """
 
     layers: PyTree
     index: Int[Array, ""] | None
     shared: PyTree
-    rules: MeshRules | None = None
+    kernels: Kernels = BY_DEFAULT
 
     @staticmethod
-    def of(cache: Cache, layer: LayerIndex, rules: MeshRules | None = None) -> "LayerCache":
+    def of(cache: Cache, layer: LayerIndex, kernels: Kernels = BY_DEFAULT) -> "LayerCache":
         """One layer's view of the cache."""
         if isinstance(cache.layers, list):
             assert isinstance(layer, int), "separate layers are unrolled"
-            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared, rules)
-        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared, rules)
+            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared, kernels)
+        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared, kernels)
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """The cache with what a layer has changed in its view of it."""
@@ -179,7 +179,7 @@ class LayerCache(NamedTuple):
 
         def write(array, new):
             written = write_one(array, rows, new.astype(array.dtype))
-            return same_in_all_loops(written, self.rules, scattered) if new.ndim == 4 else written
+            return same_in_all_loops(written, self.kernels, scattered) if new.ndim == 4 else written
 
         if stacked:
             return self._replace(layers=change(self.layers, write))

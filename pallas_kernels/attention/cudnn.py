@@ -1,8 +1,7 @@
 """Attention by cuDNN's flash attention, as `jax.nn.dot_product_attention` calls it: for NVIDIA GPUs.
 
-A kept library instead of a kernel of ours. It reads rows of [k d]: keys and values that lie heads first, as a
-cache on a GPU does, are copied for it, so it is for many queries. Compiled for a described H100; never run on
-a GPU by us yet.
+A kept library instead of a kernel of ours. It reads rows of [k d], so keys and values must lie in memory as
+they are named. Compiled for a described H100; never run on a GPU by us yet.
 """
 
 from typing import Literal
@@ -36,12 +35,11 @@ def attention(
 
     Raises:
       NotImplementedError: no cuDNN, what it does not take (dtypes of more than 16 bits, wide heads), a mask
-        that differs between heads, or so few queries that their scores are no larger than keys and values.
+        that differs between heads, no queries or no slots.
     """
-    mask, size = both(mask, lengths, k), k.dtype.itemsize
-    scores, pairs = 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1], 2 * k.size * size
-    if scores <= pairs:
-        raise NotImplementedError(f"few queries: {scores} bytes of scores for {pairs} of keys and values")
+    mask = both(mask, lengths, k)
+    if not q.size or not k.size:
+        raise NotImplementedError("no queries" if k.size else "no slots")
     if mask is not None and mask.shape[1] > 1:
         raise NotImplementedError("a mask that differs between heads")
 

@@ -71,12 +71,12 @@ class ExpandedCache(LayerCache):
 
         none, in_prompt = jnp.zeros((len(k), 1), bool), canvas.prompt[:, :columns]
         expanded = Expanded(cache.layers, KV(in_order(k), in_order(v)), kept, in_prompt, none)
-        return cls(expanded, cache.index, cache.shared, cache.rules)
+        return cls(expanded, cache.index, cache.shared, cache.kernels)
 
     @property
     def storage(self) -> LayerCache:
         """The layer's view of the storage itself, as the engine knows it."""
-        return LayerCache(self.layers.storage, self.index, self.shared, self.rules)
+        return LayerCache(self.layers.storage, self.index, self.shared, self.kernels)
 
     @override
     def attends(self, rows: Rows, canvas: Canvas) -> Mask:
