@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
-from bench.compiled import traffic
+from bench.compiled import hlo, traffic
 from bench.compiled.targets import TARGETS, Target
 from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
@@ -244,7 +244,7 @@ def _copies(loops: Iterable[traffic.Loop]) -> list[dict[str, Any]]:
         for loop in loops:
             for move in loop.moves:
                 if move.copies and move.written >= COPY:
-                    array = traffic.ARRAY.search(move.instruction.type)
+                    array = hlo.ARRAY.search(move.instruction.type)
                     yield {
                         "array": array.group(0) if array else move.instruction.type,
                         "bytes": move.written,
