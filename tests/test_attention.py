@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
+from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import TURNS, attention_by_sequence, queries_at_once
 from pallas_kernels.attention.xla import _in_turn as in_turn
 from tests.kernel_cases import some
@@ -219,6 +220,25 @@ def test_gpus_have_room_for_more_queries_at_once(platform, queries, loops):
     k = jax.ShapeDtypeStruct((1, max(queries, 1280), 32, 128), jnp.bfloat16)
     program = run.trace(q, k, k).lower(lowering_platforms=(platform,)).as_text()
     assert program.count("stablehlo.while") == loops
+
+
+def test_platforms_that_differ_in_their_room_leave_gradients_batching_and_export(monkeypatch):
+    monkeypatch.setattr(xla, "SCORE_BYTES", 2**12)
+    monkeypatch.setattr(xla, "SCORE_BYTES_ON_CUDA", 2**18)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 70, 4, 16)), jnp.float32) for _ in range(3))
+    total = lambda q, chunk: jnp.sum(jnp.sin(attention(q, k, v, chunk=chunk)[0]))
+    gradient = lambda chunk: jax.jit(jax.grad(functools.partial(total, chunk=chunk)))
+    assert "platform_index" in str(gradient(None).trace(q).jaxpr)
+    np.testing.assert_allclose(gradient(None)(q), gradient(70)(q), rtol=1e-5, atol=1e-5)
+
+    at_once = attention(q, k, v, chunk=70)[0]
+    batched = jax.jit(jax.vmap(lambda q: attention(q, k, v)[0]))(jnp.stack([q, -q]))
+    np.testing.assert_allclose(batched[0], at_once, rtol=1e-5, atol=1e-6)
+    program = jax.export.export(jax.jit(lambda q: attention(q, k, v)[0]), platforms=("cpu", "cuda", "tpu"))
+    np.testing.assert_allclose(
+        program(jax.ShapeDtypeStruct(q.shape, q.dtype)).call(q), at_once, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_received_ignores_queries_of_weight_zero_whatever_they_hold():
