@@ -11,9 +11,10 @@
 - None, the default: the kernel on the platforms where it was measured to be faster (`Operation.preferred`)
   and supports the call, and XLA's form elsewhere.
 
-The platform is the one that a program is lowered for, so one traced program serves all of them. Why a kernel
-was not taken is logged (logger `pallas_kernels.choice`, level INFO), and `Operation.explain` says it
-beforehand.
+The platform is the one that a program is lowered for, so one traced program serves all of them; but one that
+is exported for several at once has to ask for XLA's form. Whether there is cuDNN, the tracing host says. Why
+another form than XLA's was not taken is logged (logger `pallas_kernels.choice`, level INFO), and
+`Operation.explain` says it beforehand.
 """
 
 import dataclasses
@@ -102,7 +103,8 @@ class Operation:
         kernels = {}
         for platform, form in forms.items():
             if reasons[form] is None:
-                interpreted = {} if platform in self.kernels else {"interpret": True}
+                own = implementation == "cudnn" or platform in self.kernels
+                interpreted = {} if own else {"interpret": True}
                 kernels[platform] = functools.partial(form, **options, **interpreted)
             else:
                 log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[form])

@@ -174,7 +174,7 @@ ABOVE = {
     ("compiled_v6e_jax012", "ElasticCache"): (1.1, 1.45),
     ("compiled_v6e_jax012", "MaskKV"): (1.06, 1.5),
     ("compiled_v6e_jax012", "EvictPrompt"): (1.05, 1.6),
-    # They read attention weights, which cuDNN does not give.
+    # They read attention weights, which cuDNN does not give, or keep other pairs for each head.
     ("compiled_h100_cudnn", "MaskKV"): (1.3, 3.3),
     ("compiled_h100_cudnn", "ElasticCache"): (1.3, 2.9),
     ("compiled_h100_cudnn", "D2Cache"): (1.3, 2.9),
@@ -194,16 +194,16 @@ ABOVE = {
         ("compiled_v5e_tp4", 1.05, 1.1),
         ("compiled_v5e_tp4_more", 1.2, 1.7),
         ("compiled_v5e_dp2_tp4", 1.05, 3.6),
-        ("compiled_v5p_tp4", 1.1, None),
+        ("compiled_v5p_tp4", 1.1, 4.3),
         ("compiled_h100", 1.45, 3.3),
         ("compiled_h100_cudnn", 1.25, 1.75),
-        ("compiled_h100_cudnn_more", 1.25, None),
+        ("compiled_h100_cudnn_more", 1.25, 5.8),
         ("compiled_h100_32_layers", 1.45, 4.2),
         ("compiled_h100_batch8", 1.4, 16.0),
-        ("compiled_h100_batch8_kernels", 1.5, None),
+        ("compiled_h100_batch8_kernels", 1.5, 17.2),
         ("compiled_h100_pallas", 1.25, 2.0),
         ("compiled_h100_dream", 1.45, 2.7),
-        ("compiled_h100_tp4", 1.65, None),
+        ("compiled_h100_tp4", 1.65, 4.9),
     ],
 )
 def test_recorded_programs_are_within_their_bars(name, reuse, full):
@@ -217,8 +217,23 @@ def test_recorded_programs_are_within_their_bars(name, reuse, full):
         most_reuse, most_full = ABOVE.get((name, row["policy"]), (reuse, full))
         if "reuse_step" in row:
             assert row["reuse_step"]["ratio"] <= most_reuse, row["policy"]
-        if most_full is not None:
-            assert row["full_step"]["ratio"] <= most_full, row["policy"]
+        assert row["full_step"]["ratio"] <= most_full, row["policy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "copying"),
+    [
+        ("compiled_v6e", {"DLLMCache"}),
+        ("compiled_v6e_jax012", {"DLLMCache", "MaskKV"}),
+        # Activations of full steps, and of these policies a layer's pairs.
+        ("compiled_h100_cudnn", {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"}),
+    ],
+)
+def test_recorded_programs_copy_nothing_at_entry_and_few_copy_anything_in_loops(name, copying):
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    assert not any(row["entry_copies"] for row in rows)
+    assert {row["policy"] for row in rows if row["loop_copies"]} == copying
+    assert all(copy["bytes"] < 2**24 for row in rows for copy in row["loop_copies"])
 
 
 def test_slices_exchange_little_and_gather_nothing():

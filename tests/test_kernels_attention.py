@@ -17,7 +17,6 @@ from pallas_kernels.attention import (
     HEAD_MEAN,
     RECEIVED,
     attention,
-    cudnn,
     gpu,
     head_mean,
     received,
@@ -158,62 +157,6 @@ def test_equals_float64(name, shape, dtype, monkeypatch):
             run(*arrays)
         return
     check(shape, arrays, jax.jit(run)(*arrays))
-
-
-FOR_CUDNN = [  # masks that are the same for all heads
-    Shape(2, 15, 8, 2, 64, 70, "keys"),
-    Shape(1, 150, 4, 1, 64, 70, "both"),
-    Shape(2, 66, 4, 4, 32, 40),
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(FOR_CUDNN, 3))
-def test_what_is_around_cudnn_equals_float64(shape, dtype):
-    """With XLA in its place, which takes the same arguments: masks, what they hide, idle queries."""
-    arrays = operands(shape, dtype)
-    of = {**IMPLEMENTATIONS["xla"], "attention": functools.partial(cudnn.attention, library="xla")}
-    check(shape, arrays, jax.jit(functools.partial(all_three, of))(*arrays))
-
-
-def test_masks_that_differ_by_query_and_queries_that_see_nothing_around_cudnn():
-    q, k, v, *_ = operands(Shape(1, 66, 2, 1, 16, 9))
-    mask = jnp.asarray(np.random.default_rng(1).random((1, 1, 66, 9)) < 0.3).at[:, :, 5].set(False)
-    q = jnp.nan_to_num(q)
-    out, lse = jax.jit(functools.partial(cudnn.attention, library="xla"))(q, k, v, mask)
-    wanted = jax.jit(ATTENTION.xla)(q, k, v, mask)
-    np.testing.assert_allclose(out, wanted[0], **TOLERANCE)
-    np.testing.assert_allclose(lse, wanted[1], **TOLERANCE)
-    assert not np.any(out[:, 5])
-    assert np.all(np.isneginf(lse[..., 5]))
-
-
-def test_what_cudnn_does_not_serve_is_said(monkeypatch):
-    said = lambda shape, dtype: ATTENTION.explain((*abstract("attention", shape, dtype),), {}, "cudnn")
-    many = Shape(1, 150, 4, 1, 64, 70, "keys")
-    assert said(many._replace(slots=0), jnp.bfloat16) == {
-        "cpu": "xla: cuDNN is for GPUs",
-        "cuda": "xla: no slots",
-        "tpu": "xla: cuDNN is for GPUs",
-    }
-    per_head = many._replace(kv_heads=2, visible="keys per head")
-    assert said(per_head, jnp.bfloat16)["cuda"] == "xla: a mask that differs between heads"
-
-    # What jax says of it: that there is no cuDNN, here, or that float32 is too wide.
-    def refuse(error):
-        def attention(*arrays, **options):
-            assert options["implementation"] == "cudnn"
-            raise error
-
-        monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-
-    refuse(RuntimeError("cuDNN is not detected."))
-    assert said(many, jnp.bfloat16)["cuda"] == "xla: cuDNN is not detected."
-    refuse(NotImplementedError("Q must be fp16/bf16, got float32"))
-    assert said(many, jnp.float32)["cuda"] == "xla: Q must be fp16/bf16, got float32"
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *rest, **options: q)
-    assert said(many, jnp.bfloat16)["cuda"] == "cudnn"
-    other = HEAD_MEAN.explain((*abstract("head_mean", many, jnp.bfloat16),), {}, "cudnn")
-    assert other["cuda"] == "xla: no such operation in cuDNN"
 
 
 def test_xla_takes_a_mask_and_lengths_together_in_chunks():

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
       operation: its name.
       positions: query positions of attention, or candidates that an eviction chooses or copies from.
       platform: "cpu", "cuda" or "tpu".
-      implementation: "pallas", "pallas, interpreted", or "xla: " and why that is not a kernel.
+      implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these.
     """
 
     operation: str

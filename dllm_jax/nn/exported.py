@@ -6,7 +6,9 @@
 
 `import dllm_jax` registers models and the results of a generation; serialising needs the package flatbuffers.
 A generation says in which order the axes of its cache lie in memory (`dllm_jax.nn.memory`), by a custom call
-for whose meaning in other versions of XLA JAX gives no guarantee: `CHECKS` is the consent to it.
+for whose meaning in other versions of XLA JAX gives no guarantee: `CHECKS` is the consent to it. Programs for
+several platforms hold XLA's attention (`implementation` "xla" or None): every platform's branch is lowered
+for all of them, and neither kernels nor cuDNN's call can be.
 """
 
 import dataclasses

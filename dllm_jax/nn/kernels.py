@@ -22,7 +22,7 @@ class Kernels:
     """The choice of implementations, see `pallas_kernels.choice`.
 
     Attributes:
-      implementation: "xla", "pallas" or None.
+      implementation: "xla", "pallas", "cudnn" or None.
       rules: what the axes of a mesh split; None leaves that to XLA's partitioner, and kernels alone.
     """
 

@@ -27,9 +27,9 @@ def same_in_all_loops(
 ) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
-    Heads first, as XLA's attention and kernels read them; as named on GPUs if cuDNN reads them, and on TPUs
-    if single positions are written (`scattered`), whose scatter would copy the stack into that order and
-    back. CPUs keep their own order through a loop.
+    Heads first, as XLA's attention and kernels read them. As named on GPUs if cuDNN was asked for, whether or
+    not it takes every call; and on TPUs if single positions are written (`scattered`), whose scatter would
+    copy the stack into that order and back. CPUs keep their own order through a loop.
     """
     on_tpu = _as_named if scattered else _heads_first
     on_cuda = _as_named if kernels.implementation == "cudnn" else _heads_first

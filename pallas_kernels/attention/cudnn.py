@@ -1,7 +1,8 @@
 """Attention by cuDNN's flash attention, as `jax.nn.dot_product_attention` calls it: for NVIDIA GPUs.
 
-A kept library instead of a kernel of ours. It reads rows of [k d], so keys and values must lie in memory as
-they are named. Compiled for a described H100; never run on a GPU by us yet.
+A kept library instead of a kernel of ours, for GPUs of compute capability 8.0 and later. It reads rows of
+[k d], so keys and values must lie in memory as they are named; what a mask hides is zeroed for it, which
+copies them. Compiled for a described H100; never run on a GPU by us yet.
 """
 
 from typing import Literal
@@ -34,12 +35,15 @@ def attention(
       library: "xla" computes the same without cuDNN, for tests.
 
     Raises:
-      NotImplementedError: no cuDNN, what it does not take (dtypes of more than 16 bits, wide heads), a mask
-        that differs between heads, no queries or no slots.
+      NotImplementedError: no cuDNN, what it does not take (other dtypes than bfloat16 and float16, wide
+        heads), a mask that differs between heads, no queries or no slots.
     """
     mask = both(mask, lengths, k)
     if not q.size or not k.size:
         raise NotImplementedError("no queries" if k.size else "no slots")
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if library == "cudnn" and dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
+        raise NotImplementedError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: all bfloat16 or all float16")
     if mask is not None and mask.shape[1] > 1:
         raise NotImplementedError("a mask that differs between heads")
 
@@ -53,7 +57,9 @@ def attention(
         bias = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
     try:
         out = jax.nn.dot_product_attention(q, k, v, mask=bias, implementation=library)
-    except RuntimeError as missing:
-        raise NotImplementedError(str(missing)) from missing
+    except RuntimeError as error:
+        if "cuDNN is not detected" not in str(error):
+            raise
+        raise NotImplementedError(str(error)) from error
     out = out if allowed is None else jnp.where(allowed, out, 0).astype(q.dtype)
     return out, log_sum_exp(q, k, mask)

@@ -3,8 +3,9 @@
 These functions define the meaning of the operations; the kernels in `tpu.py` and `gpu.py` compute the same.
 One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
 per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
-`head_mean`). Where the scores of all queries would take more than `SCORE_BYTES`, they are computed for a
-chunk of queries at a time, each of which reads keys and values again.
+`head_mean`). Where the scores of all queries would take more room than the platform has for them
+(`SCORE_BYTES`, `SCORE_BYTES_ON_CUDA`), they are computed for a chunk of queries at a time, each of which
+reads keys and values again.
 """
 
 import functools
@@ -40,7 +41,7 @@ def attention(
       mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
         hold anything, NaN included.
       lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
-      chunk: queries at a time; None means as many as `queries_at_once`.
+      chunk: queries at a time; None means as many as `queries_at_once` says.
 
     Returns:
       out in q's dtype, and lse = log sum exp of the scaled scores, float32. A query that may attend to
@@ -51,16 +52,16 @@ def attention(
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    return _with_chunk(_attention, chunk, q, k, jnp.swapaxes(v, 1, 2), mask)
+    return _with_chunk(_attention, chunk, q, k, v, mask)
 
 
-def _attention(q, k, values, mask, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    queries = q.shape[1]
+def _attention(q, k, v, mask, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    queries, values = q.shape[1], jnp.swapaxes(v, 1, 2)
 
     def attend(mask, q):
         # The division comes after the values: it is of [q d] then, not of [q s].
         weights, total, lse = _exponentials(_scores(q, k, mask))
-        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(values.dtype), values, out=jnp.float32) / total
+        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), values, out=jnp.float32) / total
         out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -150,7 +151,7 @@ def received(
       weight: of each query position, float32.
       mask: as given to `attention`.
       lengths: as given to `attention`.
-      chunk: queries at a time; None means as many as `queries_at_once`.
+      chunk: queries at a time; None means as many as `queries_at_once` says.
     """
     return _with_chunk(_received, chunk, q, k, lse, weight, both(mask, lengths, k))
 
