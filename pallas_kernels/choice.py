@@ -143,8 +143,8 @@ class Operation:
                 return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
             if platform not in forms and platform not in self.kernels:
                 return "xla: no kernel for this platform"
-            form = forms.get(platform, self.kernels.get(platform))
-            if form is not None and (reason := self._reason(form, arrays, options)):
+            form = forms[platform] if platform in forms else self.kernels[platform]
+            if reason := self._reason(form, arrays, options):
                 return f"xla: {reason}"
             if platform not in forms:
                 return "xla: the kernel was not measured to be faster"

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import (
-    ATTENTION,
-    HEAD_MEAN,
-    RECEIVED,
-    attention,
-    gpu,
-    head_mean,
-    received,
-)
+from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received
 from pallas_kernels.attention.shapes import DECODING, MODELS, SMALL, Shape
 
 from . import ahead_of_time

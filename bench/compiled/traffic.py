@@ -19,7 +19,7 @@ from typing import Annotated
 
 import tyro
 
-from bench.compiled.hlo import Instruction, parse
+from bench.compiled.hlo import Instruction, Leaf, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all")
 # Computed inside a fusion for what is sliced from them only.
@@ -184,10 +184,10 @@ class _Reader:
         if i.op in ("fusion", "fusion-start") and i.calls:
             return name, self._read(i.calls, str(k), full)
         if i.op == "slice-start":  # (operands), result, context
-            return name, min(full, i.leaves[len(i.args)].size) if k == 0 else 0
+            return name, min(full, self._result(i).size) if k == 0 else 0
         if i.op == "custom-call-update":  # (operands), result, context; the first argument is what it updates
             gathered = k == 1 and body[i.args[0]].offload == "OFFLOAD_GATHER"
-            touched = min(full, i.leaves[len(i.args) - 1].size) if gathered else full
+            touched = min(full, self._result(i).size) if gathered else full
             return name, touched if k else 0
         if i.op in SLICES:
             return name, min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
@@ -219,13 +219,16 @@ class _Reader:
                 return full
         return total
 
+    def _result(self, i: Instruction) -> Leaf:
+        """Of operands, result and context, the result; an update's first argument is none of its operands."""
+        return i.leaves[len(i.args) - (i.op == "custom-call-update")]
+
     def _written(self, i: Instruction) -> int:
         if i.op == "fusion-start":  # (operands), result, context
             result = i.leaves[-2] if i.leaves[-1].size <= 8 else i.leaves[-1]
             return 0 if result.on_chip else result.size
         if i.op in ("slice-start", "custom-call-update"):
-            result = i.leaves[len(i.args) - (i.op == "custom-call-update")]
-            return 0 if result.on_chip else result.size
+            return 0 if self._result(i).on_chip else self._result(i).size
         if i.op.endswith("-start"):
             return 0 if any(leaf.on_chip for leaf in i.leaves) else sum(leaf.size for leaf in i.leaves[:1])
         roots = self._roots(i.calls) if i.op == "fusion" and i.calls else [None] * len(i.leaves)

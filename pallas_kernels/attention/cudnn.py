@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.xla import Mask, both, log_sum_exp
+from pallas_kernels.attention import xla
+from pallas_kernels.attention.xla import Mask, both
 
 
 def attention(
@@ -62,4 +63,4 @@ def attention(
             raise
         raise NotImplementedError(str(error)) from error
     out = out if allowed is None else jnp.where(allowed, out, 0).astype(q.dtype)
-    return out, log_sum_exp(q, k, mask)
+    return out, xla.attention(q, k, v, mask)[1]

@@ -52,11 +52,7 @@ def attention(
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    return _with_chunk(_attention, chunk, q, k, v, mask)
-
-
-def _attention(q, k, v, mask, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    queries, values = q.shape[1], jnp.swapaxes(v, 1, 2)
+    values = jnp.swapaxes(v, 1, 2)
 
     def attend(mask, q):
         # The division comes after the values: it is of [q d] then, not of [q s].
@@ -65,10 +61,8 @@ def _attention(q, k, v, mask, chunk: int) -> tuple[Float[Array, "b q h d"], Floa
         out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
-    if queries <= chunk:
-        return attend(mask, q)
-    out, lse = _over_chunks(attend, chunk, mask, q)
-    return _joined(out, 1, queries), _joined(lse, 2, queries)
+    join = lambda out, lse: (_joined(out, 1, queries), _joined(lse, 2, queries))
+    return _in_chunks(attend, lambda parts: join(*parts), chunk, k, mask, q)
 
 
 def attention_by_sequence(
@@ -114,22 +108,6 @@ def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float
     return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
 
 
-def log_sum_exp(
-    q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], mask: Mask | None
-) -> Float[Array, "b h q"]:
-    """The log-sum-exp of the scores alone, as `attention` returns it."""
-    return _with_chunk(_log_sum_exp, None, q, k, mask)
-
-
-def _log_sum_exp(q, k, mask, chunk: int) -> Float[Array, "b h q"]:
-    def sums(mask, q):
-        return _exponentials(_scores(q, k, mask))[2].reshape(q.shape[0], q.shape[2], q.shape[1])
-
-    if q.shape[1] <= chunk:
-        return sums(mask, q)
-    return _joined(_over_chunks(sums, chunk, mask, q), 2, q.shape[1])
-
-
 def received(
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
@@ -153,19 +131,14 @@ def received(
       lengths: as given to `attention`.
       chunk: queries at a time; None means as many as `queries_at_once` says.
     """
-    return _with_chunk(_received, chunk, q, k, lse, weight, both(mask, lengths, k))
 
-
-def _received(q, k, lse, weight, mask, chunk: int) -> Float[Array, "b k s"]:
     def send(mask, q, lse, weight):
         weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
         weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
         return _einsum("bkgqs,bq->bks", weights, weight)
 
-    by_query = q, jnp.swapaxes(lse, 1, 2), weight
-    if q.shape[1] <= chunk:
-        return send(mask, *by_query)
-    return jnp.sum(_over_chunks(send, chunk, mask, *by_query), axis=0)
+    add = functools.partial(jnp.sum, axis=0)
+    return _in_chunks(send, add, chunk, k, both(mask, lengths, k), q, jnp.swapaxes(lse, 1, 2), weight)
 
 
 def head_mean(
@@ -180,18 +153,13 @@ def head_mean(
 
     Arguments as of `received`. Slots that no query may attend to can hold anything and have weight 0.
     """
-    return _with_chunk(_head_mean, chunk, q, k, lse, both(mask, lengths, k))
 
-
-def _head_mean(q, k, lse, mask, chunk: int) -> Float[Array, "b q s"]:
     def mean(mask, q, lse):
         weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
         return jnp.mean(jax.lax.platform_dependent(weights, cpu=_apart, default=lambda x: x), axis=(1, 2))
 
-    by_query = q, jnp.swapaxes(lse, 1, 2)
-    if q.shape[1] <= chunk:
-        return mean(mask, *by_query)
-    return _joined(_over_chunks(mean, chunk, mask, *by_query), 1, q.shape[1])
+    join = lambda parts: _joined(parts, 1, q.shape[1])
+    return _in_chunks(mean, join, chunk, k, both(mask, lengths, k), q, jnp.swapaxes(lse, 1, 2))
 
 
 def weights(
@@ -260,17 +228,6 @@ def _chunk(q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], score_bytes: 
     return queries_at_once(q.shape[1], q.shape[0], q.shape[2], k.shape[1], max(score_bytes, _pair_bytes(k)))
 
 
-def _with_chunk(
-    function: Callable[..., Any], chunk: int | None, q: Array, k: Array, *rest: Array | None
-) -> Any:
-    """`function(q, k, *rest, chunk=...)`, by default with as many queries as the platform has room for."""
-    usual, on_cuda = (chunk or _chunk(q, k, room) for room in (SCORE_BYTES, SCORE_BYTES_ON_CUDA))
-    default, cuda = (functools.partial(function, chunk=size) for size in (usual, on_cuda))
-    if usual == on_cuda:
-        return default(q, k, *rest)
-    return jax.lax.platform_dependent(q, k, *rest, cuda=cuda, default=default)
-
-
 def _pair_bytes(k: Float[Array, "b s k d"]) -> int:
     return 2 * k.size * k.dtype.itemsize
 
@@ -326,6 +283,38 @@ def _einsum(formula: str, x: Float[Array, "..."], y: Float[Array, "..."], out=No
     """`jnp.einsum`, float32 at full precision (no TF32), narrower types at the hardware's default."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(formula, x, y, precision=precision, preferred_element_type=out)
+
+
+def _in_chunks(
+    function: Callable[..., PyTree[Array]],
+    combine: Callable[[PyTree[Array]], PyTree[Array]],
+    chunk: int | None,
+    k: Float[Array, "b s k d"],
+    mask: Mask | None,
+    q: Float[Array, "b q h d"],
+    *arrays: Num[Array, "b q ..."],
+) -> Any:
+    """`function(mask, q, *arrays)`, or `combine` of its results for chunks of the queries.
+
+    Args:
+      function: of a mask and arrays of some queries.
+      combine: takes the results of all chunks, stacked [n ...].
+      chunk: queries at a time; None means as many as the platform has room for.
+      k: keys that every query reads.
+      mask: queries on axis 2, or 1 for all of them; None stays None.
+      q: queries.
+      *arrays: more of them, queries on axis 1.
+    """
+
+    def by(size: int) -> Callable[..., Any]:
+        if q.shape[1] <= size:
+            return function
+        return lambda *parts: combine(_over_chunks(function, size, *parts))
+
+    usual, on_cuda = (chunk or _chunk(q, k, room) for room in (SCORE_BYTES, SCORE_BYTES_ON_CUDA))
+    if usual == on_cuda:
+        return by(usual)(mask, q, *arrays)
+    return jax.lax.platform_dependent(mask, q, *arrays, cuda=by(on_cuda), default=by(usual))
 
 
 def _over_chunks(
