@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.kernels import Kernels
+from dllm_jax.nn.layer import Layer
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import full_rows
 from tests.models import tiny
@@ -53,6 +55,32 @@ def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
     assert len(stated) == 4  # keys and values, empty and written
     # From the axis that varies fastest to the one that varies slowest.
     assert all(f"result_layouts = [dense<{order}>" in line for line in stated), stated
+
+
+@pytest.mark.parametrize(
+    ("queries", "slots", "stated"),
+    [(1280, 1280, 3), (256, 1280, 3), (160, 1280, 0), (4352, 4352, 0)],
+    ids=["full step", "wide step", "narrow step", "pairs beyond VMEM"],
+)
+def test_what_chunks_of_queries_read_in_turn_lies_heads_first_on_tpus(queries, slots, stated):
+    """Of `attention` queries, keys and values, of its statistics queries and keys."""
+    layer = Layer({}, tiny("llada").spec, rope_table(1, 8, 1e4), 0)
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    q, k = array(1, queries, 32, 128), array(1, slots, 32, 128)
+    lse = jax.ShapeDtypeStruct((1, 32, queries), jnp.float32)
+    weight = jax.ShapeDtypeStruct((1, queries), jnp.float32)
+    calls = (
+        (layer.attention, (q, k, k)),
+        (layer.head_mean, (q, k, lse)),
+        (layer.received, (q, k, lse, weight)),
+    )
+    for (call, operands), expected in zip(calls, (stated, stated * 2 // 3, stated * 2 // 3), strict=True):
+        text = jax.jit(call).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
+        orders = [line for line in text.splitlines() if "@LayoutConstraint" in line]
+        assert len(orders) == expected
+        assert all("result_layouts = [dense<[3, 1, 2, 0]>" in line for line in orders), orders
+        elsewhere = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        assert "@LayoutConstraint" not in elsewhere
 
 
 @pytest.mark.parametrize(

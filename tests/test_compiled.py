@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from bench.compiled import traffic
-from bench.compiled.program import Case, compile_case, step_bytes
+from bench.compiled.program import Case, compile_case, step_totals
 from bench.compiled.targets import TARGETS
 from dllm_jax import policies
 
@@ -129,8 +129,21 @@ def test_a_reuse_step_leaves_out_loops_that_a_refresh_runs(of_refresh):
         text = text.replace(line, f'{line}, metadata={{op_name="{source}"}}')
     entry = traffic.program(text)
     own, inside = 2 * 4 * LAYER, 4 * entry.inner[0].bytes
-    assert step_bytes(entry, skip=None) == (own + inside, 0)
-    assert step_bytes(entry, skip="refresh") == (own + (0 if of_refresh == 2 else inside), 0)
+    assert step_totals(entry, skip=None) == (own + inside, 0, 0)
+    assert step_totals(entry, skip="refresh") == (own + (0 if of_refresh == 2 else inside), 0, 0)
+
+
+def test_estimates_of_cycles_are_added_up_over_the_trips_of_loops():
+    """TPUs' compilers write them beside each instruction."""
+    text = PROGRAM
+    for name, cycles in (("%turned", 1000), ("%weights", 30), ("%written", 2)):
+        line = next(line for line in text.splitlines() if f" {name} = " in line)
+        config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
+        text = text.replace(line, f"{line}, {config}")
+    entry = traffic.program(text)
+    assert entry.cycles == 1000
+    assert step_totals(entry, skip=None).cycles == 1000 + 4 * 32
+    assert step_totals(traffic.program(PROGRAM), skip=None).cycles == 0
 
 
 @pytest.mark.parametrize("target", ["v6e", "v5e"])

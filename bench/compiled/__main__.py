@@ -7,8 +7,9 @@
 Needs the compilers (`targets.py`), not the hardware. A row per policy: whether it compiles, the compiler's
 CPU seconds, bytes of arguments, temporaries and peak per chip, collectives per layer, copies of at
 least 1 MiB, and the bytes of a reuse step and of a full step over the roofline's. Bytes are counted in the
-program (`bench/compiled/traffic.py`); loops whose trips depend on the data are counted once. Every row has a
-process of its own: a compiler that fails may end it.
+program (`bench/compiled/traffic.py`); loops whose trips depend on the data are counted once. Of TPUs there
+are also the cycles that the compiler expects, added up as if nothing overlapped; what it says nothing of,
+gathers and scatters, counts nothing. Every row has a process of its own: a compiler that fails may end it.
 """
 
 import dataclasses
@@ -92,6 +93,8 @@ COLUMNS: runner.Columns = {
     "full step, GB": _step("full", "bytes", 1e-9),
     "over roofline ": _step("full", "ratio"),
     "beyond L2 ": _step("full", "ratio_beyond_cache"),
+    "reuse step, M cycles": _step("reuse", "estimated_cycles", 1e-6),
+    "full step, M cycles": _step("full", "estimated_cycles", 1e-6),
     "collectives per layer": _step("full", "collectives_per_layer"),
     "copies in loops": _copied("loop_copies"),
     "at entry": _copied("entry_copies"),

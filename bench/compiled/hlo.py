@@ -26,7 +26,7 @@ class Leaf:
 class Instruction:
     """One line of a computation; `calls`, `body` and `branches` name other computations.
 
-    `offload` says what a TPU's SparseCore does for it.
+    `offload` says what a TPU's SparseCore does for it, `cycles` how long a TPU's compiler expects it to take.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Instruction:
     trips: int | None
     source: str
     offload: str | None = None
+    cycles: int = 0
 
     @property
     def stored(self) -> int:
@@ -100,6 +101,7 @@ def _instruction(line: str) -> Instruction | None:
         trips=int(trips) if trips else None,
         source=one(r'op_name="([^"]*)"') or "",
         offload=one(r'"offload":"(\w+)"'),
+        cycles=int(one(r'"estimated_cycles":"(\d+)"') or 0),
     )
 
 

@@ -173,14 +173,15 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     for kind, (variant, floor) in _steps(case, request).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        moved, cached = step_bytes(loop, skip=None if kind == "full" else REFRESH)
+        total = step_totals(loop, skip=None if kind == "full" else REFRESH)
         found[f"{kind}_step"] = {
             "variant": scope(variant),
-            "bytes": moved,
-            "cached_bytes": cached,
+            "bytes": total.bytes,
+            "cached_bytes": total.cached,
+            "estimated_cycles": total.cycles,
             "roofline_bytes": round(floor / case.tp),
-            "ratio": round(moved / (floor / case.tp), 3),
-            "ratio_beyond_cache": round((moved - cached) / (floor / case.tp), 3),
+            "ratio": round(total.bytes / (floor / case.tp), 3),
+            "ratio_beyond_cache": round((total.bytes - total.cached) / (floor / case.tp), 3),
             "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
         }
     return found
@@ -211,19 +212,30 @@ def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
     return found
 
 
-def step_bytes(loop: traffic.Loop, skip: str | None) -> tuple[int, int]:
-    """Bytes of a trip with its inner loops, and how many of them a cache is likely to hold.
+class Totals(NamedTuple):
+    """Of a trip of a loop with the loops inside of it.
 
-    Loops that depend on the data run once, those of a skipped scope never.
+    Attributes:
+      bytes: moved through main memory.
+      cached: the part that a cache is likely to hold.
+      cycles: the estimates of a TPU's compiler added up, as if nothing overlapped; 0 of a GPU's.
     """
-    moved, cached = loop.bytes, loop.cached
+
+    bytes: int
+    cached: int
+    cycles: int
+
+
+def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
+    """The totals of a step: loops that depend on the data run once, those of a skipped scope never."""
+    total = Totals(loop.bytes, loop.cached, loop.cycles)
     for inner in loop.inner:
-        if skip and _belongs_to(inner, skip):
-            continue
-        trips = 1 if inner.trips is None else inner.trips
-        inner_moved, inner_cached = step_bytes(inner, skip)
-        moved, cached = moved + trips * inner_moved, cached + trips * inner_cached
-    return moved, cached
+        if not (skip and _belongs_to(inner, skip)):
+            trips = 1 if inner.trips is None else inner.trips
+            total = Totals(
+                *(all_ + trips * one for all_, one in zip(total, step_totals(inner, skip), strict=True))
+            )
+    return total
 
 
 def _belongs_to(loop: traffic.Loop, name: str) -> bool:

@@ -83,6 +83,11 @@ class Loop:
         """The part of `bytes` that a cache is likely to hold."""
         return sum(move.cached for move in self.moves)
 
+    @property
+    def cycles(self) -> int:
+        """What a TPU's compiler expects a trip to take, outside of inner loops; GPUs' say nothing."""
+        return sum(move.instruction.cycles for move in self.moves)
+
     def walk(self) -> Iterator["Loop"]:
         """This loop and all inside of it, outermost first."""
         yield self

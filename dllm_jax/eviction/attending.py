@@ -86,8 +86,10 @@ def prompt_pairs(
     old_k, old_v, real = pairs.read(layer, columns)
 
     # A new pair stands at its prompt position; rows of the response lie beyond the columns and are dropped.
+    # Those of a full step stand there already.
     def renewed(old, rows, new):
-        return jnp.where(due[..., None, None], scatter(jnp.zeros_like(old), rows.index, new), old)
+        in_order = new[:, :columns] if rows.full else scatter(jnp.zeros_like(old), rows.index, new)
+        return jnp.where(due[..., None, None], in_order.astype(old.dtype), old)
 
     real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :columns], real)
     return renewed(old_k, *keys), renewed(old_v, *values), real

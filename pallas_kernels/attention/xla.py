@@ -223,6 +223,12 @@ def queries_at_once(queries: int, batch: int, heads: int, slots: int, score_byte
     return 16 * -(-queries // (16 * chunks))
 
 
+def read_in_turns(q: Float[Array, "b q h d"], k: Float[Array, "b s k d"]) -> bool:
+    """Whether chunks of the queries read the same pairs in turn, and a TPU's VMEM holds all of these."""
+    scores = 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
+    return _pair_bytes(k) <= SCORE_BYTES < scores
+
+
 def _chunk(q: Float[Array, "b q h d"], k: Float[Array, "b s k d"], score_bytes: int) -> int:
     # Scores as large as all pairs cost less where they lie in main memory than in another chunk.
     return queries_at_once(q.shape[1], q.shape[0], q.shape[2], k.shape[1], max(score_bytes, _pair_bytes(k)))
