@@ -231,10 +231,8 @@ def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
     total = Totals(loop.bytes, loop.cached, loop.cycles)
     for inner in loop.inner:
         if not (skip and _belongs_to(inner, skip)):
-            trips = 1 if inner.trips is None else inner.trips
-            total = Totals(
-                *(all_ + trips * one for all_, one in zip(total, step_totals(inner, skip), strict=True))
-            )
+            trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, skip)
+            total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
     return total
 
 
