@@ -56,9 +56,10 @@ def attention(
 
     def attend(mask, q):
         # The division comes after the values: it is of [q d] then, not of [q s].
-        weights, total, lse = _exponentials(_scores(q, k, mask))
-        out = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), values, out=jnp.float32) / total
-        out = jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+        weights, top = _exponentials(_scores(q, k, mask))
+        out, total = jax.lax.platform_dependent(weights, values, tpu=_in_one_product, default=_products)
+        total, lse = _normaliser(top, total)
+        out = jnp.moveaxis(out / total, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     join = lambda out, lse: (_joined(out, 1, queries), _joined(lse, 2, queries))
@@ -167,7 +168,8 @@ def weights(
 ) -> Float[Array, "b h q s"]:
     """All attention weights of a few queries, float32; 0 for a query that may attend to nothing."""
     b, queries, heads = q.shape[:3]
-    exponentials, total, _ = _exponentials(_scores(q, k, mask))
+    exponentials, top = _exponentials(_scores(q, k, mask))
+    total, _ = _normaliser(top, jnp.sum(exponentials, axis=-1, keepdims=True))
     return (exponentials / total).reshape(b, heads, queries, k.shape[1])
 
 
@@ -258,16 +260,38 @@ def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
 
 def _exponentials(
     scores: Float[Array, "b k g q s"],
-) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"], Float[Array, "b k g q 1"]]:
-    """Softmax before its division: exponentials, what to divide by, and the log-sum-exp of the scores.
-
-    Where all scores are -inf, the exponentials are 0, the divisor 1 and the log-sum-exp -inf.
-    """
+) -> tuple[Float[Array, "b k g q s"], Float[Array, "b k g q 1"]]:
+    """Softmax before its division: exp(score - top), 0 where the score is -inf; and top, the best score."""
     top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), top
+
+
+def _normaliser(
+    top: Float[Array, "b k g q 1"], total: Float[Array, "b k g q 1"]
+) -> tuple[Float[Array, "b k g q 1"], Float[Array, "b k g q 1"]]:
+    """What to divide by, and the log-sum-exp of the scores: 1 and -inf where all of them are -inf."""
     safe = jnp.where(total > 0, total, 1.0)
-    return weights, safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+    return safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+
+
+def _products(
+    weights: Float[Array, "b k g q s"], values: Float[Array, "b k s d"]
+) -> tuple[Float[Array, "b k g q d"], Float[Array, "b k g q 1"]]:
+    """The values added up by their weights, and the weights added up, float32."""
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return _einsum("bkgqs,bksd->bkgqd", weights.astype(values.dtype), values, out=jnp.float32), total
+
+
+def _in_one_product(
+    weights: Float[Array, "b k g q s"], values: Float[Array, "b k s d"]
+) -> tuple[Float[Array, "b k g q d"], Float[Array, "b k g q 1"]]:
+    """`_products` of the values and a column of ones, where adding along the slots takes longer than that.
+
+    The sum is then of the weights as they meet the values, in the dtype of these.
+    """
+    with_ones = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
+    both = _einsum("bkgqs,bksd->bkgqd", weights.astype(values.dtype), with_ones, out=jnp.float32)
+    return both[..., :-1], both[..., -1:]
 
 
 def _apart(weights: Float[Array, "b k g q s"]) -> Float[Array, "b k g q s"]:
