@@ -11,7 +11,9 @@ import pytest
 from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import TURNS, attention_by_sequence, queries_at_once
+from pallas_kernels.attention.xla import _in_one_product as in_one_product
 from pallas_kernels.attention.xla import _in_turn as in_turn
+from pallas_kernels.attention.xla import _products as products
 from tests.kernel_cases import some
 
 SHAPES = [  # query heads, kv heads, head width; the first three in every test run
@@ -283,3 +285,26 @@ def test_batches_of_many_pairs_take_turns_on_tpus(batch, turns):
 
     assert barriers(attention_by_sequence) == {"tpu": turns, "cuda": 0, "cpu": 0}
     assert barriers(attention) == {"tpu": 0, "cuda": 0, "cpu": 0}  # full passes, which meshes split
+
+
+def test_one_product_adds_up_values_and_weights():
+    rng = np.random.default_rng(3)
+    weights, values = rng.random((2, 3, 2, 5, 7)), rng.standard_normal((2, 3, 7, 4))
+    weights[0, 0, 0, 0] = 0  # a query that may attend to nothing
+    both = [f(*(jnp.asarray(a, jnp.float32) for a in (weights, values))) for f in (in_one_product, products)]
+    for one, two in zip(*both, strict=True):
+        assert one.shape == two.shape
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(both[0][0], np.einsum("bkgqs,bksd->bkgqd", weights, values), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("platform", "queries", "columns"), [("tpu", 1280, 129), ("tpu", 32, 128), ("cuda", 1280, 128)]
+)
+def test_tpus_add_up_the_weights_of_many_queries_in_the_product_with_the_values(platform, queries, columns):
+    q, k = (jax.ShapeDtypeStruct((1, n, 32, 128), jnp.bfloat16) for n in (queries, 1280))
+    program = run.trace(q, k, k).lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 2
+    assert [line for line in products if f"x{columns}xf32>" in line.split("->")[-1]], products
+    assert ("x129x" in program) == (columns == 129)

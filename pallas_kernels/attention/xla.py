@@ -52,12 +52,12 @@ def attention(
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
     if mask is not None:  # 0 * NaN is NaN
         v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    values = jnp.swapaxes(v, 1, 2)
+    values, on_tpu = jnp.swapaxes(v, 1, 2), _in_one_product if read_in_turns(q, k) else _products
 
     def attend(mask, q):
         # The division comes after the values: it is of [q d] then, not of [q s].
         weights, top = _exponentials(_scores(q, k, mask))
-        out, total = jax.lax.platform_dependent(weights, values, tpu=_in_one_product, default=_products)
+        out, total = jax.lax.platform_dependent(weights, values, tpu=on_tpu, default=_products)
         total, lse = _normaliser(top, total)
         out = jnp.moveaxis(out / total, 3, 1).reshape(q.shape).astype(q.dtype)
         return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
@@ -285,9 +285,10 @@ def _products(
 def _in_one_product(
     weights: Float[Array, "b k g q s"], values: Float[Array, "b k s d"]
 ) -> tuple[Float[Array, "b k g q d"], Float[Array, "b k g q 1"]]:
-    """`_products` of the values and a column of ones, where adding along the slots takes longer than that.
+    """`_products` by one product, with the values and a column of ones: TPUs add along the slots slowly.
 
-    The sum is then of the weights as they meet the values, in the dtype of these.
+    The sum is then of the weights as they meet the values, in the dtype of these. Of few queries it gains
+    little, and stored values would be copied to the order in which it reads them.
     """
     with_ones = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
     both = _einsum("bkgqs,bksd->bkgqd", weights.astype(values.dtype), with_ones, out=jnp.float32)
