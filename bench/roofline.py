@@ -121,7 +121,7 @@ def figures(work: roofline.Work, hardware: roofline.Hardware, ratio: float) -> d
         "memory_bound": times.memory_bound,
         **({} if work.tower is None else {"tower_ms": times.tower_ms}),
         "cache_gb": work.memory.cache / 1e9,
-        "memory_gb": work.memory.total / 1e9,
+        "memory_gb": work.memory.total(hardware) / 1e9,
         "fits": work.memory.fits(hardware),
     }
 

@@ -89,6 +89,19 @@ def test_chips_share_ideally():
     assert H100.times(2).name == "2 x H100 SXM"
 
 
+def test_memory_counts_the_scores_that_the_hardware_computes_at_once():
+    """A GPU takes more queries at a time than a TPU, and none takes more than there are."""
+    v6e = roofline.HARDWARE["v6e"]
+    long, short = (roofline.work(LLADA, dj.policies.Policy(), dj.Layout(p, 32, 32, 32)) for p in (4096, 32))
+    assert long.memory.total(H100) - long.memory.total(v6e) == 2 * (2**28 - 2**25)
+    assert v6e.times(4).scores == 4 * v6e.scores
+    assert short.memory.total(H100) == short.memory.total(v6e)
+    assert (
+        short.memory.total(v6e)
+        == short.memory.weights + short.memory.cache + short.memory.workspace + 2 * 4 * 32 * 64**2
+    )
+
+
 def test_generation_adds_up():
     """DualCache at prompt 1024: 8 whole steps and 248 of the block."""
     layout = dj.Layout(1024, 256, 32, 256)
@@ -344,7 +357,7 @@ def test_a_generation_with_images_has_the_tower_in_front():
     assert tower == pytest.approx(seen.tower.seconds(H100))
     assert with_images.seconds == pytest.approx(text.on(H100).seconds + tower)
     assert text.memory.weights == 2 * (count(abstract(LLADA_V)) + tower_size(LLADA_V))
-    assert seen.memory.total - text.memory.total == 2 * 2 * layout.prompt * 4096
+    assert seen.memory.total(H100) - text.memory.total(H100) == 2 * 2 * layout.prompt * 4096
     for shape, sizes, reason in (
         (LLADA, [(8, 8)], r"the model \(llada\) has no vision tower"),
         (LLADA_V, [(8, 0)], r"sizes hold \(8, 0\); expected pairs"),

@@ -69,7 +69,7 @@ def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[
             except MemoryError as error:
                 yield case | {"error": str(error)}
                 continue
-            yield case | mine.stepwise(roof) | whole_run(mine, exact, options.limits) | mine.storage()
+            yield case | mine.stepwise(roof) | whole_run(mine, exact, options.limits) | mine.storage(roof)
 
 
 def _step(kind: str, row: runner.Row) -> str:

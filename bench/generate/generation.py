@@ -97,14 +97,14 @@ class Generation:
         counted = np.sum(stats.computed + stats.widened)
         return len(kinds) < 2 and bool(np.isclose(counted, full + partial))
 
-    def storage(self) -> dict[str, Any]:
+    def storage(self, roof: Hardware) -> dict[str, Any]:
         """Compile times and memory."""
         return {
             "lower_s": self.program.lower.wall_s,
             "compile_s": self.program.compile.wall_s,
             "program_bytes": self.program.bytes,
             "device_peak_bytes": self.peak,
-            "predicted_bytes": self.predicted.memory.total,
+            "predicted_bytes": self.predicted.memory.total(roof),
         }
 
 
@@ -138,7 +138,7 @@ def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Genera
     request = run.request(model)
     predicted = roofline.work(model.spec, run.policy, request.layout, run.batch, model.dtype)
     if not predicted.memory.fits(roof):
-        raise MemoryError(f"needs {predicted.memory.total / 1e9:.0f} GB by prediction")
+        raise MemoryError(f"needs {predicted.memory.total(roof) / 1e9:.0f} GB by prediction")
     before = device.peak_bytes()
     try:
         steps = step_times(model, request, limits.repeats)

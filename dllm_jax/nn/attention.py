@@ -8,6 +8,7 @@ where a model may have chosen Pallas kernels that compute the same.
 from jaxtyping import Array, Bool
 
 from dllm_jax.nn.spec import ModelSpec
+from pallas_kernels.attention.xla import SCORE_BYTES as SCORE_BYTES
 from pallas_kernels.attention.xla import SCORE_BYTES_ON_CUDA as SCORE_BYTES_ON_CUDA
 from pallas_kernels.attention.xla import Mask as Mask
 from pallas_kernels.attention.xla import attention as attention

@@ -3,6 +3,7 @@
 import dataclasses
 from types import MappingProxyType
 
+from dllm_jax.nn.attention import SCORE_BYTES, SCORE_BYTES_ON_CUDA
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
 
 
@@ -17,6 +18,8 @@ class Hardware(Options):
       capacity: bytes of the main memory.
       source: where the figures are from.
       float32: FLOP/s of float32 products at the highest precision, which statistics take at any dtype.
+      scores: bytes of float32 scores that attention computes at once, for a chunk of queries; as on GPUs by
+        default.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Hardware(Options):
     capacity: PositiveFloat
     source: str
     float32: PositiveFloat
+    scores: PositiveInt = SCORE_BYTES_ON_CUDA
 
     def times(self, chips: int) -> "Hardware":
         """`chips` of these with the weights, heads and K/V spread over them; communication is free."""
@@ -36,6 +40,7 @@ class Hardware(Options):
             chips * self.capacity,
             self.source,
             chips * self.float32,
+            chips * self.scores,
         )
 
 
@@ -48,7 +53,9 @@ GIB = 2.0**30
 
 def _tpu(name: str, flops: float, bandwidth: float, capacity: float, page: str) -> Hardware:
     """float32 at the highest precision is taken as six bfloat16 products: no vendor's figure."""
-    return Hardware(name, flops, bandwidth, capacity, f"{_TPU}/{page}; float32: a sixth", flops / 6)
+    return Hardware(
+        name, flops, bandwidth, capacity, f"{_TPU}/{page}; float32: a sixth", flops / 6, SCORE_BYTES
+    )
 
 
 HARDWARE = MappingProxyType(

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.nn.attention import SCORE_BYTES_ON_CUDA
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
@@ -28,22 +27,22 @@ class MemoryUse:
     Attributes:
       weights: all parameters, the tower's included.
       cache: what the policy stores, exactly (`Policy.init`).
-      workspace: activations of one layer of the widest step, a chunk of scores as large as on a GPU, logits:
-        an estimate.
+      workspace: activations of one layer of the widest step, and its logits: an estimate.
+      scores: float32 scores of one layer of a full step, of which attention holds a chunk at a time.
     """
 
     weights: float
     cache: float
     workspace: float
+    scores: float
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.weights + self.cache + self.workspace
+    def total(self, hardware: Hardware) -> float:
+        """All of it, with scores and exponentials of as many queries as programs for this hardware take."""
+        return self.weights + self.cache + self.workspace + 2 * min(hardware.scores, self.scores)
 
     def fits(self, hardware: Hardware) -> bool:
         """Whether it takes at most `USABLE` of the capacity."""
-        return self.total <= USABLE * hardware.capacity
+        return self.total(hardware) <= USABLE * hardware.capacity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +167,12 @@ def memory(
     heads = 2 * spec.heads + 2 * spec.kv_heads
     per_position = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
     logits = max(step.candidates for step in steps) * spec.vocab * 4
-    scores = min(SCORE_BYTES_ON_CUDA, 4 * batch * spec.heads * layout.length**2)
     widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(
         weights=itemsize * (spec.layers * layer_size(spec) + tables + tower_size(spec)),
         cache=sum(a.size * a.dtype.itemsize for a in cache),
-        workspace=batch * (widest + logits) + 2 * scores,
+        workspace=batch * (widest + logits),
+        scores=4 * batch * spec.heads * layout.length**2,
     )
 
 
