@@ -18,7 +18,7 @@ STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
     "traced": set(),
-    "options": {"traced"},
+    "options": {"traced", "options"},
     "provenance": set(),
     "command_line": set(),
     "nn": NETWORK,

@@ -1,157 +1,25 @@
-"""Options: frozen dataclasses whose annotations give the range of each field, checked by one base class.
+"""The rule that an annotation states: which values are valid, how they are stored, how messages say it."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Pooling(Options):
-        window: Annotated[int, Ge(1), Odd()] = 3
-        keep: Fraction = 0.5
-        side: Literal["both", "prefix"] = "both"
-        every: Annotated[PositiveInt | None, NoneMeans("never")] = 8
-
-    Pooling(keep=2)  # ValueError: keep=2 must be a number in [0, 1]
-
-Python itself checks no annotation, and a wrong value may do something else than it says: a refresh every 2.5
-steps, counted in whole ones, is one every 5. The annotation decides the kind of value, marks inside
-`Annotated` narrow it (bounds are those of the package annotated-types), and `| None` allows None:
-
-- `int`: a whole number of Python or NumPy. Reads Ge, Gt, Le, Lt, Interval, `Odd`, `Int32`.
-- `float`: a finite number, which a float32 holds. Reads Ge, Gt, Le, Lt, Interval.
-- `bool`: True or False, not 0 or 1; and no bool is a number.
-- `Literal["a", "b"]`: one of the words.
-- `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
-- a class: an instance of it, such as the part of a policy.
-
-An `int` or a `float` may be `Traced`: its annotation then allows an array too (`Count`, `Number`), and the
-number is an argument of compiled programs, not part of them; see `dllm_jax.traced`.
-
-Any other annotation (`Any`, a union of several kinds, `Callable[...]`, a name that exists only inside a
-function whose module postpones annotations) leaves its field unchecked.
-"""
-
-import dataclasses
-import functools
 import math
 import numbers
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 import jax
 import jaxtyping
 import numpy as np
-from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from jax.core import Tracer
 
-from dllm_jax.traced import Count, Number, Traced, argument, fixed_at, scalar
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """A frozen dataclass that refuses values outside of its annotations; see this module.
-
-    Numbers of NumPy become Python's, lists and arrays become tuples, so that instances stay hashable and
-    print as they are written. A derived class with rules that relate several fields checks them in its own
-    `__post_init__`, after `super().__post_init__()`.
-
-    Every derived class is a pytree: its leaves are the numbers marked `Traced`, its own and those of the
-    options in its fields, and `Arrays` there (`split`). Nothing is checked when a tree is put together again
-    (`joined`).
-
-    Raises:
-      ValueError: at construction, with the name, the value and the valid range of the field.
-      TypeError: at construction, if a mark does not apply to the kind of its field.
-    """
-
-    def __post_init__(self):
-        for name, rule in _rules(type(self)).items():
-            object.__setattr__(self, name, rule.check(name, getattr(self, name)))
-
-    def __init_subclass__(cls, **arguments):
-        super().__init_subclass__(**arguments)
-        jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
-
-
-class Arrays:
-    """Base of what holds arrays in a field of options: hashable by their numbers, and a pytree of its own.
-
-    Its leaves are arguments of programs, as the traced numbers of the options are.
-    """
-
+from dllm_jax.options.annotations import Int32, NoneMeans, Odd, PerLayer
+from dllm_jax.traced import Traced, argument, fixed_at, scalar
 
 SHOWN = 500  # characters of a value in an error message
-Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
-
-
-def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]], Static]:
-    """Options as a node of a pytree.
-
-    Returns:
-      the traced numbers, options and arrays among the fields, with keys; and what is static, hashable: the
-      names of the former, and the other fields by name.
-    """
-    rules, parts, rest = _rules(type(options)), {}, {}
-    for field in dataclasses.fields(options):
-        value, rule = getattr(options, field.name), rules.get(field.name)
-        if isinstance(value, Options | Arrays):
-            parts[field.name] = value
-        elif rule is not None and rule.argument is not None and (number := rule.argument(value)) is not None:
-            parts[field.name] = number
-        else:
-            rest[field.name] = value
-    children = [(jax.tree_util.GetAttrKey(name), part) for name, part in parts.items()]
-    return children, (tuple(parts), tuple(rest.items()))
-
-
-def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Options:
-    """The options that `split` took apart, with other numbers; no field is checked."""
-    names, rest = static
-    options = object.__new__(cls)
-    for name, value in (*zip(names, children, strict=True), *rest):
-        object.__setattr__(options, name, value)
-    return options
-
-
-@dataclasses.dataclass(frozen=True)
-class Odd:
-    """Marks a whole number that must be odd."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Int32:
-    """Marks a whole number that programs hold in 32 bits, with a sign: it is below 2**31."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PerLayer:
-    """Marks a tuple that holds one value per layer of the model, first layer first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NoneMeans:
-    """Marks what None stands for, for the error message: `NoneMeans("never")`."""
-
-    meaning: str
-
-
 INT32, FLOAT32 = 2**31, np.finfo(np.float32)
 SMALLEST, LARGEST = float(FLOAT32.smallest_normal), float(FLOAT32.max)  # positive numbers that float32 holds
-
-PositiveInt = Annotated[int, Ge(1), Int32()]
-NonNegativeInt = Annotated[int, Ge(0), Int32()]
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
-Fraction = Annotated[float, Interval(ge=0, le=1)]
-TracedPositiveInt = Annotated[Count, Ge(1), Int32(), Traced()]
-TracedNonNegativeInt = Annotated[Count, Ge(0), Int32(), Traced()]
-TracedPositiveFloat = Annotated[Number, Gt(0), Traced()]
-TracedNonNegativeFloat = Annotated[Number, Ge(0), Traced()]
-TracedWidth = Annotated[Number, Ge(1e-18), Traced()]  # of a Gaussian: its square is not 0 in float32
-TracedFraction = Annotated[Number, Interval(ge=0, le=1), Traced()]
-TracedUnlessZero = Annotated[Number, Ge(0), Traced(unless=0)]
-Seed = Annotated[int, Interval(ge=0, lt=2**32)]  # of a random key, which has no more bits
-Profile = Annotated[tuple[float, ...], MinLen(1), PerLayer()]
 
 
 def check_argument(name: str, value: Any, annotation: Any, example: str = "") -> Any:
@@ -160,7 +28,7 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
     Args:
       name: of the argument.
       value: what was given.
-      annotation: of a kind that this module knows.
+      annotation: of a kind that `dllm_jax.options` lists.
       example: for a class, how to get an instance of it, as the message ends: ", such as Confidence()".
 
     Returns:
@@ -170,7 +38,7 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
       ValueError: a value outside of the annotation.
       TypeError: an annotation that is none of the kinds.
     """
-    rule = _rule(annotation, example)
+    rule = rule_of(annotation, example)
     if rule is None:
         raise TypeError(f"{annotation} is no kind of option")
     return rule.check(name, value)
@@ -214,39 +82,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-@functools.cache
-def _rules(cls: type[Options]) -> dict[str, Rule]:
-    """Rules of a class by field; fields that are not checked are left out."""
-    rules = {}
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        known = field.default is not dataclasses.MISSING and field.default is not None
-        example = f", such as {field.default!r}" if known else ""
-        try:
-            rule = _rule(_resolved(cls, field), example)
-        except TypeError as error:
-            raise TypeError(f"{cls.__qualname__}.{field.name}: {error}") from None
-        if rule is not None:
-            rules[field.name] = rule
-    return rules
-
-
-def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
-    """The field's annotation with names in place of strings; Any if one of them does not resolve."""
-    # A field is inherited as the same object: its owner is the farthest ancestor that has it.
-    owner = [
-        base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field
-    ][-1]
-    holder = types.SimpleNamespace(__annotations__={field.name: field.type})
-    scope = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
-    try:
-        return typing.get_type_hints(holder, scope, {owner.__name__: owner}, include_extras=True)[field.name]
-    except (NameError, AttributeError, SyntaxError):
-        return Any
-
-
-def _rule(annotation: Any, example: str) -> Rule | None:
+def rule_of(annotation: Any, example: str) -> Rule | None:
     """The rule that an annotation states; None if it is no kind of option."""
     kind, nullable, marks = _parts(annotation)
     meaning = [mark.meaning for mark in marks if isinstance(mark, NoneMeans)]
@@ -280,7 +116,7 @@ def _is_array(annotation: Any) -> bool:
 
 
 def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
-    """The marks of annotated-types and of this module; `Interval` as its bounds, marks of others left out."""
+    """The marks of annotated-types and of ours; `Interval` as its bounds, marks of others left out."""
     for mark in marks:
         if isinstance(mark, annotated_types.GroupedMetadata):
             yield from _single(tuple(mark))
@@ -407,7 +243,7 @@ def _choice(words: tuple[Any, ...]) -> Rule:
 
 def _sequence(item: Any, marks: list[Any]) -> Rule | None:
     """Lists, tuples and one-dimensional arrays of one kind of value; stored as tuples."""
-    rule = _rule(item, "")
+    rule = rule_of(item, "")
     if rule is None:
         return None
     least = max((mark.min_length for mark in marks if isinstance(mark, MinLen)), default=0)

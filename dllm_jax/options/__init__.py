@@ -1,0 +1,52 @@
+"""Options: frozen dataclasses whose annotations give the range of each field, checked by one base class.
+
+    @dataclasses.dataclass(frozen=True)
+    class Pooling(Options):
+        window: Annotated[int, Ge(1), Odd()] = 3
+        keep: Fraction = 0.5
+        side: Literal["both", "prefix"] = "both"
+        every: Annotated[PositiveInt | None, NoneMeans("never")] = 8
+
+    Pooling(keep=2)  # ValueError: keep=2 must be a number in [0, 1]
+
+Python itself checks no annotation, and a wrong value may do something else than it says: a refresh every 2.5
+steps, counted in whole ones, is one every 5. The annotation decides the kind of value, marks inside
+`Annotated` narrow it (bounds are those of the package annotated-types), and `| None` allows None:
+
+- `int`: a whole number of Python or NumPy. Reads Ge, Gt, Le, Lt, Interval, `Odd`, `Int32`.
+- `float`: a finite number, which a float32 holds. Reads Ge, Gt, Le, Lt, Interval.
+- `bool`: True or False, not 0 or 1; and no bool is a number.
+- `Literal["a", "b"]`: one of the words.
+- `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
+- a class: an instance of it, such as the part of a policy.
+
+An `int` or a `float` may be `Traced`: its annotation then allows an array too (`Count`, `Number`), and the
+number is an argument of compiled programs, not part of them; see `dllm_jax.traced`.
+
+Any other annotation (`Any`, a union of several kinds, `Callable[...]`, a name that exists only inside a
+function whose module postpones annotations) leaves its field unchecked.
+"""
+
+from dllm_jax.options.annotations import Fraction as Fraction
+from dllm_jax.options.annotations import Int32 as Int32
+from dllm_jax.options.annotations import NoneMeans as NoneMeans
+from dllm_jax.options.annotations import NonNegativeFloat as NonNegativeFloat
+from dllm_jax.options.annotations import NonNegativeInt as NonNegativeInt
+from dllm_jax.options.annotations import Odd as Odd
+from dllm_jax.options.annotations import PerLayer as PerLayer
+from dllm_jax.options.annotations import PositiveFloat as PositiveFloat
+from dllm_jax.options.annotations import PositiveInt as PositiveInt
+from dllm_jax.options.annotations import Profile as Profile
+from dllm_jax.options.annotations import Seed as Seed
+from dllm_jax.options.annotations import TracedFraction as TracedFraction
+from dllm_jax.options.annotations import TracedNonNegativeFloat as TracedNonNegativeFloat
+from dllm_jax.options.annotations import TracedNonNegativeInt as TracedNonNegativeInt
+from dllm_jax.options.annotations import TracedPositiveFloat as TracedPositiveFloat
+from dllm_jax.options.annotations import TracedPositiveInt as TracedPositiveInt
+from dllm_jax.options.annotations import TracedUnlessZero as TracedUnlessZero
+from dllm_jax.options.annotations import TracedWidth as TracedWidth
+from dllm_jax.options.base import Arrays as Arrays
+from dllm_jax.options.base import Options as Options
+from dllm_jax.options.rules import LARGEST as LARGEST
+from dllm_jax.options.rules import check_argument as check_argument
+from dllm_jax.options.rules import shown as shown

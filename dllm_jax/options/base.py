@@ -1,0 +1,110 @@
+"""`Options`, the base class of frozen dataclasses that check their fields, as a pytree."""
+
+import dataclasses
+import functools
+import sys
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from dllm_jax.options.rules import Rule, rule_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A frozen dataclass that refuses values outside of its annotations; see `dllm_jax.options`.
+
+    Numbers of NumPy become Python's, lists and arrays become tuples, so that instances stay hashable and
+    print as they are written. A derived class with rules that relate several fields checks them in its own
+    `__post_init__`, after `super().__post_init__()`.
+
+    Every derived class is a pytree: its leaves are the numbers marked `Traced`, its own and those of the
+    options in its fields, and `Arrays` there (`split`). Nothing is checked when a tree is put together again
+    (`joined`).
+
+    Raises:
+      ValueError: at construction, with the name, the value and the valid range of the field.
+      TypeError: at construction, if a mark does not apply to the kind of its field.
+    """
+
+    def __post_init__(self):
+        for name, rule in _rules(type(self)).items():
+            object.__setattr__(self, name, rule.check(name, getattr(self, name)))
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
+
+
+class Arrays:
+    """Base of what holds arrays in a field of options: hashable by their numbers, and a pytree of its own.
+
+    Its leaves are arguments of programs, as the traced numbers of the options are.
+    """
+
+
+Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+
+
+def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]], Static]:
+    """Options as a node of a pytree.
+
+    Returns:
+      the traced numbers, options and arrays among the fields, with keys; and what is static, hashable: the
+      names of the former, and the other fields by name.
+    """
+    rules, parts, rest = _rules(type(options)), {}, {}
+    for field in dataclasses.fields(options):
+        value, rule = getattr(options, field.name), rules.get(field.name)
+        if isinstance(value, Options | Arrays):
+            parts[field.name] = value
+        elif rule is not None and rule.argument is not None and (number := rule.argument(value)) is not None:
+            parts[field.name] = number
+        else:
+            rest[field.name] = value
+    children = [(jax.tree_util.GetAttrKey(name), part) for name, part in parts.items()]
+    return children, (tuple(parts), tuple(rest.items()))
+
+
+def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Options:
+    """The options that `split` took apart, with other numbers; no field is checked."""
+    names, rest = static
+    options = object.__new__(cls)
+    for name, value in (*zip(names, children, strict=True), *rest):
+        object.__setattr__(options, name, value)
+    return options
+
+
+@functools.cache
+def _rules(cls: type[Options]) -> dict[str, Rule]:
+    """Rules of a class by field; fields that are not checked are left out."""
+    rules = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        known = field.default is not dataclasses.MISSING and field.default is not None
+        example = f", such as {field.default!r}" if known else ""
+        try:
+            rule = rule_of(_resolved(cls, field), example)
+        except TypeError as error:
+            raise TypeError(f"{cls.__qualname__}.{field.name}: {error}") from None
+        if rule is not None:
+            rules[field.name] = rule
+    return rules
+
+
+def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
+    """The field's annotation with names in place of strings; Any if one of them does not resolve."""
+    # A field is inherited as the same object: its owner is the farthest ancestor that has it.
+    owner = [
+        base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field
+    ][-1]
+    holder = types.SimpleNamespace(__annotations__={field.name: field.type})
+    scope = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
+    try:
+        return typing.get_type_hints(holder, scope, {owner.__name__: owner}, include_extras=True)[field.name]
+    except (NameError, AttributeError, SyntaxError):
+        return Any
