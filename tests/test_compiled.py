@@ -183,7 +183,7 @@ ABOVE = {
     ("compiled_v6e", "DLLMCache"): (1.1, 1.3),
     ("compiled_v6e", "ElasticCache"): (1.1, 1.3),
     ("compiled_v6e", "EvictPrompt"): (1.05, 1.6),
-    ("compiled_v6e_jax012", "DLLMCache"): (1.1, 1.35),
+    ("compiled_v6e_jax012", "DLLMCache"): (1.05, 1.35),
     ("compiled_v6e_jax012", "ElasticCache"): (1.1, 1.45),
     ("compiled_v6e_jax012", "MaskKV"): (1.06, 1.5),
     ("compiled_v6e_jax012", "EvictPrompt"): (1.05, 1.6),
@@ -199,14 +199,14 @@ ABOVE = {
     ("name", "reuse", "full"),
     [
         ("compiled_v6e", 1.05, 1.2),
-        ("compiled_v6e_jax012", 1.05, 1.25),
+        ("compiled_v6e_jax012", 1.05, 1.2),
         ("compiled_v6e_width640", 1.05, 1.25),
         ("compiled_v6e_dream", 1.05, 1.2),
         ("compiled_v6e_batch8", 1.05, 6.0),
         ("compiled_v5e_tp4", 1.05, 1.1),
         ("compiled_v5e_tp4_more", 1.2, 1.7),
         ("compiled_v5e_dp2_tp4", 1.05, 3.6),
-        ("compiled_v5p_tp4", 1.7, 5.0),
+        ("compiled_v5p_tp4", 1.6, 4.6),
         ("compiled_h100", 1.45, 3.3),
         ("compiled_h100_cudnn", 1.25, 1.75),
         ("compiled_h100_cudnn_more", 1.25, 5.8),
@@ -236,8 +236,8 @@ def test_recorded_programs_are_within_their_bars(name, reuse, full):
 @pytest.mark.parametrize(
     ("name", "copying"),
     [
-        ("compiled_v6e", {"DLLMCache"}),
-        ("compiled_v6e_jax012", {"DLLMCache", "MaskKV"}),
+        ("compiled_v6e", {"DLLMCache", "EvictPrompt"}),
+        ("compiled_v6e_jax012", {"MaskKV"}),
         # Activations of full steps, and of these policies a layer's pairs.
         ("compiled_h100_cudnn", {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"}),
     ],
