@@ -91,12 +91,12 @@ def test_every_member_of_a_policy_and_of_the_canvas_is_described():
 
 
 def test_the_example_of_an_abstract_model_runs(capsys):
-    exec(examples((DOCS / "performance.md").read_text())[0], {})
+    exec(examples((DOCS / "compiled.md").read_text())[0], {})
     assert capsys.readouterr().out.startswith("Model(llada, 8,015,581,184 parameters, bfloat16)")
 
 
 def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
-    exec(examples((DOCS / "performance.md").read_text())[1], {})
+    exec(examples((DOCS / "performance.md").read_text())[0], {})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["16", "24"]
     assert lines[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
