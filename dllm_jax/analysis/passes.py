@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.attention import Mask, attention
-from dllm_jax.nn.intervention import Intervention, embedded, intervened
+from dllm_jax.nn.intervened import embedded, intervened
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass

@@ -14,7 +14,8 @@ from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import network_with_shadow
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.arithmetic import Rope
-from dllm_jax.nn.intervention import IntervenedLayer, Intervention, embedded, intervened
+from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model

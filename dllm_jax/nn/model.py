@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.int8 import Weights, held_as
-from dllm_jax.nn.intervention import Intervention, checked, embedded, intervened
+from dllm_jax.nn.intervened import embedded, intervened
+from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
