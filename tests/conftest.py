@@ -24,6 +24,10 @@ import pytest
 from tests.programs import forget_in_time
 
 ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
+FORM_OF_LAYERS = (
+    "dllm_jax.nn.parameters.separate_is_faster",
+    "dllm_jax.checkpoint.loading.separate_is_faster",
+)
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 # Arrays lie on the first of these unless a test makes a mesh.
@@ -106,6 +110,30 @@ def annotations_in_part(request):
     turn = zlib.crc32(request.node.nodeid.encode()) % 3
     if turn and not request.config.getoption("exhaustive"):
         request.getfixturevalue("unannotated")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def layers_in_one_stack(request):
+    """Checkpoints load as for TPUs, with stacked layers, in two of three files, or in none with --exhaustive.
+
+    One body for all layers compiles in half the time. In the other files they load as CPUs read them faster.
+    """
+    # Not before pytest has begun: annotations of what is imported earlier are not checked.
+    from dllm_jax.nn.parameters import separate_is_faster
+
+    turn = zlib.crc32(request.path.name.encode()) % 3
+    with pytest.MonkeyPatch.context() as patch:
+        if turn and not request.config.getoption("exhaustive"):
+            for name in FORM_OF_LAYERS:
+                patch.setattr(name, lambda platform: False)
+        yield separate_is_faster
+
+
+@pytest.fixture
+def layers_of_the_platform(monkeypatch, layers_in_one_stack):
+    """Layers in the form that users get, for tests of that choice."""
+    for name in FORM_OF_LAYERS:
+        monkeypatch.setattr(name, layers_in_one_stack)
 
 
 @pytest.fixture

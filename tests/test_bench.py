@@ -184,6 +184,7 @@ def test_documented_commands_parse(command):
     assert needs or tyro.cli(called, args=arguments)
 
 
+@pytest.mark.usefixtures("layers_of_the_platform")
 def test_random_model():
     dtype = "bfloat16"
     spec = models.shape("tiny", qkv_bias=True, layers=3)

@@ -101,7 +101,7 @@ def test_quantising_holds_a_piece_in_float32(monkeypatch):
         assert peak < array.size + 16 * 2**14  # the values; a few pieces
 
 
-@pytest.mark.rotate(every=2)
+@pytest.mark.rotate(every=4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
 def test_converted_and_loaded_is_loaded_as_int8(tmp_path, spec, dtype):
@@ -148,7 +148,7 @@ def test_matrices_are_those_of_the_tensors(tmp_path):
     """Computed here from the file: there every matrix is [outputs, inputs], heads merged."""
     source = write_hf(tmp_path / "hf", tiny())
     written = tensors(tiny())
-    layer = dj.load(source, weights="int8").params["layers"][1]
+    layer = dj.load(source, weights="int8", separate_layers=True).params["layers"][1]
     start = "model.transformer.blocks.1."
     names = {"q": "q_proj", "o": "attn_out", "gate": "ff_proj", "up": "up_proj", "down": "ff_out"}
     for leaf, name in names.items():

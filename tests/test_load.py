@@ -36,6 +36,7 @@ def test_shapes_and_dtypes_are_those_of_the_definition(tmp_path, family, tied, d
     chex.assert_trees_all_equal(parameters.separate(stacked.params), separate.params, strict=True)
 
 
+@pytest.mark.usefixtures("layers_of_the_platform")
 def test_the_form_of_layers_is_that_of_the_platform(tmp_path):
     """Stacked layers are for TPUs; on this one, whichever it is, `load` and `abstract` agree."""
     path = write_hf(tmp_path / "hf", tiny())

@@ -77,7 +77,7 @@ def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
     assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-5
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

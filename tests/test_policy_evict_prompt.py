@@ -59,7 +59,7 @@ def scores(out: dj.Output) -> np.ndarray:
     return np.where(np.isfinite(out.trace.score), out.trace.score, 0)
 
 
-@pytest.mark.rotate(every=3)
+@pytest.mark.rotate(every=7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("under", [*UNDER, D2, ELASTIC], ids=lambda policy: type(policy).__name__)
 def test_a_budget_for_the_whole_prompt_is_the_policy_without_eviction(under, family):

@@ -29,7 +29,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(path):
-    return dj.load(path)
+    return dj.load(path, separate_layers=False)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_mesh_changes_nothing_but_rounding(model, batch):
         np.testing.assert_allclose(
             one, other, atol=2e-3
         )  # of Adam, where a gradient is about 0, up to a step
-    assert split.model.vision["layers"][0]["vision_q"].sharding.spec == PartitionSpec("fsdp", "tp")
+    assert split.model.vision["layers"]["vision_q"].sharding.spec == PartitionSpec(None, "fsdp", "tp")
 
 
 def test_a_model_without_a_tower_refuses_images(batch):

@@ -107,7 +107,7 @@ def test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features(model
     stacked = dj.load(path, separate_layers=False)
     np.testing.assert_allclose(tower.view_embeddings(stacked.vision, spec, pixels, 5), want, atol=1e-5)
     mesh = jax.make_mesh((2, 2), ("tp", "fsdp"))
-    split = dj.load(path, mesh=mesh)
+    split = dj.load(path, mesh=mesh, separate_layers=True)
     assert split.vision["layers"][0]["vision_q"].sharding.spec == PartitionSpec("fsdp", "tp", None)
     np.testing.assert_allclose(tower.view_embeddings(split.vision, spec, pixels, 5), want, atol=1e-5)
     half = dj.load(path, dtype=jnp.bfloat16)

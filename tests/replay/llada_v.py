@@ -8,6 +8,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.parameters import separate
 from dllm_jax.vision import AnyRes, Pad, open_image, tower
 from dllm_jax.vision.images import normalised
 from dllm_jax.vision.processor import spliced
@@ -86,7 +87,7 @@ def vision(case: Case):
     """Embeddings, layers and features of the tower, and what the projector makes of them."""
     model, arrays = _model(case), case.arrays
     case.settings.describes(*DESCRIPTION, "weights")
-    params, spec = model.vision, model.spec.vision
+    params, spec = separate(model.vision), model.spec.vision
     pixels = jnp.asarray(normalised(arrays["pixels_u8"].transpose(0, 2, 3, 1)))
     x = tower.patch_embeddings(params, spec, pixels)
     rows = arrays["rows"]
