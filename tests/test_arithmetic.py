@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.lax import Precision
 
-from dllm_jax.nn import arithmetic
+from dllm_jax.nn import arithmetic, rope
 from dllm_jax.nn.arithmetic import einsum, precision
 
 rms_norm = jax.jit(arithmetic.rms_norm, static_argnums=2)
-rope_table = jax.jit(arithmetic.rope_table, static_argnums=(0, 1, 2))
-rotate = jax.jit(arithmetic.rotate, static_argnums=3)
+rope_table = jax.jit(rope.rope_table, static_argnums=(0, 1, 2))
+rotate = jax.jit(rope.rotate, static_argnums=3)
 
 RNG = np.random.default_rng(0)
 BF16 = jnp.bfloat16

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import full_rows
 from tests.models import tiny

@@ -7,9 +7,9 @@ import pytest
 
 from dllm_jax.eviction.attending import attend_to_kept, merge_by_lse
 from dllm_jax.eviction.pair_store import PairStore
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies.parts.expanded import ExpandedCache
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import begin

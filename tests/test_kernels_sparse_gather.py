@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.eviction.pair_store import empty
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.rope import rope_table
 from pallas_kernels.sparse_gather import OPERATION, sparse_gather, xla
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 

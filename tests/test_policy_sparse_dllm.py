@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
 from dllm_jax.state.cache import LayerCache
 from dllm_jax.state.rows import Rows, full_rows

@@ -9,9 +9,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import WINO, Threshold
 from tests import numpy_sampler as plain
 from tests.models import separate, tiny

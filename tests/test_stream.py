@@ -9,9 +9,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.resume import begin, resume
-from dllm_jax.decoding.stats import NonFiniteWarning
 from tests.models import FAMILIES, separate, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.test_policies import SEVERAL_AT_ONCE, prompts, short

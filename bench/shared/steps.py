@@ -13,7 +13,7 @@ from dllm_jax.decoding.loop import coming
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.request import Request
 from dllm_jax.decoding.step import State, canvas_embeds, initial, step
-from dllm_jax.nn.arithmetic import rope_table
+from dllm_jax.nn.rope import rope_table
 
 LEADING = 8  # steps within which the first partial one is looked for
 ENOUGH = 0.5  # seconds of steps that are timed together

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import begin

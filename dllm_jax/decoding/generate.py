@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.nonfinite import NonFinite, report
 from dllm_jax.decoding.output import Output, completed
 from dllm_jax.decoding.progress import watched
 from dllm_jax.decoding.request import (
@@ -23,7 +24,6 @@ from dllm_jax.decoding.request import (
     plan_for,
     prepare,
 )
-from dllm_jax.decoding.stats import NonFinite, report
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
@@ -110,7 +110,7 @@ def generate(
       FloatingPointError: logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.decoding.stats.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
+      dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
     """
     request = prepare(
         model,

@@ -16,6 +16,7 @@ from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
+from dllm_jax.nn.shift import first_predictor
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.traced import Number, argument, fixed_at
@@ -327,6 +328,6 @@ def _answer_logits(model: Model, prompt, answer, padding, real) -> Float[Array, 
 
     # Only the positions that predict the answer meet the vocabulary; with a shifted head the last one of the
     # prompt is the first of them.
-    first = prompt.shape[1] - int(model.spec.shifted)
+    first = first_predictor(prompt.shape[1], model.spec)
     predictors = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
     return unembed(model.params, model.spec, predictors).astype(jnp.float32)

@@ -23,10 +23,10 @@ from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.step import State, canvas_embeds, initial, step
 from dllm_jax.decoding.widths import narrowest_variant
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.canvas import repeat
 from dllm_jax.state.layout import Layout

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.block_schedule import offered
+from dllm_jax.decoding.nonfinite import finite_sequences
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.shadow import Shadow, to_verify
 from dllm_jax.nn.arithmetic import guided
@@ -60,8 +61,7 @@ def propose(
         logits = guided(conditional, unconditional, sampler.cfg_scale)
     proposed = sampler.propose(logits, index, canvas, noise)
     candidate = index < layout.length
-    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
-    finite = jnp.all(finite | ~candidate, axis=1)
+    finite = finite_sequences(logits, proposed.score, candidate)
 
     # What is verified is not offered again: it has neither a score nor a token.
     score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)

@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.closures import constants
+from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.shadow import check_policy
-from dllm_jax.decoding.stats import NonFinite
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.mesh import AnyMesh

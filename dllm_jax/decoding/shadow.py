@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.eviction.attending import merge_by_lse
-from dllm_jax.nn.arithmetic import Rope
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import Rope
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, Cache, LayerCache

@@ -1,12 +1,10 @@
 """Statistics of a run per sequence, and its optional trace."""
 
 import functools
-import warnings
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -157,44 +155,6 @@ class Record(NamedTuple):
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
         )
-
-
-class NonFiniteWarning(RuntimeWarning):
-    """Sequences of a generation ended early, because their logits held NaN or infinity."""
-
-
-NonFinite = Literal["warn", "raise", "ignore"]
-
-
-def report(finite: Bool[Array, "b"], how: NonFinite, stacklevel: int):
-    """Tells which sequences ended for want of finite logits; waits for the generation unless `how` is ignore.
-
-    Nothing is told inside of a traced program, whose values are not known.
-
-    Args:
-      finite: `Stats.finite`. All processes must call this if it is global.
-      how: warn, raise, or say nothing.
-      stacklevel: of the warning, as `warnings.warn` counts from here.
-
-    Raises:
-      FloatingPointError: there are such sequences, and `how` is to raise.
-
-    Warns:
-      NonFiniteWarning: there are such sequences, and `how` is to warn.
-    """
-    if how == "ignore" or isinstance(finite, Tracer):
-        return
-    ended = np.flatnonzero(~host.everywhere(finite)).tolist()
-    if not ended:
-        return
-    message = (
-        f"sequences {ended} of {finite.shape[0]} ended early: their logits held NaN or infinity, and what "
-        "was not decoded before is still masked (stats.finite); load(..., check_finite=True) looks for such "
-        "weights"
-    )
-    if how == "raise":
-        raise FloatingPointError(message)
-    warnings.warn(message, NonFiniteWarning, stacklevel=stacklevel + 1)
 
 
 def cut(trace: Trace, batch: int, left: int) -> Trace:

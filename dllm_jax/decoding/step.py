@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import network_with_shadow
 from dllm_jax.decoding.stats import Record
-from dllm_jax.nn.arithmetic import Rope
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import Rope
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
@@ -171,9 +172,8 @@ def step(
         after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
     after = find_stop(after, plan.stop, sampler)
 
-    # A sequence without finite logits ends as it is: no sampler could finish its block, for which its batch
-    # mates would wait.
-    after = dataclasses.replace(after, done=after.done | ~finite)
+    # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
+    after = nonfinite.end(after, finite)
     after = advance(after, policy, sampler, plan.stop_at_eos)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.

@@ -9,10 +9,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
+from dllm_jax.decoding.nonfinite import report
 from dllm_jax.decoding.output import Output, completed
 from dllm_jax.decoding.request import Request, over_devices, prepare
 from dllm_jax.decoding.resume import Piece, begin, resume
-from dllm_jax.decoding.stats import report
 from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -70,7 +70,7 @@ def stream(
       FloatingPointError: logits held NaN or infinity, with nonfinite="raise", instead of the last snapshot.
 
     Warns:
-      dllm_jax.decoding.stats.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
+      dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
     """
     steps = check_argument("every", every, PositiveInt | None)
     request = prepare(model, prompt, **options)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dllm_jax.nn.arithmetic import cosine, rope_table
+from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.attention import attention, key_mask
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.options import PositiveInt, Profile, check_argument
 from dllm_jax.state import inputs
 from dllm_jax.state.canvas import masked_response

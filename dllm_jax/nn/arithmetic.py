@@ -1,12 +1,9 @@
-"""The decoder's arithmetic as free functions: norm, rotary embedding, projections, guidance."""
-
-from typing import NamedTuple
+"""The decoder's arithmetic as free functions: norm, projections, guidance, cosine."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import Precision
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.low_rank import LowRankMatrix
@@ -86,40 +83,3 @@ def cosine(x: Float[Array, "b q *d"], y: Float[Array, "b q *d"]) -> Float[Array,
     x, y = (a.reshape(*a.shape[:2], -1).astype(jnp.float32) for a in (x, y))
     norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
     return jnp.sum(x * y, axis=-1) / jnp.maximum(norms, 1e-8)
-
-
-class Rope(NamedTuple):
-    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last entry is padding."""
-
-    cos: Float[Array, "l half"]
-    sin: Float[Array, "l half"]
-
-
-def rope_table(positions: int, head: int, base: float) -> Rope:
-    """Angles position * base^(-2j/d), computed in float32 as the references do."""
-    # Frequencies by the host's float32 power, whose bits are those of the references. XLA's differ in the
-    # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
-    exponent = np.arange(0, head, 2, dtype=np.float32) / np.float32(head)
-    frequency = np.float32(1) / np.float32(base) ** exponent
-    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
-    return Rope(jnp.cos(angle), jnp.sin(angle))
-
-
-def rotate(
-    x: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], in_f32: bool
-) -> Float[Array, "b q h d"]:
-    """Rotates the half-split pairs (j, j + d/2) of each head by the angle of its position.
-
-    Args:
-      x: queries or keys.
-      rope: tables from `rope_table`.
-      index: canvas position of each query or key.
-      in_f32: rotate in float32 and cast back (LLaDA), or cast the tables to x's dtype first (Dream).
-    """
-    compute = jnp.dtype(jnp.float32) if in_f32 else x.dtype
-    cos = rope.cos[index][:, :, None].astype(compute)
-    sin = rope.sin[index][:, :, None].astype(compute)
-
-    # Pairs are half a head apart (GPT-NeoX's order), as in the checkpoints of LLaDA and Dream.
-    first, second = jnp.split(x.astype(compute), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from dllm_jax.nn.arithmetic import Rope, einsum, rms_norm, rotate
+from dllm_jax.nn.arithmetic import einsum, rms_norm
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.memory import heads_first_on_tpu
 from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.rope import Rope, rotate
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED

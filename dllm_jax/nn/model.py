@@ -11,7 +11,6 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.arithmetic import Rope, rope_table
 from dllm_jax.nn.attention import Mask, attention, padding_mask
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
@@ -20,6 +19,7 @@ from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
+from dllm_jax.nn.rope import Rope, rope_table
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Implementation, check_implementation

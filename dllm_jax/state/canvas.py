@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
+from dllm_jax.nn import shift
 from dllm_jax.nn.attention import Mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state import host
@@ -143,25 +144,12 @@ class Canvas:
 
     @property
     def predictor(self) -> Int[Array, "b l"]:
-        """The position whose output predicts each position: its left neighbour where the head is shifted.
-
-        A position without a left neighbour (the first one, or the first after padding) predicts itself, as
-        in Dream's reference.
-        """
-        # The left neighbour exists if it is on the canvas and not padding.
-        own = jnp.broadcast_to(self.position, self.valid.shape)
-        if not self.spec.shifted:
-            return own
-        has_left = jnp.pad(self.valid[:, :-1], ((0, 0), (1, 0)))
-        return jnp.where(has_left, own - 1, own)
+        """The position whose output predicts each position (`dllm_jax.nn.shift`)."""
+        return shift.predictors(self.valid, self.spec)
 
     def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions whose output predicts these positions, see `predictor`."""
-        if not self.spec.shifted:
-            return positions
-        # A maximum, since two positions may have one predictor: the first token and its right neighbour.
-        sequence = jnp.arange(positions.shape[0])[:, None]
-        return jnp.zeros_like(positions).at[sequence, self.predictor].max(positions)
+        return shift.sources(positions, self.valid, self.spec)
 
     # -- conditions per sequence -------------------------------------------------------------------------
 

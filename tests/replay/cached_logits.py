@@ -8,8 +8,8 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.decoding.step import network as run_layers
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.layout import Layout

@@ -10,9 +10,9 @@ import numpy as np
 from typing_extensions import override
 
 import dllm_jax as dj
-from dllm_jax.nn.arithmetic import rope_table
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers.base import score_by
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.rows import Rows, full_rows

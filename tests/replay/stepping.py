@@ -13,7 +13,8 @@ from dllm_jax.decoding.loop import coming
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.step import State, canvas_embeds, initial, step
-from dllm_jax.nn.arithmetic import cosine, rope_table
+from dllm_jax.nn.arithmetic import cosine
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import Noise
 from dllm_jax.state.rows import scatter
 

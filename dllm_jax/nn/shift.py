@@ -1,0 +1,42 @@
+"""The shifted head: the output at position i predicts token i + 1 (Dream) rather than token i (LLaDA).
+
+Dream was made from an autoregressive model and kept its head. Canvas, samplers, likelihoods and training ask
+here which output predicts a token; no policy has to.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.nn.spec import ModelSpec
+
+
+def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
+    """The position whose output predicts each position: its left neighbour where the head is shifted.
+
+    A position without a left neighbour (the first one, or the first after padding) predicts itself, as in
+    Dream's reference.
+
+    Args:
+      valid: False at padding.
+      spec: the model.
+    """
+    own = jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape)
+    if not spec.shifted:
+        return own
+    # The left neighbour exists if it is on the canvas and not padding.
+    has_left = jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(has_left, own - 1, own)
+
+
+def sources(positions: Bool[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
+    """The set of positions whose output predicts these positions; see `predictors`."""
+    if not spec.shifted:
+        return positions
+    # A maximum, since two positions may have one predictor: the first token and its right neighbour.
+    sequence = jnp.arange(positions.shape[0])[:, None]
+    return jnp.zeros_like(positions).at[sequence, predictors(valid, spec)].max(positions)
+
+
+def first_predictor(position: int, spec: ModelSpec) -> int:
+    """The position whose output predicts a token at `position` that has a left neighbour."""
+    return position - int(spec.shifted)
