@@ -37,6 +37,7 @@ def tiny(family: str = "llada", **changes) -> ModelSpec:
         "shifted": dream,
         "rope_in_f32": not dream,
         "pad_rows_attend": not dream,
+        "positions": 131072 if dream else 4096,
     }
     return ModelSpec(**(fields | changes))
 
@@ -135,7 +136,7 @@ def _llada_config(spec: ModelSpec) -> dict:
         "layer_norm_type": "rms",
         "layer_norm_with_affine": True,
         "mask_token_id": spec.mask_id,
-        "max_sequence_length": 4096,
+        "max_sequence_length": spec.positions,
         "mlp_hidden_size": spec.hidden,
         "mlp_ratio": 4,
         "model_type": "llada",
@@ -163,7 +164,7 @@ def _dream_config(spec: ModelSpec) -> dict:
         "hidden_size": spec.width,
         "intermediate_size": spec.hidden,
         "mask_token_id": spec.mask_id,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": spec.positions,
         "model_type": "Dream",
         "num_attention_heads": spec.heads,
         "num_hidden_layers": spec.layers,

@@ -24,6 +24,8 @@ OUTSIDE = [
     ("norm_eps", "rms_norm_eps", -1, "must be"),
     ("norm_eps", "rms_norm_eps", 1e300, r"must be a number in \[1e-12, 1\]"),
     ("norm_eps", "rms_norm_eps", 1e-300, r"must be a number in \[1e-12, 1\]"),
+    ("positions", "max_sequence_length", 0, "positions=0 must be"),
+    ("positions", "max_sequence_length", 2.5, "must be"),
     ("mask_id", "mask_token_id", None, "null|must be a whole number"),
     ("mask_id", "mask_token_id", 2.5, "must be"),
     ("mask_id", "mask_token_id", 61, "differ from mask_id"),
@@ -100,6 +102,14 @@ def test_whole_numbers_are_numbers(originals, tmp_path):
     model = dj.load(tmp_path / "jax")
     assert type(model.spec.rope_base) is float
     assert np.isfinite(dj.forward(model, np.array([[1, 2, 3]]))).all()
+
+
+def test_directories_of_earlier_releases_know_no_limit_on_positions(originals, tmp_path):
+    path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
+    content = json.loads(path.read_text())
+    assert content["spec"].pop("positions") == 4096
+    path.write_text(json.dumps(content))
+    assert dj.load(tmp_path / "jax").spec == tiny(positions=None)
 
 
 def test_units_that_changed_places(originals, tmp_path):

@@ -75,7 +75,11 @@ def test_changed_dtype_and_rope_are_written_back(tmp_path):
     assert (config["rope_theta"], config["torch_dtype"]) == (5e6, "bfloat16")
     before, after = tensors(tiny("dream")), load_file(tmp_path / "back" / "model.safetensors")
     assert all(np.array_equal(before[name].astype(SUPPORTED[1]), after[name]) for name in before)
-    assert dj.load(tmp_path / "back").spec == dj.load(tmp_path / "jax").spec == tiny("dream", rope_base=5e6)
+    assert (
+        dj.load(tmp_path / "back").spec
+        == dj.load(tmp_path / "jax").spec
+        == tiny("dream", rope_base=5e6, positions=655360)
+    )
 
 
 def test_provenance(tmp_path):
@@ -229,4 +233,4 @@ def test_scripts(tmp_path, capsys):
     assert run_script("verify", source, back, "--tokens", "0") == 1
     assert run_script("jax_to_hf", converted, back) == 2
     assert "error: " in capsys.readouterr().err
-    assert dj.load(back).spec == tiny(rope_base=1e6)
+    assert dj.load(back).spec == tiny(rope_base=1e6, positions=8192)

@@ -110,10 +110,12 @@ def test_dtype_on_request(tmp_path, converted):
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_rope_factor_multiplies_the_base(tmp_path, converted):
+def test_rope_factor_multiplies_the_base_and_the_positions(tmp_path, converted):
     path = write_hf(tmp_path / "hf", tiny())
     path = convert(path, tmp_path / "jax", rope_factor=3.0) if converted else path
-    assert dj.load(path, rope_factor=4.0).spec.rope_base == 5e5 * (12 if converted else 4)
+    spec, factor = dj.load(path, rope_factor=4.0).spec, 12 if converted else 4
+    assert (spec.rope_base, spec.positions) == (5e5 * factor, 4096 * factor)
+    assert dj.load(path, rope_factor=1e-5).spec.positions == 1
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

@@ -71,6 +71,20 @@ def test_spec_and_back(family, tied):
     assert spec_to_config(spec, "float32", original) == original.values
 
 
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_the_limit_on_positions(family):
+    key = {"llada": "max_sequence_length", "dream": "max_position_embeddings"}[family]
+    values = config(tiny(family)) | {key: 512}
+    spec = spec_of(values)
+    assert (spec.positions, spec_to_config(spec, "float32")[key]) == (512, 512)
+    assert spec_of({name: values[name] for name in values if name != key}).positions is None
+    # A directory of an earlier release knows no limit, and gives back the one that its config.json names.
+    unknown, original = dataclasses.replace(spec, positions=None), Config("config.json", values)
+    assert spec_to_config(unknown, "float32", original)[key] == 512
+    with pytest.raises(ValueError, match=f"config.json: {key}='512' must be an integer"):
+        spec_of(values | {key: "512"})
+
+
 def test_a_spec_its_family_cannot_express():
     with pytest.raises(ValueError, match="shifted: True / False"):
         spec_to_config(tiny(shifted=True), "float32")

@@ -31,15 +31,16 @@ def model_of(checkpoint: str) -> dj.Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "vision"),
+    ("name", "positions", "parameters", "vision"),
     [
-        ("llada-8b", 8_015_581_184, None),
-        ("dream-7b", 7_615_616_512, None),
-        ("llada-v-8b", 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
+        ("llada-8b", 4096, 8_015_581_184, None),
+        ("dream-7b", 131072, 7_615_616_512, None),
+        ("llada-v-8b", 16384, 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
     ],
 )
-def test_model_shapes_have_the_published_number_of_parameters(name, parameters, vision):
+def test_model_shapes_have_the_published_number_of_parameters(name, positions, parameters, vision):
     spec = presets.model_spec(name)
+    assert spec.positions == positions
     assert count(abstract(spec)) == parameters
     tower = abstract_vision(spec)
     assert (None if tower is None else count(tower)) == vision

@@ -76,7 +76,7 @@ def test_another_dtype_is_reported_and_judged_by_logits(tmp_path):
 def test_another_spec_is_different(tmp_path):
     source = write_hf(tmp_path / "hf", tiny())
     found = verify(source, convert(source, tmp_path / "jax", rope_factor=4.0), tokens=8)
-    assert found.spec == ("rope_base: 500000.0 / 2000000.0",)
+    assert found.spec == ("rope_base: 500000.0 / 2000000.0", "positions: 4096 / 16384")
     assert not found.differing
     assert found.verdict == "different"
     other = verify(source, write_hf(tmp_path / "dream", tiny("dream")))

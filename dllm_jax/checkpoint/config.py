@@ -48,6 +48,14 @@ class Config:
             raise ValueError(f"{self.where}: {key}={value!r} must be an integer")
         return value
 
+    def known(self, key: str) -> int | None:
+        """The integer at a key, None if it is absent or null.
+
+        Raises:
+          ValueError: its value is not an integer.
+        """
+        return None if self.values.get(key) is None else self.integer(key)
+
     def number(self, key: str, kind: Any) -> float:
         """The finite positive number at a key, within the range of a field of ModelSpec.
 

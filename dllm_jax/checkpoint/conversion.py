@@ -40,7 +40,7 @@ def convert(
       source: a Hugging Face directory or hub id.
       destination: directory to write.
       dtype: float32 or bfloat16; None keeps the stored one.
-      rope_factor: multiplies the rotary base for good (NTK scaling).
+      rope_factor: multiplies the rotary base and the limit on positions for good (NTK scaling).
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       check_finite: refuse weights with NaN or infinity.
       show_progress: draw a bar on standard error.

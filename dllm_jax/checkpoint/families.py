@@ -100,7 +100,7 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
         values = family.template(spec) | family.write(spec) | {"torch_dtype": dtype}
     else:
         values = dict(original.values)
-        if config_to_spec(original) != spec:
+        if differences(spec, config_to_spec(original)):
             values |= family.write(spec)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     lost = differences(spec, config_to_spec(Config(f"a {family.model_type} config.json", values)))
@@ -110,6 +110,10 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
-    """Fields in which two specs differ, as "name: a's value / b's value"."""
+    """Fields in which two specs differ, as "name: a's value / b's value".
+
+    An unknown limit on positions, as directories of earlier releases have it, differs from no other.
+    """
     pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(ModelSpec)]
-    return [f"{name}: {x!r} / {y!r}" for name, x, y in pairs if x != y]
+    unknown = ("positions",) if None in (a.positions, b.positions) else ()
+    return [f"{name}: {x!r} / {y!r}" for name, x, y in pairs if x != y and name not in unknown]

@@ -26,6 +26,8 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from pallas_kernels import Implementation
 
+MOST_POSITIONS = 2**31 - 1  # that int32 numbers
+
 
 def load(
     path: str | os.PathLike[str],
@@ -52,7 +54,8 @@ def load(
       dtype: float32 or bfloat16; None keeps the stored one.
       mesh: the devices that share the model and its batches; its axes may be Auto or Explicit. None takes the
         mesh of `jax.set_mesh`, and without one puts everything on the default device.
-      rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429).
+      rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
+        positions that the model is good for.
       check_finite: look at every weight for NaN and infinity.
       implementation: of attention and eviction, see `Model`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
@@ -122,15 +125,16 @@ def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:
 
 
 def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
-    """The spec with its rotary base multiplied by the factor (NTK scaling, LongLLaDA arXiv:2506.14429).
+    """The spec with rotary base and limit on positions multiplied (NTK scaling, LongLLaDA arXiv:2506.14429).
 
     Raises:
       ValueError: the factor is not a positive finite number.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"rope_factor={factor} must be positive and finite")
+    reach = spec.positions and min(max(1, int(spec.positions * factor)), MOST_POSITIONS)
     try:
-        return dataclasses.replace(spec, rope_base=spec.rope_base * factor)
+        return dataclasses.replace(spec, rope_base=spec.rope_base * factor, positions=reach)
     except ValueError as error:
         raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
 

@@ -20,6 +20,7 @@ from dllm_jax.nn.spec import ModelSpec
 SPEC = "spec.json"
 FORMATS: dict[int, Weights | None] = {1: None, 2: "int8", 3: None, 4: "int8"}  # and how they hold matrices
 WRITTEN: dict[Weights | None, int] = {None: 3, "int8": 4}
+OPTIONAL = ("vision", "positions")  # fields that directories written before there were such may lack
 KEYS = {"format", "dtype", "weights", "spec"}
 
 
@@ -69,9 +70,7 @@ def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights 
     content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
     content |= {} if weights is None else {"weights": weights}
     fields = dataclasses.asdict(spec)
-    if spec.vision is None:
-        del fields["vision"]  # as directories of text models have it since before there were others
-    content |= {"spec": fields}
+    content |= {"spec": {name: fields[name] for name in fields if name not in OPTIONAL or fields[name]}}
     (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -79,7 +78,7 @@ def _spec(where: Path, fields: Any) -> ModelSpec:
     names = {field.name for field in dataclasses.fields(ModelSpec)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: spec={fields!r} must be an object with the fields of ModelSpec")
-    if wrong := sorted((fields.keys() | {"vision"}) ^ names):
+    if wrong := sorted((fields.keys() | set(OPTIONAL)) ^ names):
         raise ValueError(f"{where}: spec has wrong or missing fields {wrong}")
     try:
         spec = ModelSpec.of_fields(fields)

@@ -90,6 +90,8 @@ class ModelSpec(Options):
       pad_rows_attend: queries at padding attend to real keys (LLaDA masks keys only) or to nothing
         (Dream takes the outer product of the padding mask with itself).
       vision: the tower whose features stand in prompts in the place of images (LLaDA-V), None of text models.
+      positions: canvas positions that the model was made for, its checkpoint's `max_sequence_length` (LLaDA)
+        or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
     """
 
     family: str
@@ -111,6 +113,7 @@ class ModelSpec(Options):
     rope_in_f32: bool
     pad_rows_attend: bool
     vision: Annotated[VisionSpec | None, NoneMeans("text only")] = None
+    positions: Annotated[PositiveInt | None, NoneMeans("unknown")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,7 +133,7 @@ class ModelSpec(Options):
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "ModelSpec":
-        """The spec of `dataclasses.asdict`'s fields; those of text models may lack `vision`.
+        """The spec of `dataclasses.asdict`'s fields; `vision` and `positions` may be absent.
 
         Raises:
           TypeError: fields that there are not.

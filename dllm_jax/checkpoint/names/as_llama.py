@@ -50,12 +50,14 @@ def read(config: Config) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", NormEps),
         "eos_id": config.integer("eos_token_id"),
         "tied": config.flag("tie_word_embeddings"),
+        "positions": config.known("max_position_embeddings"),
     }
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """These keys, and the mask token's, of a spec."""
-    return {
+    limit = {} if spec.positions is None else {"max_position_embeddings": spec.positions}
+    return limit | {
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.width,
         "num_attention_heads": spec.heads,

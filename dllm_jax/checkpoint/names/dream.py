@@ -49,7 +49,6 @@ def template(spec: ModelSpec) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "bos_token_id": spec.eos_id,
         "hidden_act": "silu",
-        "max_position_embeddings": 131072,
         "pad_token_id": spec.eos_id,
         "rope_scaling": None,
         "sliding_window": None,

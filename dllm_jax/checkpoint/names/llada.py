@@ -72,6 +72,7 @@ def read(config: Config) -> ModelSpec:
         shifted=False,
         rope_in_f32=config.flag("rope_full_precision", default=True),
         pad_rows_attend=True,
+        positions=config.known("max_sequence_length"),
     )
 
 
@@ -93,6 +94,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "weight_tying": spec.tied,
         "rope_full_precision": spec.rope_in_f32,
     }
+    keys |= {} if spec.positions is None else {"max_sequence_length": spec.positions}
     return keys if spec.eot_id == END_OF_TURN.get(spec.vocab) else keys | {"eot_token_id": spec.eot_id}
 
 
@@ -110,7 +112,6 @@ def template(spec: ModelSpec) -> dict[str, Any]:
         "input_emb_norm": False,
         "layer_norm_type": "rms",
         "layer_norm_with_affine": True,
-        "max_sequence_length": 4096,
         "mlp_ratio": 4,
         "multi_query_attention": None,
         "pad_token_id": spec.eos_id,

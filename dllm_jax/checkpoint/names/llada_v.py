@@ -111,7 +111,6 @@ def template(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": "silu",
         "image_aspect_ratio": "anyres_max_4",
         "image_grid_pinpoints": [[width, height] for width in sides for height in sides],
-        "max_position_embeddings": 16384,
         "mm_newline_position": "grid",
         "mm_patch_merge_type": "spatial_unpad",
         "mm_projector_type": "mlp2x_gelu",
