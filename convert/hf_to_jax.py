@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 import tyro
 
 from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.command_line import plain_errors
 
 
 def main(
     source: Annotated[str, tyro.conf.Positional],
     destination: Annotated[Path, tyro.conf.Positional],
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: DtypeName | None = None,
     rope_factor: float = 1.0,
     overwrite: bool = False,
     check_finite: bool = False,

@@ -1,5 +1,6 @@
 """Hugging Face -> Orbax -> Hugging Face: bit-exact tensors, kept files, provenance, refusals."""
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -7,14 +8,17 @@ from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 import tyro
 from safetensors.numpy import load_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.dtypes import SUPPORTED
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from tests.checkpoints import save_sharded, tensors, tiny, write_hf
 
 ROOT = Path(__file__).parent.parent
@@ -114,11 +118,37 @@ def test_export_shards_with_an_index(tmp_path, limit):
 def test_save_hf_of_a_model_in_memory(tmp_path, family):
     source = write_hf(tmp_path / "hf", tiny(family, eot_id=9), tokenizer=True)
     model = dj.load(source, rope_factor=2.0)
-    save_hf(model, tmp_path / "bare")
+    save_hf(dataclasses.replace(model, origin=None), tmp_path / "bare")
     save_hf(model, tmp_path / "kept", keep_from=source)
     assert weights(tmp_path / "bare") == weights(tmp_path / "kept") == weights(source)
     assert dj.load(tmp_path / "bare").spec == dj.load(tmp_path / "kept").spec == model.spec
     assert (tmp_path / "kept" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from(tmp_path, converted):
+    source = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    model = dj.load(convert(source, tmp_path / "jax") if converted else source)
+    trained = dataclasses.replace(model, params=jax.tree.map(jnp.zeros_like, model.params))
+    save_hf(trained, tmp_path / "saved")
+    before, after = (read_tokenizer(path) for path in (source, tmp_path / "saved"))
+    text = before.decode([1, 2, 3])
+    assert after.encode(text) == before.encode(text)
+    assert after.mask_token_id == before.mask_token_id
+    assert dj.load(tmp_path / "saved").spec == model.spec
+    assert not dj.load(tmp_path / "saved").params["embed"].any()
+    # A program gives a model that came from nowhere, and one whose directory is gone has none to copy.
+    save_hf(jax.jit(lambda model: model)(model), tmp_path / "bare")
+    save_hf(dataclasses.replace(model, origin=tmp_path / "gone"), tmp_path / "gone too")
+    for name in ("bare", "gone too"):
+        assert not (tmp_path / name / "tokenizer.json").exists()
+
+
+def test_auto_tokenizer_reads_what_save_hf_writes(tmp_path):
+    origin = dj.embedded.path("tiny-llada")
+    save_hf(dj.load(origin), tmp_path / "saved")
+    before, after = map(transformers.AutoTokenizer.from_pretrained, (origin, tmp_path / "saved"))
+    assert after.encode("a question") == before.encode("a question") != []
 
 
 def test_heavy_and_foreign_files_stay_behind(tmp_path):
@@ -226,7 +256,7 @@ def run_script(name: str, *arguments) -> int:
 
 def test_scripts(tmp_path, capsys):
     source, converted, back = write_hf(tmp_path / "hf", tiny(), shards=2), tmp_path / "jax", tmp_path / "back"
-    assert run_script("hf_to_jax", source, converted, "--dtype", "bfloat16", "--rope-factor", "2") == 0
+    assert run_script("hf_to_jax", source, converted, "--dtype", "bf16", "--rope-factor", "2") == 0
     assert run_script("jax_to_hf", converted, back) == 0
     assert run_script("verify", converted, back, "--tokens", "4") == 0
     assert "identical" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """LLaDA-V checkpoints: read, converted and written back, tower included."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def test_there_and_back_every_bit_is_the_same(tmp_path, dtype):
     export(tmp_path / "converted", tmp_path / "back")
     assert verify(source, tmp_path / "converted", tokens=0).identical
     save_hf(dj.load(source, separate_layers=False), tmp_path / "saved", keep_from=source)
-    save_hf(dj.load(tmp_path / "converted"), tmp_path / "again")
+    save_hf(dataclasses.replace(dj.load(tmp_path / "converted"), origin=None), tmp_path / "again")
     for name in ("back", "saved", "again"):
         found = of(tmp_path / name)
         assert found.keys() == weights.keys()

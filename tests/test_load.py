@@ -124,6 +124,16 @@ def test_rope_factor_must_be_positive(tmp_path, factor):
         dj.load(write_hf(tmp_path / "hf", tiny()), rope_factor=factor)
 
 
+def test_short_names_of_dtypes(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    for name, dtype in {"bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16, "f32": jnp.float32}.items():
+        assert dj.load(convert(path, tmp_path / name, dtype=name)).dtype == dtype
+        assert dj.load(path, dtype=name).dtype == dj.abstract(path, dtype=name).dtype == dtype
+    for name in ("fp16", "f16"):
+        with pytest.raises(ValueError, match="dtype=float16 is not supported"):
+            dj.load(path, dtype=name)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float64", "no such", "05,x"])
 def test_dtypes_that_models_do_not_run_in(tmp_path, dtype):
     with pytest.raises(ValueError, match=f"{dtype}.*supported: float32, bfloat16"):

@@ -1,6 +1,6 @@
 """Seeing inside: what the network computes at each denoising step, and how much of it changes.
 
-Figures are in `dllm_jax.analysis.figures`, which needs matplotlib (`pip install dllm-jax[figures]`) and is
+Figures are in `dllm_jax.analysis.figures`, which needs matplotlib (`pip install ".[figures]"`) and is
 imported by who draws them.
 """
 

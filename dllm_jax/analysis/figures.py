@@ -1,6 +1,6 @@
 """Figures of what was captured, of the kinds with which papers on cache policies argue.
 
-Needs matplotlib (`pip install dllm-jax[figures]`). Each function returns a figure of its own: `savefig` it;
+Needs matplotlib (`pip install ".[figures]"`). Each function returns a figure of its own: `savefig` it;
 notebooks show it. No state of matplotlib's pyplot is touched.
 """
 

@@ -1,7 +1,7 @@
 """The dtypes of parameters: their names in files, which are supported, and bitwise comparison of arrays."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +9,9 @@ import numpy as np
 from dllm_jax.nn.int8 import Weights
 
 SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
+DtypeName = Literal["float32", "bfloat16", "fp32", "f32", "bf16"]  # on command lines
+# NumPy does not know these, or something else under them ("f16" is its 128 bits).
+SHORT = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16"}
 SAFETENSORS = {  # by their names in safetensors files: the formats a weight may be stored in
     "F32": np.dtype(jnp.float32),
     "BF16": np.dtype(jnp.bfloat16),
@@ -17,13 +20,13 @@ SAFETENSORS = {  # by their names in safetensors files: the formats a weight may
 
 
 def supported(dtype: Any) -> np.dtype:
-    """NumPy's form of a dtype that models run in.
+    """NumPy's form of a dtype that models run in; "bf16", "fp32" and "f32" are names too.
 
     Raises:
       ValueError: not float32 or bfloat16. Models do not run in float16; files that hold it load as either.
     """
     try:
-        chosen = np.dtype(dtype)
+        chosen = np.dtype(SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={dtype!r} is no dtype; supported: float32, bfloat16") from error
     if chosen not in SUPPORTED:

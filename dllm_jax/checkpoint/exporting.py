@@ -87,7 +87,9 @@ def save_hf(
     Args:
       model: parameters of one dtype, float32 or bfloat16.
       destination: directory to write; it appears only when complete.
-      keep_from: a directory whose small files (tokenizer, config.json, ...) go along.
+      keep_from: a directory whose small files go along: tokenizer, chat template, and what config.json says
+        beside the spec. None takes `model.origin`, the directory that the model was loaded from; a model
+        without one, or whose directory is gone, is written without a tokenizer.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
 
@@ -111,6 +113,8 @@ def save_hf(
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
     target, original = Path(destination), None
+    if keep_from is None and model.origin is not None and model.origin.is_dir():
+        keep_from = model.origin
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
     source = InMemory(model)

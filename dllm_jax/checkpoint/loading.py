@@ -51,7 +51,8 @@ def load(
     Args:
       path: a Hugging Face directory (config.json, safetensors), one written by `convert`, or a hub id
         "org/name". Which one is told by its content.
-      dtype: float32 or bfloat16; None keeps the stored one.
+      dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps
+        the stored one.
       mesh: the devices that share the model and its batches; its axes may be Auto or Explicit. None takes the
         mesh of `jax.set_mesh`, and without one puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
@@ -102,7 +103,7 @@ def load(
         raise ValueError(str(found))
     warn_of_replicas(source.spec, mesh, rules)
     filled = fill(source, target, mesh, check_finite, separate_layers, held, rules)
-    return dataclasses.replace(empty, params=filled.params, vision=filled.vision)
+    return dataclasses.replace(empty, params=filled.params, vision=filled.vision, origin=source.path)
 
 
 def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:

@@ -4,10 +4,9 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.live
@@ -16,6 +15,7 @@ import tyro
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding import buckets
@@ -56,7 +56,7 @@ class Arguments(Options):
     """Denoising steps between two pictures."""
     seed: NonNegativeInt = 0
     """Seed of the sampler's draws."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: DtypeName | None = None
     """Of the weights; None keeps the checkpoint's."""
     weights: Weights | None = None
     """int8 holds matrices in int8; None keeps what is stored."""
@@ -112,8 +112,7 @@ class Conversation:
         path = embedded.path(arguments.path) if arguments.path in embedded.NAMES else locate(arguments.path)
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
-        dtype = None if arguments.dtype is None else jnp.dtype(arguments.dtype)
-        model = load(path, dtype=dtype, weights=arguments.weights)
+        model = load(path, dtype=arguments.dtype, weights=arguments.weights)
         named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}

@@ -24,7 +24,7 @@ def main() -> int:
     """Entry point; the user's errors are printed as one line, without a traceback."""
     if sys.argv[1:2] == ["lm_eval"]:
         if importlib.util.find_spec("lm_eval") is None:
-            print("error: lm_eval is not installed: pip install 'dllm-jax[harness]'", file=sys.stderr)
+            print("error: lm_eval is not installed: pip install '.[harness]' in a clone", file=sys.stderr)
             return 2
         from dllm_jax.eval.harness import model as harness
 

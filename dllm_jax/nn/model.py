@@ -1,7 +1,9 @@
 """A model as a value: parameters and their description, usable in jit, grad and vmap."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +27,12 @@ from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Implementation, check_implementation
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params", "vision"),
+    meta_fields=("spec", "implementation", "rules"),
+    drop_fields=("origin",),
+)
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A pytree of parameters with its static spec.
@@ -40,13 +47,16 @@ class Model:
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
+      origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
+        pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
     """
 
     params: Params
-    spec: ModelSpec = dataclasses.field(metadata={"static": True})
-    implementation: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
-    rules: MeshRules = dataclasses.field(default=MeshRules(), metadata={"static": True})
+    spec: ModelSpec
+    implementation: Implementation | None = None
+    rules: MeshRules = MeshRules()
     vision: Params | None = None
+    origin: Path | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)

@@ -269,7 +269,7 @@ def _opened(source: Any, name: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'dllm-jax[vision]'") from error
+        raise ImportError("images need Pillow: pip install '.[vision]' in a clone") from error
 
     if isinstance(source, Image.Image):
         return source

@@ -3,14 +3,14 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
@@ -53,7 +53,7 @@ class Checkpoint:
 
     model: str = "tiny-llada"
     tokenizer: str | None = None
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: DtypeName | None = None
     rope_factor: float = 1.0
     weights: Weights | None = None
     vocab: int | None = None
@@ -82,8 +82,9 @@ class Checkpoint:
           ValueError: `load` refuses it.
         """
         path = self.path
-        dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        model = load(path, dtype=dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab)
+        model = load(
+            path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
+        )
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
         identity += "" if self.vocab is None else f" vocab={self.vocab}"
