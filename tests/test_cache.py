@@ -48,7 +48,7 @@ def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
         view = LayerCache.of(store(0.0, scattered), 0)
         every, new = full_rows(jnp.ones((B, S), bool)), view.read()
         written = view.update(every, new)[0] if scattered else view.replace(jnp.ones(B, bool), new)
-        return written.layers
+        return written.storage
 
     text = jax.jit(program).trace().lower(lowering_platforms=("tpu",)).as_text()
     stated = [line for line in text.splitlines() if "@LayoutConstraint" in line]
@@ -91,7 +91,7 @@ def test_on_gpus_stored_pairs_lie_as_what_reads_them_wants(implementation, order
 
     def program(cache):
         view = LayerCache.of(cache, 0, kernels)
-        return view.update(full_rows(jnp.ones((B, S), bool)), view.read())[0].layers
+        return view.update(full_rows(jnp.ones((B, S), bool)), view.read())[0].storage
 
     text = jax.jit(program).trace(store(0.0)).lower(lowering_platforms=("cuda",)).as_text()
     stated = [line for line in text.splitlines() if "@LayoutConstraint" in line]

@@ -10,11 +10,6 @@ from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
-from dllm_jax.policies.parts.expanded import ExpandedCache
-from dllm_jax.state.cache import KV, LayerCache
-from dllm_jax.state.canvas import begin
-from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import full_rows
 from tests.models import spec
 
 LENGTHS = np.array([[[3, 0], [1, 9]], [[7, 2], [0, 0]]])  # [n b k]: of 2 layers, 2 sequences, 2 kv heads
@@ -53,38 +48,6 @@ def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
     weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
     ours = jax.jit(lambda q, k, v: attend_to_kept(weights, q, kept, attention(q, k, v), chunk, 9, smallest=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_pairs_in_canvas_order_give_what_packed_ones_give(kept, layer):
-    """Of a canvas of 9 prompt and 6 response positions; slots and positions are shuffled."""
-    # Every slot of a sequence has another position than its place in the store, ascending within a head.
-    shuffled = kept._replace(position=jnp.arange(kept.k.shape[1])[None] % 9 + jnp.zeros((2, 1), jnp.int32))
-    shuffled = shuffled._replace(length=jnp.minimum(shuffled.length, 4))
-    keys = jax.random.split(jax.random.key(1), 3)
-    q, k, v = (jax.random.normal(a, (2, n, h, 8)) for a, n, h in zip(keys, (5, 6, 6), (4, 2, 2), strict=True))
-    of_model, layout = spec("llada"), Layout(9, 6, 6, 6)
-    canvas = begin(jnp.zeros((2, 15), jnp.int32), jnp.ones((2, 15), bool), of_model, layout)
-    cache = LayerCache(KV(k[None], v[None]), jnp.int32(0), ())
-    view = ExpandedCache.of_pairs(cache, shuffled, jnp.int32(layer), 9, 9, canvas)
-    mask = view.attends(full_rows(canvas.everything), canvas)
-    ours = attention(q, *view.read(), mask)[0]
-    np.testing.assert_allclose(ours, everything(shuffled, layer, q, k, v), atol=2e-6)
-
-    # And they lie where they belong.
-    slots, real = shuffled.slots(layer, 9)
-    for place in zip(*np.nonzero(np.asarray(real)), strict=True):
-        sequence, head, _ = place
-        slot = slots[place]
-        position = shuffled.position[sequence, slot]
-        assert mask[sequence, head, 0, position]
-        np.testing.assert_array_equal(view.read().k[sequence, position, head], shuffled.k[sequence, slot])
-    assert mask[..., :9].sum() == real.sum()
-    expected = np.zeros((2, 9), bool)
-    for n, b, h in np.ndindex(shuffled.length.shape):
-        run = slice(int(shuffled.start[n, b, h]), int(shuffled.start[n, b, h] + shuffled.length[n, b, h]))
-        expected[b, shuffled.position[b, run]] = True
-    np.testing.assert_array_equal(shuffled.kept(9), expected)
 
 
 def test_nothing_merged_with_nothing_is_nothing():

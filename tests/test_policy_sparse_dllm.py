@@ -12,7 +12,7 @@ import dllm_jax as dj
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
-from dllm_jax.state.cache import LayerCache
+from dllm_jax.state.cache import LayerCache, Stacked
 from dllm_jax.state.rows import Rows, full_rows
 from tests.models import FAMILIES, canvas, spec, tiny
 from tests.policy_cases import WIDE
@@ -158,9 +158,9 @@ def filled(policy, c, family="llada"):
     x = jnp.asarray(rng.standard_normal((2, LENGTH, model.spec.width)), jnp.float32)
     rows = full_rows(c.everything & c.active[:, None])
     store = jax.tree.map(lambda a: a - 1, policy.init(model.spec, c.layout, 2, jnp.float32).layers)
-    _, cache = policy.layer(layer, x, LayerCache(store, jnp.int32(1), ()), rows, c)
+    _, cache = policy.layer(layer, x, LayerCache(Stacked(store, jnp.int32(1)), ()), rows, c)
     q, k = layer.qk(x, rows.index)
-    return (q, k, layer.value(x)), cache.layers
+    return (q, k, layer.value(x)), cache.storage.layers
 
 
 @pytest.mark.rotate

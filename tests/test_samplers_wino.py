@@ -66,13 +66,16 @@ def extended(model: dj.Model, tokens, valid, start):
     return logits[:length], logits[length:]
 
 
-def decode(sampler, model, tokens, valid) -> list[np.ndarray]:
-    """The sequence before the first step and after every one, by numpy's rules."""
-    spec, states = model.spec, [tokens.copy()]
+def decode(sampler, model, tokens, valid, before: int = 10**6) -> list[np.ndarray]:
+    """The sequence before the first step and after every one, by numpy's rules.
+
+    Read are the positions from `before` ones in front of the block on.
+    """
+    spec, states, position = model.spec, [tokens.copy()], np.arange(len(tokens))
     for start in range(len(tokens) - LENGTH, len(tokens), BLOCK):
-        block = range(start, start + BLOCK)
+        block, read = range(start, start + BLOCK), jnp.asarray(valid & (position >= start - before))
         while any(tokens[i] == spec.mask_id for i in block):
-            logits, shadow = map(np.asarray, extended(model, jnp.asarray(tokens), jnp.asarray(valid), start))
+            logits, shadow = map(np.asarray, extended(model, jnp.asarray(tokens), read, start))
             masks = [i for i in block if tokens[i] == spec.mask_id]
             found = {i: plain.candidate(sampler, spec, logits[i]) for i in masks}
             chosen = plain.wide_in({i: score for i, (_, score) in found.items()}, sampler)
@@ -86,15 +89,23 @@ def decode(sampler, model, tokens, valid) -> list[np.ndarray]:
     return states
 
 
-def test_every_step_equals_numpy_over_an_extended_input():
+class Near(policies.Policy):
+    """Reads from four positions before the block on."""
+
+    def reads(self, cache, canvas):
+        return canvas.everything & (canvas.position >= canvas.block_start - 4)
+
+
+@pytest.mark.parametrize(("policy", "before"), [(policies.Policy(), 10**6), (Near(), 4)], ids=["all", "near"])
+def test_every_step_equals_numpy_over_an_extended_input(policy, before):
     """Two prompts of unequal length in a batch; numpy decodes them one at a time."""
-    out, model = run(), tiny("llada")
+    out, model = run(policy), tiny("llada")
     assert taken_back(out) > 1, "nothing was taken back: the test proves nothing"
     tokens, active = np.asarray(out.trace.tokens), np.asarray(out.trace.active)
     _, mask = prompts(model, (9, 6))
     for b in range(2):
         valid = np.concatenate([mask[b], np.ones(LENGTH, bool)])
-        expected = decode(SOME, model, tokens[0, b].copy(), valid)
+        expected = decode(SOME, model, tokens[0, b].copy(), valid, before)
         ours = np.concatenate([tokens[:1, b], tokens[1:, b][active[:, b]]])
         np.testing.assert_array_equal(ours, expected)
 

@@ -129,16 +129,6 @@ def _budget_of_pairs(delay: int) -> tuple[Setting, ...]:
     )
 
 
-def _evicted_layers() -> tuple[Setting, ...]:
-    """Eviction under the policies with layers of their own, in one block as they are alone."""
-    under = {"D2Cache": p.D2Cache(k=8), "ElasticCache": p.ElasticCache(window=8)}
-    return tuple(
-        Setting(p.EvictPrompt(budget=budget, policy=policy), blocks=1, variant=f"{name}, one block")
-        for name, policy in under.items()
-        for budget in (16, 32, 64)
-    )
-
-
 def _eviction(delay: int) -> tuple[Setting, ...]:
     """Their variants: which side, who votes, and how budgets are shared over layers and heads."""
     variants = {
@@ -222,7 +212,6 @@ _LONG: tuple[Setting, ...] = (
     *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (1, 3, 4)),
     *_budget_of_pairs(delay=1),
     *(mask_kv("chosen anew", budget=budget, reselect=True) for budget in (16, 32, 64)),
-    *_evicted_layers(),
     *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in GAMMAS),
     *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.02, 0.05, 0.1, 0.3)),
     Setting(sampler=s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),

@@ -13,7 +13,7 @@ from typing_extensions import override
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.kernels import Kernels
-from dllm_jax.nn.layer import Layer, embed
+from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_table
@@ -76,6 +76,7 @@ class Call(NamedTuple):
         return self.arrays[0].shape[2 if self.operation is topk_evict.OPERATION else 1]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Recording(Kernels):
     """Kernels that record which operations are called with what.
@@ -84,13 +85,25 @@ class Recording(Kernels):
       calls: those made so far.
     """
 
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list, compare=False)
 
     @override
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         self.calls.append(Call(operation, shapes, options))
         return super().run(operation, *arrays, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(Model):
+    """A model whose kernels record what they are called with."""
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    @property
+    @override
+    def kernels(self) -> Kernels:
+        return Recording(self.implementation, self.rules, self.calls)
 
 
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
@@ -138,14 +151,9 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
         rows = computed_rows(canvas.everything, width)
         cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))
-        cache = policy.before_layers(cache, canvas, rows)
-
-        def layer(layer: Layer, *rest):
-            kernels = Recording(layer.kernels.implementation, layer.kernels.rules, calls)
-            return policy.layer(dataclasses.replace(layer, kernels=kernels), *rest)
-
         rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
-        return network(model, rope, layer, tokens, canvas, rows, cache)[0]
+        recorded = Recorded(model.params, model.spec, model.implementation, model.rules, calls=calls)
+        return network(recorded, rope, policy, tokens, canvas, rows, cache)[0]
 
     # Traced as a generation is: over the model's mesh, if it has one.
     shape = batch, layout.length

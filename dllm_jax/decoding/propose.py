@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.decoding.block_schedule import offered
 from dllm_jax.decoding.nonfinite import finite_sequences
 from dllm_jax.decoding.plan import Plan
-from dllm_jax.decoding.shadow import Shadow, to_verify
+from dllm_jax.decoding.shadow import place_in_shadow, to_verify
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import Model
@@ -22,7 +22,6 @@ def propose(
     canvas: Canvas,
     rows: Rows,
     hidden: Float[Array, "streams_b q m"],
-    shadow: Shadow | None,
     noise: Noise | None,
 ) -> tuple[Candidates, Bool[Array, "b"]]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
@@ -35,25 +34,23 @@ def propose(
       plan: what the user decided.
       canvas: state before the step.
       rows: what the conditional stream computed.
-      hidden: the residual stream after the last layer, of all streams.
-      shadow: that of the shadow block, if the sampler verifies tokens, which are then candidates too.
+      hidden: the residual stream after the last layer, of all streams; behind it that of the shadow block, if
+        the sampler verifies tokens, which are then candidates too.
       noise: source of random numbers.
     """
     spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
-    index = _positions(plan, canvas, rows, verify=shadow is not None)
+    index = _positions(plan, canvas, rows, verify=sampler.verifies)
 
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
     padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=layout.length)
     slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
-    read = gather(hidden, repeat(slot, plan.streams))
 
     # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
     verified = jnp.zeros_like(index, bool)
-    if shadow is not None:
+    if sampler.verifies:
         verified = gather(to_verify(canvas), index) & (index < layout.length)
-        at, of_shadow = repeat((index, verified), plan.streams)
-        read = jnp.where(of_shadow[..., None], shadow.take(at), read)
-    logits = unembed(model.params, spec, read)
+        slot = jnp.where(verified, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
+    logits = unembed(model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:

@@ -1,42 +1,41 @@
 """WINO's shadow block: the current block a second time, masked, beside the canvas that a step computes.
 
-Nothing on the canvas sees the shadow. A shadow position attends to the whole shadow block and to the whole
-canvas except the position that it stands for, so that its output predicts that position's token without
-seeing it.
+Nothing on the canvas sees the shadow. A shadow position attends to the whole shadow block and to what is read
+of the canvas except the position that it stands for, so that its output predicts that position's token
+without seeing it. A step carries the shadow's residual stream behind that of its rows.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.eviction.attending import merge_by_lse
-from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import Rope
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
 
+Both = tuple[Float[Array, "b q m"], Float[Array, "b s m"]]  # residual streams of the rows and of the shadow
 
-class Shadow(NamedTuple):
-    """The residual stream of the shadow block after the last layer.
 
-    Attributes:
-      hidden: of each position of the block, in order.
-      block_start: first position of the block.
+def check_policy(sampler: Sampler, policy: Policy):
+    """Raises ValueError if the sampler verifies tokens and the policy has a layer of its own.
+
+    A shadow position attends to the keys and values that the step itself attends to, which must be those of
+    all positions, where the default layer leaves them.
     """
-
-    hidden: Float[Array, "b s m"]
-    block_start: Int[Array, ""]
-
-    def take(self, index: Int[Array, "b c"]) -> Float[Array, "b c m"]:
-        """The stream at canvas positions of the block; what others read must not be used."""
-        slot = jnp.clip(index - self.block_start, 0, self.hidden.shape[1] - 1)
-        return jnp.take_along_axis(self.hidden, slot[..., None], axis=1)
+    if sampler.verifies and not policy.only_sets:
+        raise ValueError(
+            f"{type(sampler).__name__} verifies tokens against the keys and values of all positions, which "
+            f"{type(policy).__name__} does not keep where the default layer does: use a policy that only "
+            "says which positions are computed and read, such as Policy, PrefixCache, DualCache, DKVDecode "
+            "or DKVPD"
+        )
 
 
 def to_verify(canvas: Canvas) -> Bool[Array, "b l"]:
@@ -44,67 +43,53 @@ def to_verify(canvas: Canvas) -> Bool[Array, "b l"]:
     return canvas.block & (canvas.decoded_at >= 0) & ~canvas.masked & canvas.active[:, None]
 
 
-def check_policy(sampler: Sampler, policy: Policy):
-    """Raises ValueError if the sampler verifies tokens and the policy's layers are not the default ones.
-
-    A shadow position attends to the keys and values that the step itself attends to, which must be those of
-    all positions, where the default layer leaves them.
-    """
-    if sampler.verifies and type(policy).layer is not Policy.layer:
-        raise ValueError(
-            f"{type(sampler).__name__} verifies tokens against the keys and values of all positions, which "
-            f"{type(policy).__name__} does not keep where the default layer does: use Policy, PrefixCache, "
-            "DualCache, DKVDecode or DKVPD"
-        )
+def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c"]:
+    """The place of canvas positions in the shadow block; those outside of the block get that of another."""
+    return jnp.clip(index - canvas.block_start, 0, canvas.layout.block - 1)
 
 
-def network_with_shadow(
-    model: Model,
-    rope: Rope,
-    policy: Policy,
-    tokens: Int[Array, "b l"],
-    canvas: Canvas,
-    rows: Rows,
-    cache: Cache,
-    embeds: Float[Array, "b l m"] | None = None,
-) -> tuple[Float[Array, "b q m"], Cache, Shadow]:
-    """As `step.network`, and the shadow block beside it; arguments are its.
+def masked_block(model: Model, canvas: Canvas) -> Float[Array, "b s m"]:
+    """The embedded inputs of the shadow block."""
+    return embed(model.params, jnp.full_like(_positions(canvas), canvas.spec.mask_id))
 
-    Returns:
-      the residual stream at the rows after the last layer, the changed cache, and the shadow.
-    """
-    batch, width = tokens.shape[0], canvas.layout.block
-    position = jnp.broadcast_to(canvas.block_start + jnp.arange(width), (batch, width)).astype(jnp.int32)
 
-    # Behind the last block, where no sequence is active any more, positions would leave the canvas.
-    position = jnp.minimum(position, canvas.layout.length - 1)
-    counterpart = position[:, None, :, None] == canvas.position
-    mask = canvas.valid[:, None, None, :] & ~counterpart
+def over_both(layer: Callable[..., tuple[Array, LayerCache]]) -> Callable[..., tuple[Both, LayerCache]]:
+    """A policy's layer, over its rows and over the shadow block."""
 
-    def run(layer: Layer, carry):
-        (x, shadow), cache = carry
-        view = LayerCache.of(cache, layer.index, model.kernels)
-        now = _stored(layer, x, rows, view)
-        after, view = policy.layer(layer, x, view, rows, canvas)
-        now = view.read() if now is None else now
+    def both(
+        weights: Layer, streams: Both, cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Both, LayerCache]:
+        x, shadow = streams
+        stored = _not_stored(weights, x, rows, cache)
+        after, cache = layer(weights, x, cache, rows, canvas)
+        now = cache.read() if stored is None else stored
 
-        q, k = layer.qk(shadow, position)
-        of_canvas = layer.attention(q, now.k, now.v, mask)
-        of_shadow = layer.attention(q, k, layer.value(shadow))
+        # Keys and values of the canvas, as the step has left them, without that of the position itself.
+        position = _positions(canvas)
+        read = canvas.valid if cache.readable is None else cache.readable
+        others = read[:, None, None, :] & (position[:, None, :, None] != canvas.position)
+        q, k = weights.qk(shadow, position)
+        of_canvas = weights.attention(q, now.k, now.v, others)
+
+        # And those of the shadow itself; the two disjoint sets are merged by their log-sum-exp.
+        of_shadow = weights.attention(q, k, weights.value(shadow))
         o, _ = merge_by_lse(of_canvas, of_shadow)
-        return (after, layer.finish(shadow, o.astype(q.dtype))), view.into(cache, layer.index)
+        return (after, weights.finish(shadow, o.astype(q.dtype))), cache
 
-    masks = jnp.full_like(position, canvas.spec.mask_id)
-    x = embed(model.params, rows.take(tokens), None if embeds is None else rows.take(embeds))
-    carry = (x, embed(model.params, masks)), cache
-    carry = walk(model.params, model.spec, rope, run, carry, model.kernels, where_used=True)
-    (x, shadow), cache = carry
-    return x, cache, Shadow(shadow, canvas.block_start)
+    return both
 
 
-def _stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, view: LayerCache) -> KV | None:
+def _positions(canvas: Canvas) -> Int[Array, "b s"]:
+    """The positions of the current block."""
+    # Behind the last block, where no sequence is active any more, positions would leave the canvas.
+    shape = canvas.tokens.shape[0], canvas.layout.block
+    position = canvas.block_start + jnp.arange(canvas.layout.block)
+    return jnp.broadcast_to(jnp.minimum(position, canvas.layout.length - 1), shape).astype(jnp.int32)
+
+
+def _not_stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, cache: LayerCache) -> KV | None:
     """The layer's keys and values where the policy stores none, as the exact decoder: those of the canvas."""
-    if jax.tree.leaves(view.layers):
+    if jax.tree.leaves(cache.storage.layers):
         return None
     assert rows.full, "what stores nothing computes everything"
     return KV(layer.qk(x, rows.index)[1], layer.value(x))

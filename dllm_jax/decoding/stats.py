@@ -19,7 +19,7 @@ class Stats(NamedTuple):
     Attributes:
       nfe: network forwards the sequence took part in.
       computed: positions fed through the network, summed over forwards.
-      widened: positions recomputed beyond those selected (`Policy.extra_positions`), averaged over layers,
+      widened: positions recomputed beyond those selected (`Cache.extra_positions`), averaged over layers,
         summed over forwards.
       cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
       refreshes: forwards that recomputed every position.
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
       proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       active: sequences that took part.
-      widened: layers that computed every position, be it in `computed` or not (`Policy.extra_positions`).
+      widened: layers that computed every position, be it in `computed` or not (`Cache.extra_positions`).
       steps: number of steps that ran.
     """
 
@@ -83,26 +83,30 @@ class Record(NamedTuple):
     confidence: Float[Array, "b l"] | None
 
     @staticmethod
-    def begin(canvas: Canvas, limit: int | None, confidence: bool) -> "Record":
+    def begin(
+        canvas: Canvas, limit: int | None, confidence: bool, extra: Float[Array, "b n"] | None
+    ) -> "Record":
         """An empty record.
 
         Args:
           canvas: before the first step.
           limit: steps of trace that are allocated; None records no trace.
           confidence: whether the confidences of decoded positions are recorded.
+          extra: positions that layers computed before the first step (`Cache.extra_positions`).
         """
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
         trace = None if limit is None else _empty_trace(canvas, limit)
         finite = jnp.ones(zeros.shape, bool)
         unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
-        return Record(jnp.int32(0), zeros, zeros.astype(jnp.float32), zeros, finite, trace, unknown)
+        widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
+        return Record(jnp.int32(0), zeros, widened, zeros, finite, trace, unknown)
 
     def add(
         self,
         before: Canvas,
         after: Canvas,
         computed: Bool[Array, "b l"],
-        extra: Float[Array, "b n"],
+        extra: Float[Array, "b n"] | None,
         finite: Bool[Array, "b"],
         proposal: Proposal,
     ) -> "Record":
@@ -112,13 +116,15 @@ class Record(NamedTuple):
           before: the canvas before the step.
           after: the canvas after it.
           computed: positions fed through the network.
-          extra: positions that layers computed beyond the selection (`Policy.extra_positions`).
+          extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
           proposal: what the sampler was offered.
         """
         # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
         everything = before.active & jnp.all(counted == before.valid, axis=1)
+        if extra is None:
+            extra = jnp.zeros((len(counted), before.spec.layers))
         return Record(
             steps=self.steps + 1,
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),

@@ -1,7 +1,6 @@
 """One denoising step: run the selected positions, choose among their candidates, update the canvas."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.propose import propose
-from dllm_jax.decoding.shadow import network_with_shadow
+from dllm_jax.decoding.shadow import masked_block, over_both
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.intervention import Intervention
@@ -67,7 +66,9 @@ def initial(
     x = embed(model.params, _inputs(plan, streams), canvas_embeds(model, embeds, layout, plan))
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, plan.streams * tokens.shape[0])
-    record = Record.begin(canvas, plan.step_limit(layout) if plan.trace else None, plan.confidence)
+    extra, cache = counted(cache, plan.streams)
+    limit = plan.step_limit(layout) if plan.trace else None
+    record = Record.begin(canvas, limit, plan.confidence, extra)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
     return State(canvas, cache, needed(plan, cache, canvas, noise), record, memory)
 
@@ -85,7 +86,8 @@ def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
         of_sequences = array.ndim > 0 and array.shape[0] == batch
         return constrain(array, model.rules, "b") if of_sequences else array
 
-    return Cache(jax.tree.map(of_layers, cache.layers), jax.tree.map(shared, cache.shared))
+    layers = jax.tree.map(of_layers, cache.layers)
+    return Cache(layers, *jax.tree.map(shared, (cache.shared, cache.extra_positions)))
 
 
 def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
@@ -106,6 +108,13 @@ def canvas_embeds(
         return None
     of_canvas = jnp.pad(embeds, ((0, 0), (0, layout.length - layout.prompt), (0, 0)))
     return constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
+
+
+def counted(cache: Cache, streams: int) -> tuple[Float[Array, "b n"] | None, Cache]:
+    """The extra positions of the conditional stream, and the cache with their count at zero."""
+    if (extra := cache.extra_positions) is None:
+        return None, cache
+    return stream(extra, 0, streams), cache._replace(extra_positions=jnp.zeros_like(extra))
 
 
 def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
@@ -143,18 +152,14 @@ def step(
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width)
-    cache = policy.before_layers(state.cache, streams, rows)
-    tokens, shadow = _inputs(plan, streams), None
-    if sampler.verifies:
-        hidden, cache, shadow = network_with_shadow(model, rope, policy, tokens, streams, rows, cache, embeds)
-    else:
-        hidden, cache = network(
-            model, rope, policy.layer, tokens, streams, rows, cache, plan.interventions, embeds
-        )
+    tokens = _inputs(plan, streams)
+    hidden, cache = network(
+        model, rope, policy, tokens, streams, rows, state.cache, plan.interventions, embeds, sampler.verifies
+    )
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite = propose(model, plan, canvas, own, hidden, shadow, noise)
+    candidates, finite = propose(model, plan, canvas, own, hidden, noise)
     index, _, score, _ = candidates
     eligible = gather(offered(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
@@ -177,9 +182,8 @@ def step(
     after = advance(after, policy, sampler, plan.stop_at_eos)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
-    computed = own.mask()
-    extra = policy.extra_positions(cache, canvas, computed)
-    record = state.record.add(canvas, after, computed, extra, finite, proposal)
+    extra, cache = counted(cache, plan.streams)
+    record = state.record.add(canvas, after, own.mask(), extra, finite, proposal)
     return State(after, cache, needed(plan, cache, after, noise), record, memory)
 
 
@@ -191,45 +195,55 @@ def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
 def network(
     model: Model,
     rope: Rope,
-    layer: Callable[..., tuple[Array, LayerCache]],
+    policy: Policy,
     tokens: Int[Array, "b l"],
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
     interventions: tuple[Intervention, ...] = (),
     embeds: Float[Array, "b l m"] | None = None,
-) -> tuple[Float[Array, "b q m"], Cache]:
+    shadowed: bool = False,
+) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
     Args:
       model: the model.
       rope: rotary tables of all canvas positions.
-      layer: `Policy.layer`.
+      policy: says what is read, and how its layers compute.
       tokens: input ids.
       canvas: state before the step.
       rows: which positions are computed.
-      cache: the policy's, after `Policy.before_layers`.
+      cache: the policy's.
       interventions: for the sequences of all streams.
       embeds: inputs where ids are negative.
+      shadowed: whether the block runs along a second time, masked (`decoding.shadow`).
 
     Returns:
-      the residual stream at the rows after the last layer, and the changed cache.
+      the residual stream at the rows after the last layer, behind it that of the shadow block if there is
+      one, and the changed cache.
 
     Raises:
-      ValueError: `layer` never passes a place that an intervention changes.
+      ValueError: the policy's layer never passes a place that an intervention changes.
     """
+    # What layers may attend to is settled before the first of them, like the rows.
+    readable = policy.readable(cache, canvas)
+    cache = policy.before_layers(cache, canvas, rows)
+    layer = over_both(policy.layer) if shadowed else policy.layer
 
     def run(weights: Layer, carry):
         x, cache = carry
         weights = intervened(weights, interventions, rows.index, canvas.step)
-        x, view = layer(weights, x, LayerCache.of(cache, weights.index, model.kernels), rows, canvas)
+        view = LayerCache.of(cache, weights.index, model.kernels, readable)
+        x, view = layer(weights, x, view, rows, canvas)
         if isinstance(weights, IntervenedLayer):
-            weights.check_reached(getattr(layer, "__qualname__", "the layer"))
+            weights.check_reached(policy.layer.__qualname__)
         return x, view.into(cache, weights.index)
 
     x = embed(model.params, rows.take(tokens), None if embeds is None else rows.take(embeds))
     x = embedded(interventions, x, rows.index, canvas.step)
-    return walk(model.params, model.spec, rope, run, (x, cache), model.kernels, where_used=True)
+    start = (x, masked_block(model, canvas)) if shadowed else x
+    x, cache = walk(model.params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
+    return jnp.concatenate(x, axis=1) if shadowed else x, cache
 
 
 def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

@@ -35,7 +35,7 @@ def step_widths(
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     widths = {int(width) for width in (own if override is None else override) if width < layout.length}
-    if type(policy).layer is not Policy.layer:
+    if not policy.only_sets:
         widest = min(max(own, default=layout.length), layout.length)
         widths |= {widest} if widest > max(widths, default=0) else set()
     return tuple(sorted(widths))

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer, LayerIndex
-from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, scatter
 
 SMALLEST_CHUNK = 128  # slots: fewer would not fill the hardware
@@ -24,6 +23,7 @@ def attend_to_kept(
     elsewhere: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
     budget: int,
     widest: int,
+    readable: Bool[Array, "b l"] | None = None,
     smallest: int = SMALLEST_CHUNK,
 ) -> Float[Array, "b q h d"]:
     """Attention of the queries to a layer's kept pairs and to the pairs of `elsewhere`.
@@ -35,6 +35,7 @@ def attend_to_kept(
       elsewhere: output and log-sum-exp of attention to other pairs.
       budget: pairs of a head on average, and the size of a chunk.
       widest: upper bound of the pairs of a head.
+      readable: positions whose pairs may be attended to; None for all.
       smallest: lower bound of the slots of a chunk, unless `widest` is below it.
 
     Returns:
@@ -47,7 +48,7 @@ def attend_to_kept(
     def add(state):
         # A head whose run has ended attends to nothing: its log-sum-exp is -inf, its weight in the merge 0.
         done, o, lse = state
-        k, v, real = pairs.read(index, chunk, done)
+        k, v, real = pairs.read(index, chunk, done, readable)
         part, part_lse = layer.attention(q, k, v, real)
         return done + chunk, *merge_by_lse((o, lse), (part.astype(jnp.float32), part_lse))
 
@@ -68,8 +69,9 @@ def prompt_pairs(
     due: Bool[Array, "b 1"],
     keys: tuple[Rows, Float[Array, "b w k d"]],
     values: tuple[Rows, Float[Array, "b q k d"]],
-    canvas: Canvas,
+    prompt: Bool[Array, "b l"],
     columns: int,
+    readable: Bool[Array, "b l"] | None = None,
 ) -> tuple[Float[Array, "b c k d"], Float[Array, "b c k d"], Bool[Array, "b #k 1 c"]]:
     """Keys and values of the prompt, and which are real: all new where it is due, else the kept pairs.
 
@@ -79,11 +81,12 @@ def prompt_pairs(
       due: sequences whose prompt is recomputed; the rows then hold all of it.
       keys: new rotated keys, and their positions.
       values: new values, and their positions.
-      canvas: state before the step.
+      prompt: prompt positions that may be attended to where it is due.
       columns: prompt positions that may be kept, the first ones: all of them, unless some are stored densely.
+      readable: positions whose kept pairs may be attended to; None for all.
     """
     # Kept pairs are packed to the left of the columns, in order of position; padding follows.
-    old_k, old_v, real = pairs.read(layer, columns)
+    old_k, old_v, real = pairs.read(layer, columns, readable=readable)
 
     # A new pair stands at its prompt position; rows of the response lie beyond the columns and are dropped.
     # Those of a full step stand there already.
@@ -91,7 +94,7 @@ def prompt_pairs(
         in_order = new[:, :columns] if rows.full else scatter(jnp.zeros_like(old), rows.index, new)
         return jnp.where(due[..., None, None], in_order.astype(old.dtype), old)
 
-    real = jnp.where(due[..., None, None], canvas.prompt[:, None, None, :columns], real)
+    real = jnp.where(due[..., None, None], prompt[:, None, None, :columns], real)
     return renewed(old_k, *keys), renewed(old_v, *values), real
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dllm_jax.nn.layer import Layer, LayerIndex
 
@@ -44,34 +44,24 @@ class PairStore(NamedTuple):
         return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
 
     def read(
-        self, layer: LayerIndex, width: int, first: int | Int[Array, ""] = 0
+        self,
+        layer: LayerIndex,
+        width: int,
+        first: int | Int[Array, ""] = 0,
+        readable: Bool[Array, "b l"] | None = None,
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
         """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real.
 
-        Arguments are those of `slots`. Padding holds any pair of the store: the mask must hide it.
+        Padding holds any pair of the store: the mask must hide it, as it hides pairs of positions that are
+        not `readable`. The other arguments are those of `slots`.
         """
         slots, real = self.slots(layer, width, first)
+        if readable is not None:
+            real &= readable[_sequence(slots), self._at(self.position, slots)]
 
         # Gathered per head [b k w d], then laid out as a layer's keys and values are.
-        take = lambda a: jnp.swapaxes(a[_sequence(slots), self._clipped(slots)], 1, 2)
-        return take(self.k), take(self.v), real[:, :, None]
-
-    def positions(self, layer: LayerIndex, width: int) -> Int[Array, "b k w"]:
-        """Prompt positions of one layer's pairs, padded as in `read`; meaningless at padding."""
-        slots, _ = self.slots(layer, width)
-        return self.position[_sequence(slots), self._clipped(slots)]
-
-    def kept(self, prompt: int) -> Bool[Array, "b {prompt}"]:
-        """Prompt positions of which any head of any layer keeps the pair."""
-        # A slot holds a pair if it lies in a head's run: runs begun before it, less those that have ended.
-        by_sequence = lambda a: jnp.moveaxis(a, 1, 0).reshape(a.shape[1], -1)
-        start, length = by_sequence(self.start), by_sequence(self.length)
-        sequence, some = jnp.arange(len(start))[:, None], (length > 0).astype(jnp.int32)
-        changes = jnp.zeros((len(start), self.k.shape[1] + 1), jnp.int32)
-        changes = changes.at[sequence, start].add(some).at[sequence, start + length].add(-some)
-        held = jnp.cumsum(changes, axis=1)[:, :-1] > 0
-        place = jnp.where(held, self.position, prompt)
-        return jnp.zeros((len(start), prompt), bool).at[sequence, place].set(True, mode="drop")
+        k, v = (jnp.swapaxes(self._at(pairs, slots), 1, 2) for pairs in (self.k, self.v))
+        return k, v, real[:, :, None]
 
     def allot(
         self,
@@ -122,18 +112,19 @@ class PairStore(NamedTuple):
           width: upper bound of the pairs of a head.
           where: sequences to overwrite in.
         """
-        # All other sequences' slots are turned into padding, which the write drops.
+        # The pairs of the kept positions; other sequences' slots are turned into padding, which writes drop.
         slots, _ = self.slots(layer.index, width)
+        kept = layer.sparse_gather(k, v, self._at(self.position, slots))
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
-        kept = layer.sparse_gather(k, v, self.positions(layer.index, width))
 
         # By head, as the slots are.
         by_head = [jnp.swapaxes(new, 1, 2) for new in kept]
         put = lambda a, new: a.at[_sequence(slots), slots].set(new.astype(a.dtype), mode="drop")
         return self._replace(k=put(self.k, by_head[0]), v=put(self.v, by_head[1]))
 
-    def _clipped(self, slots: Int[Array, "b k w"]) -> Int[Array, "b k w"]:
-        return jnp.minimum(slots, self.k.shape[1] - 1)
+    def _at(self, array: Shaped[Array, "b s *d"], slots: Int[Array, "b k w"]) -> Shaped[Array, "b k w *d"]:
+        """The array at the slots; padding, which lies behind the store, reads its last slot."""
+        return array[_sequence(slots), jnp.minimum(slots, self.k.shape[1] - 1)]
 
 
 def empty(

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Literal, final
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import Layer
@@ -52,6 +51,14 @@ class Policy(Options):
         """The positions that go through the network in the coming step; called before every step."""
         return canvas.everything
 
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions that may be attended to in the coming step; `canvas.valid`, all but padding.
+
+        Those that are computed attend to those that are read, by new keys and values where these are computed
+        too, else by stored ones. What is not read is stored all the same, and may be read later.
+        """
+        return canvas.valid
+
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """Called before the layers; may add arrays of the step's width to `shared`.
 
@@ -62,7 +69,7 @@ class Policy(Options):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """One layer over the computed positions: new K/V overwrite stored ones, then all are attended to.
+        """One layer over the computed positions: new K/V overwrite stored ones, what is read is attended to.
 
         Args:
           layer: this layer's weights as functions, see `Layer`.
@@ -77,11 +84,16 @@ class Policy(Options):
         # New K/V go into the cache first, so that computed positions attend to each other's new ones.
         q, k = layer.qk(x, rows.index)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
+
+        # Keys of all positions lie in canvas order, stored or new; the mask leaves the readable ones.
         o, _ = layer.attention(q, now.k, now.v, cache.attends(rows, canvas))
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Stores statistics for later steps; called after the network and before tokens are decoded.
+
+        A policy whose layers compute more than the selection puts the number of these positions into
+        `cache.extra_positions`, which statistics and trace count.
 
         Args:
           cache: after the last layer.
@@ -110,19 +122,7 @@ class Policy(Options):
         """
         return canvas.eligible
 
-    # -- cost ---------------------------------------------------------------------------------------
-
-    def extra_positions(
-        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b n"]:
-        """Positions that each layer computed beyond the selection; read by statistics and trace alone.
-
-        Args:
-          cache: after the step, for the sequences of all streams.
-          canvas: before the step.
-          computed: the positions fed through the network.
-        """
-        return jnp.zeros((computed.shape[0], canvas.spec.layers))
+    # -- speed --------------------------------------------------------------------------------------
 
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.
@@ -145,6 +145,21 @@ class Policy(Options):
         False for the exact decoder, which therefore stores nothing.
         """
         return type(self).select is not Policy.select
+
+    @final
+    @property
+    def only_sets(self) -> bool:
+        """Whether the layers are the default ones, so that two sets say it all: computed, and readable.
+
+        Such a policy goes with whatever brings layers of its own: `EvictPrompt`, a sampler that verifies.
+        """
+        return type(self).layer is Policy.layer
+
+    @final
+    def readable(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
+        """`reads` without padding, as `LayerCache` has it; None where that is everything but padding."""
+        read = self.reads(cache, canvas)
+        return None if read is canvas.valid else read & canvas.valid
 
 
 def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class DKVPrefill(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The first step stores the prompt; later ones attend to it and to themselves."""
         q, k = layer.qk(x, rows.index)
-        new, mask, slots = KV(k, layer.value(x)), canvas.attends(rows), cache.read().k.shape[1]
+        new, mask, slots = KV(k, layer.value(x)), cache.attends(rows, canvas), cache.read().k.shape[1]
 
         # The first step attends to the canvas as it is, and stores the prompt's pairs.
         if rows.full:

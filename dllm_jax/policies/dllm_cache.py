@@ -142,4 +142,4 @@ class DLLMCache(Policy):
         q, k = layer.qk(x, some.index)
         cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
-        return layer.attention(q, now.k, now.v, canvas.attends(some))[0], cache
+        return layer.attention(q, now.k, now.v, cache.attends(some, canvas))[0], cache

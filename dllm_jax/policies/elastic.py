@@ -16,7 +16,7 @@ from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.parts.widening import InputStore, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, behind_first_eos, stream
+from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
@@ -63,7 +63,7 @@ class ElasticCache(Policy):
         attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
         start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
         store = InputStore.zeros(spec, layout, batch, dtype)
-        return Cache(store, Drift(attended, attended, start, similarity))
+        return Cache(store, Drift(attended, attended, start, similarity), jnp.zeros((batch, spec.layers)))
 
     @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -135,18 +135,12 @@ class ElasticCache(Policy):
         """The most attended tokens of this step are tracked from the next step on."""
         drift = cache.shared
         attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
-        return cache._replace(shared=drift._replace(attended=attended))
 
-    @override
-    def extra_positions(
-        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b n"]:
-        """The positions that were not selected, in the layers from `start` on."""
-        streams = cache.shared.start.shape[0] // computed.shape[0]
-        start = stream(cache.shared.start, 0, streams)[:, None]
-        further = jnp.sum(canvas.valid & ~computed, axis=1, keepdims=True)
-        wide = canvas.active[:, None] & (jnp.arange(canvas.spec.layers) >= start)
-        return jnp.where(wide, further, 0).astype(jnp.float32)
+        # Layers from `start` on have computed what was not selected, too.
+        further = jnp.sum(canvas.valid & ~rows.mask(), axis=1, keepdims=True)
+        wide = canvas.active[:, None] & (jnp.arange(canvas.spec.layers) >= drift.start[:, None])
+        extra = jnp.where(wide, further, 0).astype(jnp.float32)
+        return cache._replace(shared=drift._replace(attended=attended), extra_positions=extra)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -17,10 +17,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.d2cache import D2Cache
-from dllm_jax.policies.elastic import ElasticCache
 from dllm_jax.policies.fast_dllm import DualCache
-from dllm_jax.policies.parts.expanded import layer_over_kept
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -45,34 +42,23 @@ class EvictedPrompt(NamedTuple):
 class EvictPrompt(PromptEviction):
     """Another policy, which keeps only `budget` pairs of the prompt per layer and head between its refreshes.
 
-    Wherever a layer recomputes all of the prompt, queries attend to all of it, and the layer's heads choose
-    the pairs that they keep (`dllm_jax.eviction`). Elsewhere queries attend to these and to the response.
-    Stored are the budget and [n b r k d] for the response and, with a shifted head, the position before it.
+    Wherever a step recomputes all of the prompt, queries attend to all of it, and each layer's heads choose
+    the pairs that they keep (`dllm_jax.eviction`). In other steps no prompt position is recomputed, what the
+    policy selects of the prompt is left out, and queries attend to the kept pairs and to the response. What
+    the policy does not read (`Policy.reads`) is not attended to, kept or not. Stored are the budget and
+    [n b r k d] for the response and, with a shifted head, the position before it.
 
-    Under a policy that only selects positions, no prompt position is recomputed but all of them together;
-    what the policy selects of the prompt besides is left out. Under two policies with a layer of their own,
-    single positions of the prompt are recomputed as these policies ask for it, which renews the pairs that
-    are kept of them; a layer's pairs are laid out in canvas order while it runs (`parts.expanded`).
-
-    - `D2Cache`: a position of which no head of any layer keeps a pair is for d2Cache what padding is: it is
-      never selected, and its influence counts nowhere. Attention to evicted pairs is 0 in the rollout.
-      Nothing is refreshed after the first step, so pairs are chosen once.
-    - `ElasticCache`: a layer that has drifted recomputes the prompt too, from the inputs that it has stored,
-      and chooses anew; the first layer, which never drifts, keeps its first choice. The test compares
-      attention to kept pairs. The inputs of all positions are still stored.
-
-    Exact limit: budget >= prompt length is the policy without eviction; so is `DKVDecode(refresh_every=1)`
-    or another that only selects, and everything in every step, at any budget.
+    Exact limit: budget >= prompt length is the policy without eviction, if it recomputes the prompt as a
+    whole; so is `DKVDecode(refresh_every=1)` or another that recomputes everything in every step, at any
+    budget.
 
     Attributes:
-      policy: which positions are recomputed, and when: `D2Cache`, `ElasticCache`, or any policy that differs
-        from the exact decoder in what it selects, not in how its layers compute (`DualCache`, `PrefixCache`,
-        `DKVDecode`, `DKVPD`, `DKVGreedy`, or one of your own). The others decide themselves which pairs
-        of the prompt they store, and are refused; dLLM-Cache with this eviction is `MaskKV`.
+      policy: which positions are recomputed, and when; any that says so by sets alone (`Policy.only_sets`):
+        `DualCache`, `PrefixCache`, `DKVDecode`, `DKVPD`, `DKVGreedy`, or one of your own. The others decide
+        themselves which pairs they store, and are refused; dLLM-Cache with this eviction is `MaskKV`.
       budget: see `PromptEviction`, which has `layers` and `heads` too.
       votes: see `PromptEviction`; by default those who predict, which are the masks but with a shifted head.
-      reselect: choose anew whenever a layer recomputes the prompt and the voters are at hand: all of those
-        that are not masked; False renews the pairs chosen in the first step.
+      reselect: choose anew whenever the prompt is recomputed; False renews the pairs of the first step.
     """
 
     votes: eviction.Voters = eviction.PredictingVotes()
@@ -81,27 +67,24 @@ class EvictPrompt(PromptEviction):
 
     def __post_init__(self):
         super().__post_init__()
-        policy = self.policy
-        if not policy.reuses:
-            raise ValueError(f"policy={policy!r} recomputes the prompt in every step: nothing to evict")
-        if type(policy).layer not in (Policy.layer, D2Cache.layer, ElasticCache.layer):
+        if not self.policy.reuses:
+            raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
+        if not self.policy.only_sets:
             raise ValueError(
-                f"policy={policy!r} has a layer of its own, which decides what is stored of the prompt: "
-                "EvictPrompt takes D2Cache, ElasticCache and policies that only select, such as DualCache()"
+                f"policy={self.policy!r} has a layer of its own, which decides what is stored of the prompt: "
+                "EvictPrompt takes policies that only say which positions are computed and read, such as "
+                "DualCache()"
             )
 
-    @property
-    def only_selects(self) -> bool:
-        """Whether the policy leaves the layers to this one."""
-        return type(self.policy).layer is Policy.layer
+    # -- what is stored -----------------------------------------------------------------------------
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the response and, with a shifted head, of the position before it; the kept pairs."""
         under = self.policy.init(spec, layout, batch, dtype)
         dense = KV.zeros(spec, batch, layout.response_inputs(spec.shifted), dtype)
-        stored = under.layers._replace(**dense._asdict())
-        return Cache(stored, EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared))
+        shared = EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared)
+        return self.counting(Cache(dense, shared, under.extra_positions), spec, batch)
 
     @override
     def before_first_step(
@@ -110,36 +93,27 @@ class EvictPrompt(PromptEviction):
         """The policy's own, and the layer budgets of each sequence."""
         cache = self._of_policy(cache, self.policy.before_first_step(_under(cache), canvas, model, x))
         pairs = self.with_budgets(cache.shared.pairs, canvas, model, x)
-        return cache._replace(shared=cache.shared._replace(pairs=pairs))
+        return self.counted(cache._replace(shared=cache.shared._replace(pairs=pairs)), canvas)
+
+    def _evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions of the prompt, padding included, that are not stored densely: kept or evicted."""
+        dense = canvas.layout.response_inputs(canvas.spec.shifted)
+        return canvas.everything & (canvas.position < canvas.layout.length - dense)
+
+    # -- one denoising step: of the prompt all or nothing, else as the policy says ------------------------
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """What the policy selects; where it only selects, of the prompt all or nothing."""
-        evictable = self._evictable(canvas)
-        if not self.only_selects:
-            kept = cache.shared.pairs.kept(canvas.layout.length) | ~evictable | canvas.first_step
-            return self.policy.select(_under(cache), dataclasses.replace(canvas, valid=canvas.valid & kept))
-        selected = self.policy.select(_under(cache), canvas)
-        return jnp.where(
-            _all_of(evictable & canvas.valid, selected), selected | evictable, selected & ~evictable
-        )
-
-    @override
-    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
-        return self._of_policy(cache, self.policy.before_layers(_under(cache), canvas, rows))
+        """What the policy selects, and of the prompt all or nothing."""
+        evictable, selected = self._evictable(canvas), self.policy.select(_under(cache), canvas)
+        due = _all_of(evictable & canvas.valid, selected)
+        return jnp.where(due, selected | evictable, selected & ~evictable)
 
     @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The policy's layer over the kept pairs and the response, or over everything before the eviction."""
-        if not self.only_selects:
-            own = cache._replace(shared=cache.shared.policy)
-            chooses = canvas.first_step | self.reselect
-            x, own, pairs = layer_over_kept(
-                self, self.policy, cache.shared.pairs, layer, x, own, rows, chooses, canvas
-            )
-            return x, own._replace(shared=EvictedPrompt(pairs, own.shared))
+        """Attention to the kept pairs and the response, or to everything before the eviction."""
         q, k = layer.qk(x, rows.index)
         v, shared = layer.value(x), cache.shared
         slots = canvas.layout.response_inputs(canvas.spec.shifted)
@@ -151,9 +125,17 @@ class EvictPrompt(PromptEviction):
             due = _all_of(evictable, rows.mask())
         o, pairs = self.attend_or_evict(
             layer, q, shared.pairs, dense, (rows, k), (rows, v), due,
-            canvas.first_step | self.reselect, canvas,
+            canvas.first_step | self.reselect, canvas, cache.readable,
         )  # fmt: skip
         return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
+
+    @override
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return self.policy.reads(_under(cache), canvas)
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        return self._of_policy(cache, self.policy.before_layers(_under(cache), canvas, rows))
 
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
@@ -169,25 +151,13 @@ class EvictPrompt(PromptEviction):
         return self.policy.eligible(canvas)
 
     @override
-    def extra_positions(
-        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b n"]:
-        """The policy's, and the pass that measures the importance of the layers, if there was one."""
-        measured = super().extra_positions(cache, canvas, computed)
-        return measured + self.policy.extra_positions(_under(cache), canvas, computed)
-
-    @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return self.policy.widths(spec, layout)
 
-    def _evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions of the prompt, padding included, that are not stored densely: kept or evicted."""
-        dense = canvas.layout.response_inputs(canvas.spec.shifted)
-        return canvas.everything & (canvas.position < canvas.layout.length - dense)
-
     def _of_policy(self, cache: Cache, under: Cache) -> Cache:
         """The cache with what the policy under it has changed, which shares but does not store."""
-        return cache._replace(shared=cache.shared._replace(policy=under.shared))
+        shared = cache.shared._replace(policy=under.shared)
+        return cache._replace(shared=shared, extra_positions=under.extra_positions)
 
 
 def _under(cache: Cache) -> Cache:

@@ -56,14 +56,16 @@ class MaskKV(PromptEviction, DLLMCache):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
         branches = BranchStore.zeros(spec, layout, batch, layout.response, dtype)
-        return Cache(branches, self.empty_pairs(spec, layout, batch, dtype))
+        pairs = self.empty_pairs(spec, layout, batch, dtype)
+        return self.counting(Cache(branches, pairs), spec, batch)
 
     @override
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
         """Sets the layer budgets of each sequence (equations 9-13)."""
-        return cache._replace(shared=self.with_budgets(cache.shared, canvas, model, x))
+        pairs = self.with_budgets(cache.shared, canvas, model, x)
+        return self.counted(cache._replace(shared=pairs), canvas)
 
     @override
     def due(
@@ -97,6 +99,6 @@ class MaskKV(PromptEviction, DLLMCache):
         due = canvas.due(self.prompt_every) & canvas.active[:, None] if holds_prompt else None
         o, pairs = self.attend_or_evict(
             layer, q, cache.shared, KV(now.k, now.v), (some, k), (rows, value), due,
-            canvas.first_step | self.reselect, canvas,
+            canvas.first_step | self.reselect, canvas, cache.readable,
         )  # fmt: skip
         return o, cache._replace(shared=pairs)

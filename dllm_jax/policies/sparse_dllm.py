@@ -77,7 +77,7 @@ class SparseDLLM(Policy):
 
         # The exact layer; the last full step also scores its keys and stores the best pairs (Algorithm 1).
         if rows.full:
-            o, _ = layer.attention(q, new.k, new.v, canvas.attends(rows))
+            o, _ = layer.attention(q, new.k, new.v, cache.attends(rows, canvas))
             cache = self._store(layer, cache, q, new, canvas)
         # A partial step attends to the stored pairs and, behind them, to its own, which are not stored.
         else:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies import D2Cache, EvictPrompt, Policy
+from dllm_jax.policies import D2Cache, Policy
 from dllm_jax.roofline.setting import Assumed, Setting
 from dllm_jax.roofline.steps import Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
@@ -40,19 +40,11 @@ def schedule(
 @functools.lru_cache(maxsize=256)
 def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
     """How many positions each step computes, [steps]."""
-    policy = _with_nucleus(policy, assumed)
+    if isinstance(policy, D2Cache) and assumed.nucleus is not None:
+        policy = dataclasses.replace(policy, p=assumed.nucleus)
     if not policy.reuses:
         return np.full(layout.steps, layout.length)
     return np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
-
-
-def _with_nucleus(policy: Policy, assumed: Assumed) -> Policy:
-    """d2Cache with the assumed fraction of the canvas in its nucleus, by itself or under an eviction."""
-    if isinstance(policy, EvictPrompt):
-        return dataclasses.replace(policy, policy=_with_nucleus(policy.policy, assumed))
-    if isinstance(policy, D2Cache) and assumed.nucleus is not None:
-        return dataclasses.replace(policy, p=assumed.nucleus)
-    return policy
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:

@@ -42,14 +42,8 @@ def _uniform_influence(policy: p.D2Cache, shared: Salience) -> Salience:
 
 
 @assumed_statistics.register
-def _every_slot_another_position(policy: p.EvictPrompt, shared: EvictedPrompt) -> EvictedPrompt:
-    """No two heads keep the same position: the most positions of which any pair is kept."""
-    pairs, room = shared.pairs, shared.pairs.k.shape[1]
-    filled = pairs._replace(
-        position=jnp.broadcast_to(jnp.arange(room), pairs.position.shape),
-        length=pairs.length.at[0, :, 0].set(room),
-    )
-    return EvictedPrompt(filled, assumed_statistics(policy.policy, shared.policy))
+def _of_the_policy_under_it(policy: p.EvictPrompt, shared: EvictedPrompt) -> EvictedPrompt:
+    return shared._replace(policy=assumed_statistics(policy.policy, shared.policy))
 
 
 @extra_traffic.register
@@ -145,19 +139,14 @@ def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> St
     return dataclasses.replace(step, moved=1.5 * length, products=products)
 
 
-@functools.singledispatch
 def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
-    """The steps with what the data is assumed to widen: none, for most policies."""
-    return dict(counts)
-
-
-@drift_widens.register(p.ElasticCache)
-def _widened(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
-    """`Assumed.widened` of every partial step counted as one over the canvas."""
+    """The steps with what the data is assumed to widen: `Assumed.widened` of Elastic-Cache's partial ones."""
     found, fraction = dict(counts), at.assumed.widened
+    if not fraction or not isinstance(policy, p.ElasticCache):
+        return found
     full = extra_traffic(policy, at, at.over_canvas(at.layout.length), 0)
     for step, count in counts.items():
-        if fraction and not step.full:
+        if not step.full:
             wide = dataclasses.replace(full, candidates=step.candidates)
             found[step] = count * (1 - fraction)
             found[wide] = found.get(wide, 0) + fraction * count
@@ -181,11 +170,9 @@ def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
 
 @extra_traffic.register
 def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Step:
-    """Kept pairs unpacked, or laid out over the canvas for a policy with a layer of its own."""
+    """Kept pairs unpacked, and at a refresh all of the prompt."""
     dense = at.response_inputs
     store, columns = evicted_store(policy, at, dense), at.layout.length - dense
-    if not policy.only_selects:
-        return _expanded(policy, at, extra_traffic(policy.policy, at, step, index), store)
     if step.full:
         return store.refresh
 
@@ -194,25 +181,3 @@ def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Ste
         products = at.score_flops(step.rows, at.layout.length)
         return dataclasses.replace(step, moved=store.refresh.moved, products=products)
     return dataclasses.replace(step, slots=store.slots, moved=store.moved)
-
-
-def _expanded(policy: p.EvictPrompt, at: Setting, step: Step, store: StoreCost) -> Step:
-    """Each layer's pairs unpacked and laid out, joined with the response, and what is kept packed again.
-
-    Elastic-Cache reads the keys before its writes and all pairs after them, keys once more for its test.
-    """
-    length, kept = at.layout.length, store.refresh.written - at.response_inputs
-    reads = 2 if isinstance(policy.policy, p.ElasticCache) else 1
-    laid_out = store.moved / 2 + length - at.response_inputs
-    moved = step.moved + laid_out + 2 * length * reads + 2 * kept
-    if not step.full:
-        return dataclasses.replace(step, moved=moved)
-    votes = at.score_flops(length, length)
-    return dataclasses.replace(step, moved=moved + length / 2, products=step.products + votes)
-
-
-@drift_widens.register
-def _evicted_and_widened(
-    policy: p.EvictPrompt, at: Setting, counts: Mapping[Step, float]
-) -> dict[Step, float]:
-    return _widened(policy, at, counts) if isinstance(policy.policy, p.ElasticCache) else dict(counts)

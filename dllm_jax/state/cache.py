@@ -7,13 +7,12 @@ its own, and reading one copies nothing. Keys and values lie in memory in one or
 (`dllm_jax.nn.memory`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
@@ -31,10 +30,13 @@ class Cache(NamedTuple):
       layers: per-layer storage; every leaf is stacked [n b s ...], s being slots. While a model with separate
         layers runs, a list with one such structure per layer, leaves [b s ...].
       shared: anything else (statistics, tracked positions), leaves of any shape.
+      extra_positions: positions that each layer has computed beyond those selected, which statistics count
+        and then set to zero; None for a policy whose layers compute the selection alone.
     """
 
     layers: PyTree
     shared: PyTree
+    extra_positions: Float[Array, "b n"] | None = None
 
     def separate(self) -> "Cache":
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""
@@ -67,53 +69,114 @@ class KV(NamedTuple):
         return KV(empty(), empty())
 
 
+# -- the storage as a layer finds it: two forms with the same members ------------------------------------
+
+
+class Stacked(NamedTuple):
+    """The storage of all layers [n b s ...], and which of them runs."""
+
+    layers: PyTree
+    index: Int[Array, ""]
+
+    def read(self) -> PyTree:
+        """The arrays of the layer that runs."""
+        return jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, self.index, keepdims=False), self.layers
+        )
+
+    def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Stacked":
+        """The storage after a change of the layer `ahead` of the one that runs."""
+        return self._replace(layers=change(self.layers))
+
+    def put(
+        self, array: Shaped[Array, "n b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
+    ) -> Shaped[Array, "n b s *d"]:
+        """One of the arrays with new values at the rows; at a layer beyond the last, unchanged."""
+        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
+        index = self.index + ahead
+        if rows.full:
+            stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+            kept = jnp.where(index < len(array), rows.put(stored, new), stored)
+            return jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
+        # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
+        batch = jnp.arange(array.shape[1])[:, None]
+        return array.at[index, batch, rows.index].set(new, mode="drop")
+
+    def into(self, layers: PyTree, layer: LayerIndex) -> PyTree:
+        """The storage of all layers, in which this one has changed."""
+        return self.layers
+
+
+class Separate(NamedTuple):
+    """The storage of the layer that runs [b s ...] and, unless it is the last, of the following one."""
+
+    layers: list[PyTree]
+
+    def read(self) -> PyTree:
+        """The arrays of the layer that runs."""
+        return self.layers[0]
+
+    def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Separate":
+        """The storage after a change of the layer `ahead` of the one that runs."""
+        return Separate([change(one) if i == ahead else one for i, one in enumerate(self.layers)])
+
+    def put(
+        self, array: Shaped[Array, "b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
+    ) -> Shaped[Array, "b s *d"]:
+        """One of the arrays with new values at the rows."""
+        return rows.put(array, new)
+
+    def into(self, layers: PyTree, layer: LayerIndex) -> PyTree:
+        """The storage of all layers, in which this one has changed."""
+        assert isinstance(layer, int), "separate layers are unrolled"
+        return [*layers[:layer], *self.layers, *layers[layer + len(self.layers) :]]
+
+
 class LayerCache(NamedTuple):
     """The cache as one layer sees it while the layers run: `Policy.layer` takes it and returns it changed.
 
     Attributes:
-      layers: the stacked storage of all layers, see `Cache`; empty if the policy stores nothing. Where layers
-        are separate, a list of this layer's storage and, except in the last one, the following layer's.
-      index: which layer this is, where they are stacked; else None.
+      storage: of the layers, in the form of the model's parameters; empty if the policy stores nothing.
       shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
       kernels: the model's, which say how pairs lie in memory.
+      readable: the positions that may be attended to (`Policy.reads`); None where that is all but padding.
     """
 
-    layers: PyTree
-    index: Int[Array, ""] | None
+    storage: Stacked | Separate
     shared: PyTree
     kernels: Kernels = BY_DEFAULT
+    readable: Bool[Array, "b l"] | None = None
 
     @staticmethod
-    def of(cache: Cache, layer: LayerIndex, kernels: Kernels = BY_DEFAULT) -> "LayerCache":
+    def of(
+        cache: Cache,
+        layer: LayerIndex,
+        kernels: Kernels = BY_DEFAULT,
+        readable: Bool[Array, "b l"] | None = None,
+    ) -> "LayerCache":
         """One layer's view of the cache."""
         if isinstance(cache.layers, list):
             assert isinstance(layer, int), "separate layers are unrolled"
-            return LayerCache(cache.layers[layer : layer + 2], None, cache.shared, kernels)
-        return LayerCache(cache.layers, jnp.asarray(layer, jnp.int32), cache.shared, kernels)
+            storage = Separate(cache.layers[layer : layer + 2])
+        else:
+            storage = Stacked(cache.layers, jnp.asarray(layer, jnp.int32))
+        return LayerCache(storage, cache.shared, kernels, readable)
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """The cache with what a layer has changed in its view of it."""
-        if not isinstance(cache.layers, list):
-            return Cache(self.layers, self.shared)
-        assert isinstance(layer, int), "separate layers are unrolled"
-        before, behind = cache.layers[:layer], cache.layers[layer + len(self.layers) :]
-        return Cache([*before, *self.layers, *behind], self.shared)
+        return cache._replace(layers=self.storage.into(cache.layers, layer), shared=self.shared)
 
     def read(self) -> PyTree:
         """This layer's storage: the structure that `Policy.init` returned, leaves [b s ...]."""
-        if isinstance(self.layers, list):
-            return self.layers[0]
-        return jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, self._index, keepdims=False), self.layers
-        )
+        return self.storage.read()
 
     def attends(self, rows: Rows, canvas: Canvas) -> Mask | None:
-        """Which of the stored pairs each of the rows may attend to; None where that is all of them.
+        """Which positions each of the rows may attend to, for keys in the order of the canvas [b #h #q l].
 
-        A layer that reads all positions asks its cache rather than the canvas, so that pairs may be evicted
-        under it (`EvictPrompt`).
+        None where these are all positions: nothing is padding, and the policy reads everything. So programs
+        of policies without a set of their own hold no mask.
         """
-        return canvas.attends(rows)
+        return canvas.attends(rows, self.readable)
 
     def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] of every array over the stored ones.
@@ -123,11 +186,11 @@ class LayerCache(NamedTuple):
           A policy that stores nothing computes everything, and gets the new values back.
         """
         # The exact decoder stores nothing: what it has just computed is all there is.
-        if not jax.tree.leaves(self.layers):
+        if not jax.tree.leaves(self.storage.layers):
             return self, new
 
         # What was written is read back: reading before the write would make XLA copy the stacked arrays.
-        cache = self._change(lambda own, write: jax.tree.map(write, own, new), rows)
+        cache = self._changed(lambda own, write: jax.tree.map(write, own, new), rows)
         return cache, cache.read()
 
     def replace(self, where: Bool[Array, "b"], new: PyTree) -> "LayerCache":
@@ -137,77 +200,42 @@ class LayerCache(NamedTuple):
         """
         slots = jax.tree.leaves(new)[0].shape[1]
         every = full_rows(jnp.broadcast_to(where[:, None], (len(where), slots)))
-        return self._change(lambda own, write: jax.tree.map(write, own, new), every, scattered=False)
+        return self._changed(lambda own, write: jax.tree.map(write, own, new), every, scattered=False)
 
-    def write(self, rows: Rows, **parts: PyTree) -> "LayerCache":
+    def write(self, rows: Rows, ahead: int = 0, **parts: PyTree) -> "LayerCache":
         """Writes new values [b q ...] of the named fields of the storage; the other fields stay.
 
         Args:
           rows: slots of these fields, e.g. `rows.last(s)` where they hold the last s positions only.
+          ahead: 1 writes to the following layer's storage; in the last layer nothing is written.
           **parts: by field name.
         """
-        return self._write_parts(rows, parts, ahead=0)
 
-    def write_next(self, rows: Rows, **parts: PyTree) -> "LayerCache":
-        """As `write`, to the storage of the following layer; in the last layer nothing is written."""
-        return self._write_parts(rows, parts, ahead=1)
-
-    def _write_parts(self, rows: Rows, parts: dict[str, PyTree], ahead: int) -> "LayerCache":
         def change(storage, write):
             written = {name: jax.tree.map(write, getattr(storage, name), new) for name, new in parts.items()}
             return storage._replace(**written)
 
-        return self._change(change, rows, ahead)
+        return self._changed(change, rows, ahead)
 
-    def _change(
+    def _changed(
         self,
         change: Callable[[PyTree, Callable[[Array, Array], Array]], PyTree],
         rows: Rows,
         ahead: int = 0,
         scattered: bool = True,
     ) -> "LayerCache":
-        """The cache with the storage of the layer `ahead` of this one changed.
+        """The cache with new values at the rows.
 
         Args:
-          change: takes the storage and a function that writes new values of the rows into one of its arrays.
+          change: takes a layer's storage and a function that writes new values into one of its arrays.
           rows: slots that are written.
-          ahead: 0 or 1.
+          ahead: 0 for this layer, 1 for the following one.
           scattered: as of `KV.zeros`.
         """
-        stacked = not isinstance(self.layers, list)
-        write_one = functools.partial(_write_stacked, index=self._index + ahead) if stacked else _write
 
-        def write(array, new):
-            written = write_one(array, rows, new.astype(array.dtype))
+        # Keys and values keep one order of axes in memory, whatever loop writes them.
+        def write(array: Array, new: Array) -> Array:
+            written = self.storage.put(array, rows, new.astype(array.dtype), ahead)
             return same_in_all_loops(written, self.kernels, scattered) if new.ndim == 4 else written
 
-        if stacked:
-            return self._replace(layers=change(self.layers, write))
-        changed = [change(one, write) if i == ahead else one for i, one in enumerate(self.layers)]
-        return self._replace(layers=changed)
-
-    @property
-    def _index(self) -> Int[Array, ""]:
-        assert self.index is not None, "stacked layers have an index"
-        return self.index
-
-
-def _write(array: Float[Array, "b s *d"], rows: Rows, new: Float[Array, "b q *d"]) -> Float[Array, "b s *d"]:
-    """One layer's array with new values at the rows."""
-    if rows.full:
-        return rows.put(array, new)
-    return array.at[jnp.arange(len(array))[:, None], rows.index].set(new, mode="drop")
-
-
-def _write_stacked(
-    array: Float[Array, "n b s *d"], rows: Rows, new: Float[Array, "b q *d"], index: Int[Array, ""]
-) -> Float[Array, "n b s *d"]:
-    """The stacked array with new values of one layer at the rows; at a layer beyond the last, unchanged."""
-    # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
-    if rows.full:
-        stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-        kept = jnp.where(index < len(array), rows.put(stored, new), stored)
-        return jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
-    # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
-    batch = jnp.arange(array.shape[1])[:, None]
-    return array.at[index, batch, rows.index].set(new, mode="drop")
+        return self._replace(storage=self.storage.changed(lambda own: change(own, write), ahead))

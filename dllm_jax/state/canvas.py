@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
-from dllm_jax.nn.attention import Mask, padding_mask
+from dllm_jax.nn.attention import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state import host
 from dllm_jax.state.layout import Layout
@@ -169,9 +169,17 @@ class Canvas:
 
     # -- geometry -----------------------------------------------------------------------------------
 
-    def attends(self, rows: Rows) -> Mask | None:
-        """Which positions each computed position may attend to; None where nothing is padding."""
-        return padding_mask(self.valid, rows.take(self.valid), self.spec) if self.layout.padded else None
+    def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
+        """Which positions each computed position may attend to; None where that is all of them.
+
+        Args:
+          rows: the computed positions.
+          readable: positions that may be attended to, without padding; None for all that are not padding.
+        """
+        keys = self.valid if readable is None else readable
+        if self.layout.padded:
+            return padding_mask(keys, rows.take(self.valid), self.spec)
+        return None if readable is None else key_mask(keys)
 
 
 def masked_response(

@@ -47,7 +47,7 @@ def network(
     length = canvas.layout.length
     rows = full_rows(canvas.everything & canvas.active[:, None]) if full else compact_rows(computed, length)
     rope = rope_table(length, model.spec.head, model.spec.rope_base)
-    x, cache = run_layers(model, rope, policy.layer, tokens, canvas, rows, cache)
+    x, cache = run_layers(model, rope, policy, tokens, canvas, rows, cache)
     slot = jnp.minimum(rows.slot(jnp.broadcast_to(canvas.position, tokens.shape)), length - 1)
     hidden = jnp.take_along_axis(x, slot[..., None], axis=1)
     return unembed(model.params, model.spec, hidden), cache

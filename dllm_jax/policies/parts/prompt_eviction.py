@@ -6,17 +6,15 @@ dense pairs of the canvas' last positions.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -26,22 +24,6 @@ from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
-
-
-class Attention(NamedTuple):
-    """What votes are counted from.
-
-    Attributes:
-      q: rotated queries.
-      k: rotated keys in canvas order.
-      lse: log-sum-exp of their scores.
-      mask: the keys that may be attended to.
-    """
-
-    q: Float[Array, "b q h d"]
-    k: Float[Array, "b l k d"]
-    lse: Float[Array, "b h q"]
-    mask: Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +63,19 @@ class PromptEviction(Policy):
         measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
         return pairs._replace(budget=self.layers.of_request(budgets, measure, self.budget, length))
 
+    def counting(self, cache: Cache, spec: ModelSpec, batch: int) -> Cache:
+        """The cache before the first step, with a count of extra positions if layers are measured."""
+        if not self.layers.online or cache.extra_positions is not None:
+            return cache
+        return cache._replace(extra_positions=jnp.zeros((batch, spec.layers)))
+
+    def counted(self, cache: Cache, canvas: Canvas) -> Cache:
+        """The cache with the positions of the pass that measures the layers counted, if there was one."""
+        if not self.layers.online or cache.extra_positions is None:
+            return cache
+        passed = jnp.sum(canvas.valid, axis=1, keepdims=True)
+        return cache._replace(extra_positions=cache.extra_positions + passed)
+
     def attend_or_evict(
         self,
         layer: Layer,
@@ -92,6 +87,7 @@ class PromptEviction(Policy):
         due: Bool[Array, "b 1"] | None,
         chooses: Bool[Array, "b 1"],
         canvas: Canvas,
+        readable: Bool[Array, "b l"] | None = None,
     ) -> tuple[Float[Array, "b w h d"], PairStore]:
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction.
 
@@ -105,73 +101,44 @@ class PromptEviction(Policy):
           due: sequences all of whose prompt is computed; None if none can be in a step of this width.
           chooses: sequences that choose their pairs anew if they are due; the others renew those they have.
           canvas: state before the step.
+          readable: see `LayerCache`.
 
         Returns:
           the attention output, before the output projection, and the changed store.
         """
         columns = canvas.layout.length - dense.k.shape[1]
-        real = canvas.valid[:, None, None, columns:]
+        real = (canvas.valid if readable is None else readable)[:, None, None, columns:]
         widest = self.widest_head(canvas.spec, canvas.layout)
 
         # Between refreshes (prompt-state exclusion): the response, then the kept pairs in chunks, merged by
         # their log-sum-exp.
         if due is None:
             elsewhere = layer.attention(q, dense.k, dense.v, real)
-            return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest), pairs
+            return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest, readable), pairs
 
         # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
-        prompt_k, prompt_v, in_prompt = prompt_pairs(pairs, layer.index, due, keys, values, canvas, columns)
+        prompt = canvas.prompt if readable is None else canvas.prompt & readable
+        prompt_k, prompt_v, in_prompt = prompt_pairs(
+            pairs, layer.index, due, keys, values, prompt, columns, readable
+        )
         k = jnp.concatenate([prompt_k, dense.k], axis=1)
         in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
         mask = jnp.concatenate([in_prompt, in_response], axis=-1)
         o, lse = layer.attention(q, k, jnp.concatenate([prompt_v, dense.v], axis=1), mask)
 
-        # What was chosen before is renewed.
-        attention = Attention(q, k, lse, mask)
-        pairs = self.evict(pairs, layer, attention, keys[0], columns, due & chooses, canvas)
-        return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
-
-    def evict(
-        self,
-        pairs: PairStore,
-        layer: Layer,
-        attention: Attention,
-        rows: Rows,
-        columns: int,
-        where: Bool[Array, "b 1"],
-        canvas: Canvas,
-    ) -> PairStore:
-        """Chooses a layer's pairs (MaskKV, equation 16); what they hold is still to be renewed.
-
-        Args:
-          pairs: the store, before the choice.
-          layer: the layer, which chooses the best.
-          attention: of the rows to the whole canvas.
-          rows: the computed positions.
-          columns: prompt positions that may be kept, the first ones.
-          where: sequences that choose.
-          canvas: state before the step.
-        """
-        # Equations 7 and 14: votes of the masks and each head's preference choose what is kept. What is dense
-        # needs no pair.
-        votes, preference = eviction.evidence(self.votes, layer, *attention, rows, canvas)
+        # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
+        # dense needs no pair.
+        votes, preference = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
         votes = jnp.where(jnp.arange(votes.shape[-1]) < columns, votes, -jnp.inf)
-
-        # Layers lie one after the other in the store, each with the room of its budget.
-        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
         length = jnp.sum(canvas.prompt, axis=1)
         count = self.heads.budgets(votes, preference, pairs.budget[layer.index], length)
-        position = layer.topk_evict(votes, count, self.widest_head(canvas.spec, canvas.layout))
-        return pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, where)
+        position = layer.topk_evict(votes, count, widest)
 
-    @override
-    def extra_positions(
-        self, cache: Cache, canvas: Canvas, computed: Bool[Array, "b l"]
-    ) -> Float[Array, "b n"]:
-        """The pass that measures the importance of the layers before the first step, if there was one."""
-        first = canvas.active & (canvas.step == 0) & self.layers.online
-        measured = jnp.where(first, jnp.sum(canvas.valid, axis=1), 0.0)
-        return jnp.repeat(measured[:, None], canvas.spec.layers, axis=1)
+        # Layers lie one after the other in the store, each with the room of its budget. What was chosen
+        # before is renewed.
+        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
+        pairs = pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, due & chooses)
+        return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the pairs that a kv head keeps in any layer."""

@@ -81,7 +81,7 @@ def pass_layer(
         x, q, lse, cache = _compute(layer, inputs, c.cache, full_rows(canvas.everything), keep, canvas)
 
         # Outputs are the next layer's inputs.
-        cache = cache.write_next(full_rows(canvas.everything & wide[:, None]), x=x)
+        cache = cache.write(full_rows(canvas.everything & wide[:, None]), ahead=1, x=x)
 
         # Only the selected positions go on to the next layer's test and votes.
         lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)

@@ -1,0 +1,116 @@
+"""Policies of two sets, computed and readable: alone, over caches, under an eviction and under WINO."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Bool
+from typing_extensions import override
+
+import dllm_jax as dj
+from dllm_jax import policies
+from dllm_jax.samplers import WINO
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from tests.models import FAMILIES, tiny
+from tests.test_policies import finite, prompts
+from tests.traces import assert_same_run
+
+LENGTH, BLOCK, BEFORE = 12, 4, 6
+
+
+class Near(policies.Policy):
+    """Reads from a few positions before the block on: a part of the prompt and of what is decoded."""
+
+    @override
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return canvas.everything & (canvas.position >= canvas.block_start - BEFORE)
+
+
+@dataclasses.dataclass(frozen=True)
+class NearBlocks(Near, policies.DualCache):
+    """`DualCache` with the readable set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NearRefreshed(Near, policies.DKVDecode):
+    """`DKVDecode` with the readable set; with refresh_every=1 it computes everything in every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NearRolled(Near, policies.D2Cache):
+    """`D2Cache`, which has a layer of its own, with the readable set."""
+
+
+def run(policy: policies.Policy, family: str = "llada", **options) -> dj.Output:
+    """Two prompts, of nine and six positions."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    options = dict(length=LENGTH, block=BLOCK, trace=True, prompt_mask=mask) | options
+    return dj.generate(model, prompt, policy=policy, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand(family):
+    model, out = tiny(family), run(Near(), family)
+    _, mask = prompts(model, (9, 6))
+    valid = np.pad(mask, ((0, 0), (0, LENGTH)), constant_values=True)
+    forward = jax.jit(lambda tokens, keys: dj.forward(model, tokens, keys))
+    assert out.trace is not None
+    for step, tokens in enumerate(np.asarray(out.trace.tokens)[:-1]):
+        start = 9 + step // BLOCK * BLOCK
+        read = valid & (np.arange(valid.shape[1]) >= start - BEFORE)
+        probability = np.asarray(jax.nn.softmax(forward(jnp.asarray(tokens), jnp.asarray(read))))
+        score = np.asarray(out.trace.score)[step]
+        for sequence, position in zip(*np.nonzero(np.isfinite(score)), strict=True):
+            at = probability[sequence, position - model.spec.shifted]
+            best = np.delete(at, model.spec.mask_id).max()
+            np.testing.assert_allclose(score[sequence, position], best, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_of_two_sets_have_their_exact_limits(family):
+    assert_same_run(run(NearRefreshed(refresh_every=1), family).trace, run(Near(), family).trace)
+    one_step = dict(steps=LENGTH // BLOCK)
+    assert_same_run(run(NearBlocks(), family, **one_step).trace, run(Near(), family, **one_step).trace)
+    all_rolled = NearRolled(k=1, p=1.0)
+    assert_same_run(run(all_rolled, family).trace, run(Near(), family).trace)
+    far = np.abs(finite(run(Near(), family).trace.score) - finite(run(policies.Policy(), family).trace.score))
+    assert far.max() > 1e-3, "a set that changes nothing would pass too"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evicted_prompts_are_read_as_far_as_the_set_says(family):
+    """The whole prompt kept is no eviction; nor is any budget where everything is computed in every step."""
+    alone, whole, few = (
+        run(policy, family)
+        for policy in (
+            NearBlocks(),
+            policies.EvictPrompt(budget=9, policy=NearBlocks()),
+            policies.EvictPrompt(budget=2, policy=NearBlocks()),
+        )
+    )
+    assert_same_run(whole.trace, alone.trace, computed=True)
+    np.testing.assert_allclose(finite(whole.trace.score), finite(alone.trace.score), atol=1e-5)
+    assert np.abs(finite(few.trace.score) - finite(alone.trace.score)).max() > 1e-3
+    refreshed = policies.EvictPrompt(budget=2, policy=NearRefreshed(refresh_every=1))
+    assert_same_run(run(refreshed, family).trace, run(Near(), family).trace)
+
+
+def test_a_set_of_everything_compiles_to_the_program_without_one():
+    """The default set is recognised as what it is, so no mask is made of it; another set is one."""
+    prompt, _ = prompts(tiny("llada"))
+    decode = lambda policy: lambda p: dj.generate(tiny("llada"), p, length=8, policy=policy).tokens
+    text = lambda policy: str(jax.make_jaxpr(decode(policy))(jnp.asarray(prompt)))
+    assert text(policies.Policy()).count("select_n") < text(Near()).count("select_n")
+
+
+def test_wino_verifies_by_what_is_read():
+    some = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)
+    exact, cached, unread = (
+        run(policy, sampler=some) for policy in (Near(), NearRefreshed(refresh_every=1), policies.Policy())
+    )
+    assert_same_run(cached.trace, exact.trace)
+    assert not np.array_equal(exact.trace.tokens[-1], unread.trace.tokens[-1])
