@@ -30,6 +30,13 @@ class PolicyCase:
     random_order: bool = False
 
 
+def overridable(interface: type) -> set[str]:
+    """The public members of an interface that a subclass may override: those that are not final."""
+    own = {name: member for name, member in vars(interface).items() if not name.startswith("_")}
+    final = {n for n, m in own.items() if getattr(getattr(m, "fget", m), "__final__", False)}
+    return own.keys() - final
+
+
 KEY = jax.random.key(7)  # of no consequence where nothing is drawn
 
 # In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and

@@ -1,8 +1,11 @@
 """The examples of the pages under docs/ run as printed, and those of policies obey the rules."""
 
+import ast
 import dataclasses
+import inspect
 import pathlib
 import re
+import textwrap
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +41,7 @@ def test_the_example_saves_work(printed):
 
 LIMITS = {
     "WindowedDualCache": (dict(window=3), dict(refresh_every=1), dict(block=4)),
+    "SlidingWindow": (dict(window=1), dict(window=8), dict(block=2, steps=4)),
     "ValueNorm": (dict(keep=3), dict(keep=3), dict(block=2, steps=4)),
 }
 
@@ -71,6 +75,14 @@ def test_sequences_of_a_batch_equal_them_alone_in_the_examples(printed, name, fa
         assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
 
 
+def test_the_default_layer_is_printed_in_full():
+    source = inspect.getsource(dj.policies.Policy.layer)
+    (ours,) = ast.parse(textwrap.dedent(source)).body
+    printed = (part for block in examples(TEXT) for part in ast.parse(block).body)
+    (theirs,) = (part for part in printed if getattr(part, "name", None) == "layer")
+    assert list(map(ast.dump, ours.body[1:])) == list(map(ast.dump, theirs.body))
+
+
 def test_an_eviction_that_keeps_everything_is_dual_cache(printed):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5))
@@ -81,7 +93,11 @@ def test_an_eviction_that_keeps_everything_is_dual_cache(printed):
 
 
 def test_every_member_of_a_policy_and_of_the_canvas_is_described():
-    members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")} - {"reuses"}
+    members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")} - {
+        "reuses",
+        "only_sets",
+        "readable",
+    }
     assert "scored" in members
     for name in members:
         assert f"| `{name}` |" in TEXT

@@ -86,7 +86,8 @@ class Policy(Options):
         cache, now = cache.update(rows, KV(k, layer.value(x)))
 
         # Keys of all positions lie in canvas order, stored or new; the mask leaves the readable ones.
-        o, _ = layer.attention(q, now.k, now.v, cache.attends(rows, canvas))
+        mask = cache.attends(rows, canvas)
+        o, _ = layer.attention(q, now.k, now.v, mask)
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
@@ -137,8 +138,8 @@ class Policy(Options):
 
     # -- derived ------------------------------------------------------------------------------------
 
-    @final
     @property
+    @final
     def reuses(self) -> bool:
         """Whether a step may leave positions out: whether `select` is overridden.
 
@@ -146,8 +147,8 @@ class Policy(Options):
         """
         return type(self).select is not Policy.select
 
-    @final
     @property
+    @final
     def only_sets(self) -> bool:
         """Whether the layers are the default ones, so that two sets say it all: computed, and readable.
 
