@@ -16,7 +16,6 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import compile_time, growth
 from bench import roofline as predictions
 from bench.compiled.program import Case
 from bench.generate import __main__ as generate
@@ -67,15 +66,6 @@ def test_generate_tiny(tmp_path):
         assert found["whole_predicted_ms"] > 0
     assert report["date"]
     assert report["ceilings"]["bandwidth"] > 0
-
-
-def test_compile_time_tiny(tmp_path):
-    out = tmp_path / "found.json"
-    options = dict(prompt=8, length=4, block=2, dtype="float32", layers=(1,), policies=("DualCache",))
-    compile_time.main("tiny", **options, json=out)
-    (row,) = json.loads(out.read_text())["rows"]
-    assert (row["policy"], row["layers"], row["step_variants"]) == ("DualCache()", 1, 2)
-    assert row["hlo_kib"] > 0
 
 
 def test_what_does_not_fit_is_said(tiny):
@@ -339,11 +329,3 @@ def test_fewer_widths_are_compiled_if_asked_for():
     found = lambda **options: Case("v6e", "PrefixCache", layers=2, **options).run().request(model).plan.widths
     assert found() == (64, 128, 256)
     assert found(widths=(256,)) == (256,)
-
-
-def test_growth_has_a_knee():
-    spec = dj.presets.model_spec("llada-8b")
-    flat = growth.positions_ms(spec, 256, "h100") / growth.positions_ms(spec, 8, "h100")
-    steep = growth.positions_ms(spec, 1024, "h100") / growth.positions_ms(spec, 512, "h100")
-    assert flat < 1.1
-    assert steep == pytest.approx(2, rel=0.05)

@@ -3,14 +3,12 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench.shared import models, runner
+from bench.shared import runner
 from bench.shared.measure import Run
-from dllm_jax.nn.parameters import abstract
 from tests.models import FAMILIES, tiny
 
 REASON = "torch peer: install the 'oracle' extra"
@@ -18,7 +16,6 @@ torch = pytest.importorskip("torch", reason=REASON)
 torch.set_num_threads(1)  # more of them spin where the cores are taken
 
 from bench.peer_torch import __main__ as peer_torch  # noqa: E402 (needs torch)
-from bench.peer_torch import products  # noqa: E402
 from bench.peer_torch.decoders import peer  # noqa: E402
 from bench.peer_torch.twin import twin  # noqa: E402
 
@@ -153,15 +150,3 @@ def test_settings_without_a_peer_are_refused():
     assert peer(theirs, dj.policies.D2Cache()) is None
     with pytest.raises(ValueError, match="side='prefix' must be 'both'"):
         peer(theirs, dj.policies.SparseDLLM(side="prefix"))
-
-
-def test_products_alone_are_the_same_numbers_of_all_matrices(tmp_path):
-    spec = dj.presets.model_spec("llada-8b")
-    of_a_model = abstract(spec)
-    counted = sum(leaf.size for leaf in jax.tree.leaves(of_a_model) if leaf.ndim > 2)
-    assert sum(a * b for a, b in products.sizes(spec)) == counted + spec.width * spec.vocab
-    runs = products.products(models.shape("tiny"), rows=3)
-    for theirs, ours in zip(*(runs[side]() for side in ("theirs", "ours")), strict=True):
-        np.testing.assert_allclose(theirs.numpy(), ours, atol=1e-3)
-    products.main(products.Options(("tiny",), (2, 3), repeats=1, json=tmp_path / "products.json"))
-    assert [row["rows"] for row in json.loads((tmp_path / "products.json").read_text())["rows"]] == [2, 3]

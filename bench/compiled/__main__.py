@@ -12,15 +12,18 @@ are also the cycles that the compiler expects, added up as if nothing overlapped
 gathers and scatters, counts nothing. Every row has a process of its own: a compiler that fails may end it.
 """
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from bench.compiled.process import provenance, row
-from bench.compiled.program import TRAINING, Case, Setting
+from bench.compiled.program import TRAINING, Case, Setting, compile_case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
 from bench.shared.models import policies_named
@@ -65,6 +68,30 @@ class Options(Setting):
                 yield Case(target, policy, **same)
 
 
+def compiled(case: Case, hlo: Path | None) -> runner.Row:
+    """A row of results, made in a new process; what goes wrong there is in "error"."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            report = pool.submit(compile_case, case).result()
+        except BrokenProcessPool:
+            return dataclasses.asdict(case) | {"error": "the compiler ended the process"}
+        except Exception as error:  # the compilers' messages are the result
+            return dataclasses.asdict(case) | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+        (hlo / f"{case.policy}-{case.target}.hlo").write_text(report.hlo)
+    return report.row
+
+
+def provenance(dtype: str) -> runner.Row:
+    """With what results were made: versions, date, and the commit that is compiled (None outside a clone)."""
+    command, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
+    found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    made = {"device": "none: described targets", "commit": found.stdout.strip() or None}
+    return runner.provenance(dtype) | made
+
+
 def _step(kind: str, field: str, scale: float = 1) -> Any:
     def cell(row: runner.Row) -> str:
         step = row.get(f"{kind}_step")
@@ -104,7 +131,7 @@ COLUMNS: runner.Columns = {
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compiles and prints."""
     where = provenance(options.dtype)
-    rows = (row(case, options.hlo) for case in options.cases())
+    rows = (compiled(case, options.hlo) for case in options.cases())
     runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})
 
 

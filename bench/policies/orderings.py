@@ -1,22 +1,14 @@
-"""The papers' own comparisons, beside what bench.policies measured.
-
-    python -m bench.policies.orderings bench/results/policies_cpu.json
-
-Prints a Markdown table; `bench/policies/plots.py` puts it into docs/benchmarks.md.
-"""
+"""The papers' own comparisons, beside what bench.policies measured: a table of docs/benchmarks.md."""
 
 import dataclasses
 import math
 from typing import Any
 
-import tyro
-
-from bench.policies.grid import EXACT, Setting, find, mask_kv
+from bench.policies.grid import EXACT, THRESHOLD, Setting, find, mask_kv
 from bench.shared import runner
-from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
-from dllm_jax.eval.run.files import read_json
+from dllm_jax.eviction import AdaKV, PositionVotes, PromptVotes, SnapKV
 
 HEADS = ("the paper says", "workload", "the one", "the other", "difference, 95 %", "as it says?")
 Z = 1.96  # standard errors of a two-sided 95 % interval
@@ -43,34 +35,38 @@ class Claim:
     only: tuple[str, ...] = ()
 
 
-def claims() -> list[Claim]:
-    """The papers' comparisons that the grid has: what is kept, then what is better at the same budget."""
-    return [*_kept(), *_better()]
+def _in_one_block(policy: p.Policy, sampler: s.Sampler = EXACT.sampler) -> Setting:
+    return Setting(policy, sampler, blocks=1)
+
+
+def _elastic(gamma: float) -> Setting:
+    return _in_one_block(p.ElasticCache(window=8, gamma=gamma))
 
 
 def _kept() -> list[Claim]:
+    """Claims that little is lost."""
     few = "94 % of the accuracy with under 5 % of the pairs (MaskKV, abstract)"
     half = "within a point at a retention ratio of one half (Sparse-dLLM, Table 2)"
     decode = "dKV-Cache-Decode loses almost nothing (dKV-Cache, abstract)"
     gamma = "a gamma of 0.9 loses almost nothing (Elastic-Cache, Table 4)"
     d2 = "as accurate as without a cache (d2Cache, Table 1)"
     dual, parallel = "DualCache loses little (Fast-dLLM, Table 1)", "confidence above 0.9 decoded in parallel"
-    threshold, one_block = Setting(sampler=s.Threshold(0.9)), Setting(blocks=1)
-    dkv = lambda every: Setting(p.DKVDecode(refresh_every=every), blocks=1)
+    one_block = _in_one_block(p.Policy())
     return [
         Claim(few, mask_kv(budget=32), EXACT, 0.94, only=("needle-1024",)),
         Claim(few, mask_kv(budget=8), EXACT, 0.94, only=("needle-256",)),
         *(Claim(half, Setting(p.SparseDLLM(keep=0.5, delay=delay)), EXACT, 0.99) for delay in (0, 1)),
-        *(Claim(decode, dkv(every), one_block, 0.99) for every in (4, 8)),
+        *(Claim(decode, _in_one_block(p.DKVDecode(refresh_every=n)), one_block, 0.99) for n in (4, 8)),
         Claim(gamma, _elastic(0.9), one_block, 0.99),
         Claim(d2, Setting(p.D2Cache(k=8)), EXACT, 0.99),
         Claim(dual, Setting(p.DualCache()), EXACT, 0.99),
-        Claim(f"{parallel} loses little (Fast-dLLM, Table 1)", threshold, EXACT, 0.99),
+        Claim(f"{parallel} loses little (Fast-dLLM, Table 1)", THRESHOLD, EXACT, 0.99),
         Claim(f"{parallel}, with DualCache", Setting(p.DualCache(), s.Threshold(0.9)), EXACT, 0.99),
     ]
 
 
 def _better() -> list[Claim]:
+    """Claims that one of two is better at the same budget."""
     delay = "one-step delay over none (dKV-Cache, Figure 3)"
     votes = "votes of the masks over {} (MaskKV, Table 7)"
     quarter = "votes of the last masks over the first (MaskKV, Table 8)"
@@ -79,64 +75,56 @@ def _better() -> list[Claim]:
     gamma = "a stricter drift test (Elastic-Cache, Table 4)"
     prior = "certainty prior over confidence in one block (d2Cache, Table 2)"
     mask: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
-        (votes.format("the prompt"), {}, {"votes": eviction.PromptVotes()}),
-        (votes.format("SnapKV"), {}, {"votes": eviction.SnapKV(window=4)}),
-        (quarter, {"votes": eviction.PositionVotes(3)}, {"votes": eviction.PositionVotes(0)}),
-        (heads, {}, {"heads": eviction.AdaKV()}),
+        (votes.format("the prompt"), {}, {"votes": PromptVotes()}),
+        (votes.format("SnapKV"), {}, {"votes": SnapKV(window=4)}),
+        (quarter, {"votes": PositionVotes(3)}, {"votes": PositionVotes(0)}),
+        (heads, {}, {"heads": AdaKV()}),
     )
-    dkv = lambda **options: Setting(p.DKVDecode(**options), blocks=1)
+    dkv = lambda n, **options: _in_one_block(p.DKVDecode(refresh_every=n, **options))
     sparse = lambda keep, delay, side: Setting(p.SparseDLLM(keep=keep, delay=delay, side=side))
-    one_block = lambda policy, sampler: Setting(policy, sampler, blocks=1)
     return [
-        *(Claim(delay, dkv(refresh_every=n), dkv(refresh_every=n, delay=0)) for n in (2, 4, 8)),
+        *(Claim(delay, dkv(n), dkv(n, delay=0)) for n in (2, 4, 8)),
         *(
             Claim(source, mask_kv(budget=budget, **better), mask_kv(budget=budget, **other))
             for source, better, other in mask
             for budget in (8, 32)
         ),
         *(
-            Claim(sides, sparse(keep, delay, "both"), sparse(keep, delay, "prefix"), behind=True)
+            Claim(sides, sparse(keep, late, "both"), sparse(keep, late, "prefix"), behind=True)
             for keep in (0.1, 0.25, 0.5)
-            for delay in (0, 1)
+            for late in (0, 1)
         ),
         *(
             Claim(gamma, _elastic(high), _elastic(low))
             for low, high in ((0.5, 0.9), (0.9, 0.98), (0.98, 0.999))
         ),
         *(
-            Claim(prior, one_block(policy, s.CertaintyPrior()), one_block(policy, s.Confidence()))
+            Claim(prior, _in_one_block(policy, s.CertaintyPrior()), _in_one_block(policy))
             for policy in (p.Policy(), p.D2Cache(k=8))
         ),
     ]
 
 
-def _elastic(gamma: float) -> Setting:
-    return Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1)
+CLAIMS = (*_kept(), *_better())
 
 
 def table(models: dict[str, Any]) -> str:
     """A line per claim and workload that has both settings."""
-    lines = [cells(claim, name, models[name]) for claim in claims() for name in models]
+    lines = [cells(claim, name, models[name]) for claim in CLAIMS for name in models]
     return runner.table(HEADS, "llllrl", [line for line in lines if line])
 
 
 def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] | None:
-    """The claim on one workload, or None where it was not measured or is about others.
-
-    Different samplers are compared by right answers only.
-    """
+    """The claim on one workload, or None where it was not measured or is about others."""
     one, other = (find(workload, setting) for setting in (claim.one, claim.other))
     if one is None or other is None or (claim.only and not name.endswith(claim.only)):
         return None
-    if one["accuracy"] is None and claim.one.sampler != claim.other.sampler:
-        return None
-    measure = "agreement" if one["accuracy"] is None else "accuracy"
-    a, b = one[measure], other[measure]
-    count = workload["prompt"][0] * (1 if measure == "accuracy" else workload["length"])
+    # The interval of a difference of two rates, as if the two sides had answered different prompts.
+    a, b, count = one["accuracy"], other["accuracy"], workload["prompt"][0]
     noise = Z * math.sqrt((a * (1 - a) + b * (1 - b)) / count)
     one_computation = claim.behind and one["block"] == workload["length"]
     verdict = "same computation" if one_computation else compared(a, b, noise, claim.keeps)
-    shown = [f"`{row['policy']}`, `{row['sampler']}`: {row[measure]:.1%}" for row in (one, other)]
+    shown = [f"`{row['policy']}`, `{row['sampler']}`: {row['accuracy']:.1%}" for row in (one, other)]
     return claim.source, name, *shown, f"{100 * (a - b):+.1f} ± {100 * noise:.1f}", verdict
 
 
@@ -150,12 +138,3 @@ def compared(a: float, b: float, noise: float, keeps: float | None = None) -> st
     if a == b:
         return "no difference"
     return "within noise" if abs(a - b) < noise else "yes" if a > b else "no"
-
-
-def main(results: runner.Results):
-    """Prints the table."""
-    print(table(read_json(results)["models"]))
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

@@ -27,18 +27,14 @@ Made by `bench.policies` and its `plots` from [{source}](../{source}): {device},
 `exact match`: right answers, with their 95 % interval (Wilson's); `tokens`: right tokens of the answers, end
 of turn included; `as exact`: tokens equal to those of the exact decoder with the same sampler, block and
 steps; `computed`: positions that went through the network, relative to the first line; `kept`: K/V pairs
-stored per layer and head, and `cache`: bytes of the cache, both per prompt; `speed`: the first line's time
-over this one's, without compilation: the median over turns in which both ran, smallest and largest in
-brackets. It is left out where the largest exceeds {noise} times the smallest: such a ratio is noise.
+stored per layer and head, and `cache`: bytes of the cache, both per prompt.
 """
-NOISE = 1.5
 ORDERINGS = """
 ## What the papers found
 
-Exact match (where there are right answers, else tokens equal to the exact decoder's) of both sides of
-comparisons that the papers make. Claims that nothing much is lost hold where at least 99 % of the other's
-accuracy is kept (94 % where the paper says so). `within noise`: closer to what would decide than the 95 %
-interval of the difference, as if the two sides had answered different prompts, and tokens were independent.
+Exact match of both sides of comparisons that the papers make. Claims that nothing much is lost hold where at
+least 99 % of the other's accuracy is kept (94 % where the paper says so). `within noise`: closer to what
+would decide than the 95 % interval of the difference, as if the two sides had answered different prompts.
 `same computation`: the sides cannot differ there, since nothing lies behind the block. `both at the floor`:
 neither is ever right. These are models of half a million parameters on synthetic tasks: they can confirm a
 mechanism, not a number.
@@ -50,17 +46,25 @@ def main(results: runner.Results, out: Path = Path("docs")):
     report = read_json(results)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     where = {key: report[key] for key in ("device", "jax", "dtype")}
-    pages = [HEAD.format(source=results.as_posix(), noise=NOISE, **where)]
+    pages = [HEAD.format(source=results.as_posix(), **where)]
     for name, workload in report["models"].items():
         stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
         figure = draw(f"{name}, {title(workload)}", workload["rows"])
         # With a salt, names inside of a file do not change from run to run.
         with matplotlib.rc_context({"svg.hashsalt": stem}):
             for suffix in ("png", "svg"):
-                figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=_undated(suffix))
+                figure.savefig(
+                    out / "figures" / f"{stem}.{suffix}",
+                    dpi=110,
+                    metadata={"Date": None} if suffix == "svg" else {},
+                )
         plt.close(figure)
-        about = f"{title(workload)}.{timing(workload)}"
-        pages += [f"\n## {name}\n", f"{about}\n", f"![{name}](figures/{stem}.svg)\n", table(workload)]
+        pages += [
+            f"\n## {name}\n",
+            f"{title(workload)}.\n",
+            f"![{name}](figures/{stem}.svg)\n",
+            table(workload),
+        ]
     pages += [ORDERINGS, orderings.table(report["models"])]
     (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
 
@@ -74,36 +78,24 @@ def title(workload: dict[str, Any]) -> str:
     )
 
 
-def timing(workload: dict[str, Any]) -> str:
-    """What its speed was measured on, if it was."""
-    if "timed" not in workload:
-        return ""
-    where = workload["timed"]
-    return (
-        f" Speed: {where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}, "
-        f"{where['turns']} turns of {where['batch']} prompts."
-    )
-
-
 def draw(name: str, rows: list[dict[str, Any]]):
     """Quality against the fraction recomputed, and against the pairs stored."""
-    quality = "agreement" if rows[0]["accuracy"] is None else "accuracy"
     names = {row["curve"] for row in rows}
     height = 5 + 0.2 * -(-len(names) // LEGEND)
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, height), sharey=True, layout="constrained")
-    curves(left, rows, "computed", quality)
-    curves(right, rows, "kept_pairs", quality)
+    curves(left, rows, "computed")
+    curves(right, rows, "kept_pairs")
     for axes in (left, right):
         axes.plot([], [], color="black", linewidth=5, alpha=0.15, label="Pareto front")
     left.set_xlabel("positions computed, relative to the exact decoder")
     right.set_xlabel("K/V pairs stored per layer and head")
-    left.set_ylabel("exact match" if quality == "accuracy" else "tokens equal to the exact decoder's")
+    left.set_ylabel("exact match")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=LEGEND, fontsize=8)
     figure.suptitle(name)
     return figure
 
 
-def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str):
+def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str = "accuracy"):
     """One curve per policy and variant, its settings in order of x, and the front of those with a cache."""
     cached = [(row[x], row[y]) for row in rows if row["kept_pairs"] or x != "kept_pairs"]
     axes.plot(*zip(*front(cached), strict=True), color="black", linewidth=5, alpha=0.15)
@@ -126,18 +118,8 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def exact_match(row: dict[str, Any]) -> str:
     """The share of right answers and its confidence interval."""
-    if row["accuracy"] is None:
-        return "-"
     low, high = row["interval"]
     return f"{row['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
-
-
-def speed(row: dict[str, Any]) -> str:
-    """The ratio over the exact decoder with its range; empty if it was not measured in turns, or is noise."""
-    if "speed_range" not in row:
-        return ""
-    low, high = row["speed_range"]
-    return "" if high > NOISE * low else f"{row['speed_over_exact']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 COLUMNS: runner.Columns = {
@@ -146,25 +128,18 @@ COLUMNS: runner.Columns = {
     "block": lambda row: row["block"],
     "steps": lambda row: row["steps"],
     "exact match": exact_match,
-    "tokens": lambda row: "-" if row["token_accuracy"] is None else f"{row['token_accuracy']:.1%}",
+    "tokens": lambda row: f"{row['token_accuracy']:.1%}",
     "as exact": lambda row: f"{row['agreement']:.1%}",
     "forwards": lambda row: f"{row['forwards']:.1f}",
     "computed": lambda row: f"{row['computed']:.1%}",
     "kept": lambda row: f"{row['kept_pairs']:.0f}",
     "cache KiB": lambda row: f"{row['cache_bytes'] / 1024:.0f}",
-    "speed": speed,
 }
 
 
 def table(workload: dict[str, Any]) -> str:
-    """All rows of a workload; without speed if that was not measured in turns with the exact decoder."""
-    timed = "timed" in workload
-    columns = {head: cell for head, cell in COLUMNS.items() if timed or head != "speed"}
-    return runner.table_of(columns, workload["rows"], left=2)
-
-
-def _undated(suffix: str) -> dict:
-    return {"Date": None} if suffix == "svg" else {}
+    """All rows of a workload."""
+    return runner.table_of(COLUMNS, workload["rows"], left=2)
 
 
 if __name__ == "__main__":

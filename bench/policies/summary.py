@@ -1,20 +1,32 @@
-"""The tables of policies in docs/results.md, from what bench.policies measured of both embedded models.
+"""The tables of policies in docs/results.md and docs/vision.md, from what bench.policies measured.
 
     python -m bench.policies.summary bench/results/policies_cpu.json
+    python -m bench.policies.summary bench/results/policies_pictures_cpu.json
 
-A line per policy, and right answers against tokens per forward where steps are fewer. Every other setting and
-task is in docs/benchmarks.md.
+Of the models that read text a line per policy, and right answers against tokens per forward where steps are
+fewer; every other setting and task is in docs/benchmarks.md. Of pictures, all settings.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tyro
 
-from bench.policies.grid import CACHES, EXACT, HALF_THE_STEPS, THRESHOLD, Setting, at_defaults, find, mask_kv
+import dllm_jax as dj
+from bench.policies.grid import (
+    CACHES,
+    EXACT,
+    HALF_THE_STEPS,
+    PICTURED,
+    THRESHOLD,
+    Setting,
+    at_defaults,
+    find,
+    mask_kv,
+)
+from bench.policies.workloads import ASKED_OF_PICTURES
 from bench.shared import runner
-from dllm_jax import embedded
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.eval.run.files import read_json
@@ -100,17 +112,41 @@ def table(measured: dict[str, Any], models: Iterable[str]) -> str:
       LookupError: a setting of a policy that was measured was not measured.
     """
     asked = [(model, task) for task in TASKS for model in models if f"{model} {task}" in measured]
-    cells, shown = [], lines(measured)
+    shown, cells = lines(measured), []
     for line in shown:
         rows = [found(measured[f"{model} {task}"], line.on(task)) for model, task in asked]
-        name = f"`{rows[0]['policy']}`" + (f", {line.note}" if line.note else "")
-        rates = [f"{row['accuracy']:.1%}" for row in rows]
-        cells.append((name, *rates, f"{rows[0]['computed']:.0%}", f"{rows[0]['kept_pairs']:.0f}"))
-    heads = ("policy", *(f"{task}, `{model}`" for model, task in asked), "computed", "K/V pairs")
+        cells.append(
+            _cells(rows[0]["policy"], line.note, rows, rows[0], lambda row: f"{row['accuracy']:.1%}")
+        )
     short = (line.short.policy for line in shown if line.short and line.short.policy != line.chain.policy)
     others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
-    return f"{runner.table(heads, 'l' + 'r' * (len(heads) - 1), cells)}\n\n{note}"
+    return f"{_table([f'{task}, `{model}`' for model, task in asked], cells)}\n\n{note}"
+
+
+def pictured(measured: dict[str, Any], model: str) -> str:
+    """Markdown: exact match on questions about pictures with its 95 % interval, costs on the last task."""
+
+    def rate(row: dict[str, Any]) -> str:
+        low, high = row["interval"]
+        return f"{row['accuracy']:.1%} ({100 * low:.0f}-{100 * high:.0f})"
+
+    rows = {
+        setting: [find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES]
+        for setting in PICTURED
+    }
+    known = {setting: row for setting, row in rows.items() if None not in row}
+    cells = [_cells(call(s.policy), s.variant, found, found[-1], rate) for s, found in known.items()]
+    return _table([*ASKED_OF_PICTURES], cells)
+
+
+def _cells(policy: str, note: str, rows: Any, costs: dict[str, Any], rate: Callable[[Any], str]) -> list[str]:
+    name = f"`{policy}`" + (f", {note}" if note else "")
+    return [name, *map(rate, rows), f"{costs['computed']:.0%}", f"{costs['kept_pairs']:.0f}"]
+
+
+def _table(tasks: list[str], cells: list[list[str]]) -> str:
+    return runner.table(("policy", *tasks, "computed", "K/V pairs"), "l" + "r" * (len(tasks) + 2), cells)
 
 
 def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
@@ -142,9 +178,13 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def main(results: runner.Results):
-    """Prints both tables."""
+    """Prints the tables of what the file has."""
     measured = read_json(results)["models"]
-    print(table(measured, embedded.TEXT), fewer_steps(measured, embedded.TEXT), sep="\n\n")
+    if any(name.split()[0] in dj.embedded.TEXT for name in measured):
+        print(table(measured, dj.embedded.TEXT), fewer_steps(measured, dj.embedded.TEXT), sep="\n\n")
+    for model in dj.embedded.PICTURED:
+        if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
+            print(pictured(measured, model))
 
 
 if __name__ == "__main__":

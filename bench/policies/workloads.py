@@ -1,7 +1,8 @@
-"""The workloads of bench.policies: the embedded models' tasks, and random weights."""
+"""The workloads of bench.policies: the embedded models' tasks."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
-from dllm_jax.nn.modules import initialise
 from dllm_jax.provenance import now
 from dllm_jax.tasks import (
     Chain,
@@ -58,9 +58,9 @@ class Workload:
       block: positions per block.
       chunk: prompts decoded together.
       grid: the settings to compare; the first is the exact decoder.
-      wanted: questions with their answers; empty if there are none.
+      wanted: questions with their answers.
       tokenizer: of the questions; of those about pictures, the processor.
-      sha256: of the checkpoint, None for random weights.
+      sha256: of the checkpoint.
       embeds: inputs in the place of embeddings, float32 [b p m], where the prompt holds images; else None.
     """
 
@@ -71,9 +71,9 @@ class Workload:
     block: int
     chunk: int
     grid: tuple[Setting, ...]
-    wanted: tuple[Example, ...] = ()
-    tokenizer: Any = None
-    sha256: str | None = None
+    wanted: tuple[Example, ...]
+    tokenizer: Any
+    sha256: str
     embeds: np.ndarray | None = None
 
     @property
@@ -110,13 +110,11 @@ class Workload:
         return jax.block_until_ready(out)
 
     def scores(self, responses: np.ndarray) -> dict[str, Any]:
-        """How right responses [b r] are; None in every field where nothing is right or wrong.
+        """How right responses [b r] are.
 
         `accuracy`: fraction of exactly right answers; `interval`: its 95 % confidence interval (Wilson's);
         `token_accuracy`: fraction of right tokens of the answers, end of turn included.
         """
-        if not self.wanted:
-            return dict.fromkeys(("accuracy", "interval", "token_accuracy"))
         spec, wanted = self.model.spec, list(self.wanted)
         tokenizer = self.tokenizer.tokenizer if isinstance(self.tokenizer, Processor) else self.tokenizer
         right = exact(decode_answers(self.model, tokenizer, responses), wanted)
@@ -185,65 +183,42 @@ ASKED_OF_PICTURES = {
 }
 
 
-def _embedded(name: str, title: str, asked: Asked, prompts: int) -> Workload:
+def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     """An embedded model on a task; layer budgets are calibrated on training prompts."""
     # Most of the time goes to compiling, and of stacked layers one is compiled.
     path = dj.embedded.path(name)
-    model, tokenizer = dj.load(path, separate_layers=False), read_tokenizer(path)
-    prompts = -(-prompts // asked.fewer)
-    wanted = examples(asked.task, 31, asked.size, prompts, "held_out")
-    prompt, mask = prompt_arrays(tokenizer, wanted, model.spec.eos_id)
-    assert mask.all(), "the size of a task fixes the length of its prompts"
-    grid = asked.grid
+    model, embeds, grid = dj.load(path, separate_layers=False), None, asked.grid
+    wanted = examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
+    if asked.pictured:
+        reader = Processor.load(path)
+        prompt, mask, embeds = map(np.asarray, reader.encode(model, [one.messages for one in wanted]))
+    else:
+        reader = read_tokenizer(path)
+        prompt, mask = prompt_arrays(reader, wanted, model.spec.eos_id)
+    assert np.all(mask), "the size of a task fixes the length of its prompts"
+
+    # Settings that only this model or task has.
     if model.spec.shifted and title == "chain":
         grid = (*grid, *SHIFTED)
     if asked.eviction:
         known = examples(asked.task, 31, asked.size, CALIBRATION, "train")
-        seen = prompt_arrays(tokenizer, known, model.spec.eos_id)[0]
+        seen = prompt_arrays(reader, known, model.spec.eos_id)[0]
         grid = (*grid, *calibrated(calibrate(model, seen, asked.length)))
-    chunk = min(prompts, 32 if prompt.shape[1] < LONG_PROMPT else 8)
+    chunk = min(len(wanted), 32 if prompt.shape[1] < LONG_PROMPT else 8)
     return Workload(
-        f"{name} {title}", model, prompt, asked.length, BLOCK, chunk, grid, wanted=tuple(wanted),
-        tokenizer=tokenizer, sha256=fingerprint(path),
+        f"{name} {title}", model, prompt, asked.length, min(BLOCK, asked.length), chunk, grid, tuple(wanted),
+        reader, fingerprint(path), embeds,
     )  # fmt: skip
 
 
-def _pictured(name: str, title: str, asked: Asked, prompts: int) -> Workload:
-    """An embedded model with a tower on a task."""
-    path = dj.embedded.path(name)
-    model, processor = dj.load(path, separate_layers=False), Processor.load(path)
-    wanted = examples(asked.task, 31, asked.size, prompts, "held_out")
-    prompt, mask, embeds = processor.encode(model, [example.messages for example in wanted])
-    assert np.all(mask), "the size of a task fixes the length of its prompts"
-    return Workload(
-        f"{name} {title}", model, np.asarray(prompt), asked.length, asked.length, min(prompts, 32),
-        asked.grid, wanted=tuple(wanted), tokenizer=processor, sha256=fingerprint(path),
-        embeds=np.asarray(embeds),
-    )  # fmt: skip
-
-
-def _random(width: int, layers: int, prompt: int, length: int, batch: int) -> Workload:
-    """Random weights of LLaDA's architecture: no right answers, but the same arithmetic."""
-    spec = dataclasses.replace(
-        dj.presets.model_spec("llada-8b"), layers=layers, width=width, heads=width // 64,
-        kv_heads=width // 64, head=64, hidden=3 * width, vocab=2048, mask_id=2047, eos_id=2046, eot_id=2045,
-    )  # fmt: skip
-    params = initialise(spec, jax.random.key(0), gain=3.0)
-    tokens = np.random.default_rng(0).integers(0, 2000, (batch, prompt), dtype=np.int32)
-    return Workload(f"random {layers}x{width}", dj.Model(params, spec), tokens, length, 32, batch, LONG)
-
-
-def workloads(prompts: int, width: int) -> dict[str, Any]:
-    """Functions without arguments that make the workloads, by name."""
-    made = {
-        f"{name} {title}": functools.partial(_embedded, name, title, asked, prompts)
-        for name in dj.embedded.TEXT
-        for title, asked in ASKED.items()
-        if title not in UNLEARNT[name]
+def workloads(prompts: int) -> dict[str, Callable[[], Workload]]:
+    """Functions that make the workloads, by name."""
+    of_text = ((name, title, ASKED) for name in dj.embedded.TEXT for title in ASKED)
+    of_pictures = (
+        (name, title, ASKED_OF_PICTURES) for name in dj.embedded.PICTURED for title in ASKED_OF_PICTURES
+    )
+    return {
+        f"{name} {title}": functools.partial(_workload, name, title, asked[title], prompts)
+        for name, title, asked in (*of_text, *of_pictures)
+        if title not in UNLEARNT.get(name, ())
     }
-    made |= {
-        f"{name} {title}": functools.partial(_pictured, name, title, asked, prompts)
-        for name in dj.embedded.PICTURED
-        for title, asked in ASKED_OF_PICTURES.items()
-    }
-    return made | {"random": lambda: _random(width, 4, 192, 32, 2)}
