@@ -1,6 +1,6 @@
 """Where does a model keep a needle? What it computes, what changes between steps, and what moves its answer.
 
-    python examples/see_inside.py --figures figures
+    python -m examples.see_inside --figures figures
 
 Asks a model that ships with the package for one of several values, looks at keys, values and attention of
 every denoising step, and then puts the residual stream of another prompt's value in the place of this one's,
@@ -16,7 +16,7 @@ import tyro
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
-from dllm_jax.analysis import KINDS, pairwise_similarity, step_similarity
+from examples.similarity import KINDS, Similarity, pairwise_similarity, step_similarity
 
 LENGTH = 4
 QUESTIONS = ("b=407;T=211;z=830;k=566;T=", "b=407;T=958;z=830;k=566;T=")  # they differ in the value of T
@@ -69,7 +69,7 @@ def report_attention(seen: dj.Capture, tokenizer):
         print(f"layer {layer}: the first mask attends most to {shown}")
 
 
-def report_similarity(found: dj.analysis.Similarity):
+def report_similarity(found: Similarity):
     """How alike keys are to those of the step before, by layer and kind of position."""
     for layer, means in zip(found.layers, found.by_kind().k, strict=True):
         shown = ", ".join(f"{kind} {mean:.3f}" for kind, mean in zip(KINDS, means, strict=True))
@@ -93,9 +93,9 @@ def patched_by_layer(net: dj.Model, clean: np.ndarray, other: np.ndarray, at: np
     return np.asarray(jax.jit(jax.vmap(at_layer))(layers, jnp.asarray(source.residual[0])))
 
 
-def draw(directory: Path, seen: dj.Capture, found: dj.analysis.Similarity):
+def draw(directory: Path, seen: dj.Capture, found: Similarity):
     """Saves the figures with which papers on cache policies argue."""
-    from dllm_jax.analysis import figures  # needs matplotlib
+    from examples import figures  # needs matplotlib
 
     assert seen.k is not None, "keys were asked for"
     directory.mkdir(parents=True, exist_ok=True)

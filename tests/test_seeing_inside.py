@@ -1,6 +1,5 @@
 """The page on seeing inside and its example run; patching moves answers of the models that ship."""
 
-import importlib.util
 import pathlib
 import re
 
@@ -11,7 +10,9 @@ from transformers import AutoTokenizer
 import dllm_jax as dj
 from dllm_jax.analysis import activations
 from dllm_jax.nn.intervention import Place
-from dllm_jax.tasks import Recall, examples, prompt_arrays
+from dllm_jax.tasks import Recall, prompt_arrays
+from dllm_jax.tasks import examples as drawn_examples
+from examples import see_inside
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "seeing-inside.md").read_text()
@@ -30,20 +31,16 @@ def test_the_examples_of_the_page_run(capsys):
 def test_the_page_names_everything_that_there_is():
     for name in (*activations.AXES, *Place.__args__):
         assert f"`{name}`" in PAGE
-    figures = (ROOT / "dllm_jax" / "analysis" / "figures.py").read_text()
+    figures = (ROOT / "examples" / "figures.py").read_text()
     for name in re.findall(r"^def ([a-z]\w+)\(", figures, re.MULTILINE):
         assert f"| `{name}(" in PAGE, name
 
 
 def test_the_example_runs(tmp_path, capsys):
-    place = ROOT / "examples" / "see_inside.py"
-    spec = importlib.util.spec_from_file_location("see_inside", place)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(figures=tmp_path)
+    see_inside.main(figures=tmp_path)
     lines = capsys.readouterr().out.splitlines()
     answer = lambda start: next(line for line in lines if line.startswith(start)).rpartition(" ")[2]
-    one, other = (answer(f"asked {question}") for question in module.QUESTIONS)
+    one, other = (answer(f"asked {question}") for question in see_inside.QUESTIONS)
     assert one != other
     by_layer = [line.rpartition(": ")[2] for line in lines if line.startswith("with the other")]
     assert len(by_layer) == 5
@@ -57,7 +54,7 @@ def test_patching_a_needles_value_moves_the_answer(policy):
     """The stream of another prompt there: into the first layer it decides, behind the last it does not."""
     path = dj.embedded.path("tiny-llada")
     model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
-    drawn = examples(Recall(), 17, 5, 12, "held_out")
+    drawn = drawn_examples(Recall(), 17, 5, 12, "held_out")
     clean, mask = prompt_arrays(tokenizer, drawn, model.spec.eos_id)
     assert mask.all()
 

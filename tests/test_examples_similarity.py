@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.analysis import KINDS, figures, pairwise_similarity, similarity, step_similarity
+from examples import figures, similarity
+from examples.similarity import KINDS, pairwise_similarity, step_similarity
 from tests.models import FAMILIES, random_tokens, tiny
 from tests.test_policies import prompts
 
@@ -121,23 +122,6 @@ def test_figures_show_the_numbers(run, tmp_path):
         (~masked).sum(),
     ]
     way.savefig(tmp_path / "way.png")
-
-
-@pytest.mark.usefixtures("unannotated")
-def test_bad_input_is_refused():
-    model = tiny("llada")
-    out = dj.generate(model, np.ones((1, 3), int), length=2, trace=True)
-    found, seen = step_similarity(model, out), dj.capture(model, out, ("attention", "k"))
-    with pytest.raises(ValueError, match=r"expected states \[t n b j ..\] and valid \[b j\]"):
-        pairwise_similarity(seen.k[0], seen.valid)
-    with pytest.raises(ValueError, match="valid leaves no position"):
-        pairwise_similarity(seen.k, np.zeros_like(seen.valid))
-    with pytest.raises(ValueError, match="layer=2 must be an entry of the capture, in"):
-        figures.attention_map(seen, layer=2)
-    with pytest.raises(ValueError, match="kind='new' must be one of 'prompt'"):
-        figures.similarity_by_step(found, "new")
-    with pytest.raises(ValueError, match="states of 2 steps"):
-        figures.trajectory(seen.k[:2, 1, 0, -1], np.ones(2, bool))
 
 
 def test_one_canvas_has_nothing_to_compare():
