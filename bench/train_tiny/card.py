@@ -4,20 +4,17 @@ import dataclasses
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from bench.train_tiny.recipe import Recipe
 from dllm_jax import load
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.tasks import (
     Chain,
-    CountShapes,
     Example,
     FewShot,
-    LocateShape,
     ReadNumbers,
     Recall,
     Sorting,
@@ -28,6 +25,9 @@ from dllm_jax.tasks import (
 )
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import Run
+
+if TYPE_CHECKING:
+    from bench.train_tiny.recipes import Recipe
 
 CURVE_ROWS = 12
 TRAINING = """\
@@ -92,6 +92,39 @@ Use `length=4` (needle: three digits and end of turn; few-shot), `length=24` (so
 among eight and more pairs: among two or three, it may say one.
 
 """
+PICTURES = """\
+---
+license: apache-2.0
+library_name: dllm_jax
+tags: [diffusion-language-model, llada-v, synthetic]
+---
+# {name}
+
+A {parameters:,}-parameter model of LLaDA-V's architecture: a decoder of {layers} layers, {heads} heads
+and width {width}, and a SigLIP tower of {tower_layers} layers and width {tower_width} over {side} x {side}
+pixels in patches of {patch}. All of it was trained from nothing with LLaDA's masked-diffusion loss to answer
+questions about pictures of coloured digits. It exists to test and to show decoding with images where no real
+checkpoint is at hand, and to tell apart cache policies that drop or skip image tokens. It knows nothing else.
+
+A picture shows up to five digits, red, green, blue, yellow and white. `value r` asks for the red one, and `4`
+is an answer: it needs one image token of {rows}, found by its colour. A picture is one view
+(`image_aspect_ratio` is "pad"), {rows} positions with the newline behind it. The published system prompt is
+one token of this tokenizer.
+
+```python
+import dllm_jax as dj
+from dllm_jax.tasks import ReadNumbers, examples
+
+where = dj.embedded.path("{name}")
+model, processor = dj.load(where), dj.vision.Processor.load(where)
+task = ReadNumbers(digits=1, scattered=True)
+question = examples(task, 0, 5, 1, "held_out")[0]  # a picture of five digits, as an array of bytes
+dj.chat(model, processor, question.messages, length=2)  # question.answer
+```
+
+Use `length=2`: the digit and end of turn.
+
+"""
 BEYOND_TRAINING = """
 Beyond what it was trained on, in one block:
 
@@ -137,10 +170,6 @@ class HeldOutPrompts:
                 return f"{asked} of {self.size} pairs"
             case ReadNumbers(asked=asked):
                 return f"{asked} of {self.size} numbers"
-            case CountShapes(most=most):
-                return f"0 to {most} shapes among {self.size}"
-            case LocateShape():
-                return f"1 shape among {self.size}"
             case _:
                 return f"{self.size} letters"
 
@@ -164,6 +193,9 @@ HELD_OUT = (
     HeldOutPrompts(Chain(20), 16, 256, 72, block=4, title="chain of 16"),
     HeldOutPrompts(*needle(256, 8), 256, 56, block=4, title="needles"),
     HeldOutPrompts(Sorting(), 16, 256, 24, block=4),
+)
+PICTURED = tuple(
+    HeldOutPrompts(ReadNumbers(digits=1, scattered=True), size, 256, 2, 1 / size) for size in (1, 2, 3, 5)
 )
 LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
 BEYOND = (
@@ -212,32 +244,29 @@ def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def of_text(name: str, recipe: Recipe, run: Run, measured: dict[str, Any]) -> str:
-    """README.md of a model that reads text."""
-    spec = recipe.spec
-    grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
-    return (TEXT + TRAINING + ACCURACY + BEYOND_TRAINING).format(
-        **training_fields(name, recipe, run), family=spec.family, grouped=grouped,
-        Family={"llada": "LLaDA", "dream": "Dream"}[spec.family],
-        table="\n".join(map(accuracy_row, measured["held_out"])),
-        beyond="\n".join(map(accuracy_row, measured["beyond"])),
-    )  # fmt: skip
-
-
-def training_fields(name: str, recipe: Recipe, run: Run) -> dict[str, Any]:
-    """What every card says of the model's size and of how it was trained, for `str.format`."""
+def text(recipe: "Recipe", run: Run, measured: dict[str, Any]) -> str:
+    """README.md of a model: what it is, how it was trained, and what it answers."""
     spec, config, log, last = recipe.spec, recipe.config, run.log, run.log[-1]
     places = dict.fromkeys(round(i * (len(log) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS))
-    shown = [log[place] for place in places]
-    stages = len(recipe.stages)
-    return dict(
-        name=name, parameters=count((run.model.params, run.model.vision)), layers=spec.layers,
+    fields: dict[str, Any] = dict(
+        name=recipe.name, parameters=count((run.model.params, run.model.vision)), layers=spec.layers,
         heads=spec.heads, width=spec.width, steps=config.steps, seed=config.seed, rate=config.learning_rate,
         muon=config.muon, warmup=config.warmup, decay=config.decay, tokens=last["tokens"] / 1e6,
         hours=last["seconds"] / 3600, speed=last["tokens"] / last["seconds"], device=device(),
-        history=recipe.history, jax=jax.__version__, stages=stages,
-        curve="\n".join(_curve_row(entry, stages) for entry in shown),
+        history=recipe.history, jax=jax.__version__, stages=len(recipe.stages),
+        curve="\n".join(_curve_row(log[place], len(recipe.stages)) for place in places),
+        table="\n".join(map(accuracy_row, measured["held_out"])),
+        beyond="\n".join(map(accuracy_row, measured.get("beyond", ()))),
     )  # fmt: skip
+    if (vision := spec.vision) is not None:
+        fields |= dict(
+            tower_layers=vision.layers, tower_width=vision.width, side=vision.image, patch=vision.patch,
+            rows=vision.patches + 1,
+        )  # fmt: skip
+        return (PICTURES + TRAINING + ACCURACY).format(**fields)
+    grouped = f", {spec.kv_heads} of keys and values" if spec.kv_heads != spec.heads else ""
+    named = dict(family=spec.family, Family={"llada": "LLaDA", "dream": "Dream"}[spec.family])
+    return (TEXT + TRAINING + ACCURACY + BEYOND_TRAINING).format(**fields, **named, grouped=grouped)
 
 
 def device() -> str:
