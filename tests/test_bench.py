@@ -97,20 +97,15 @@ def made(policy: dj.policies.Policy, sampler: dj.samplers.Sampler, whole_s: floa
 def test_what_is_compared_with_the_exact_decoder(sampler, by_steps):
     """Steps are added up only where their number is known; without an exact decoder there is no ratio."""
     exact, dual = (made(p, sampler, 10.0) for p in (dj.policies.Policy(), dj.policies.DualCache()))
-    limits = Limits(repeats=2)
-    too_long = generation.baseline(exact, dataclasses.replace(limits, most_seconds=100.0))
-    assert too_long.once is None
-    found = generation.whole_run(dual, too_long, limits)
+    limits, slow = Limits(repeats=2), dataclasses.replace(exact, out=None)
+    found = generation.whole_run(dual, slow, limits)
     assert found["exact_by_steps_s"] == by_steps
     assert (found["over_exact"] is None) == (by_steps is None)
-    assert generation.whole_run(exact, too_long, limits)["seconds"] is None
-    once = generation.baseline(exact, limits)
-    assert once.once is not None
-    found = generation.whole_run(dual, once, limits)
+    assert generation.whole_run(slow, slow, limits)["seconds"] is None
+    found = generation.whole_run(dual, exact, limits)
     assert found["exact_by_steps_s"] is None
-    assert found["exact_seconds"]["values"] == once.once.values
-    assert len(found["over_exact"]["values"]) == 2
-    assert generation.whole_run(exact, once, limits)["tokens_per_s"] > 0
+    assert len(found["over_exact"]["values"]) == len(found["exact_seconds"]["values"]) == 2
+    assert generation.whole_run(exact, exact, limits)["over_exact"]["values"] == (1.0, 1.0)
     assert generation.whole_run(dual, None, limits)["over_exact"] is None
     assert (dual.stepwise(ROOF)["predicted_s"] is None) == (by_steps is None)
 
@@ -184,7 +179,6 @@ def test_random_model():
     assert jax.tree.map(lambda a: (a.shape, a.dtype), stacked(model.params)) == jax.tree.map(
         lambda a: (a.shape, a.dtype), wanted
     )
-    assert models.size(model) == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(wanted))
     layers = np.asarray(stacked(model.params)["layers"]["gate"], np.float32)
     assert np.std(layers) == pytest.approx(0.02, rel=0.05)
     assert not np.allclose(layers[0], layers[1])
@@ -213,24 +207,6 @@ def test_times():
     order = []
     device.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert order == ["a", "b", "a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5p", "v5p"),
-        ("TPU v6 lite", "v6e"),
-        ("cpu", None),
-    ],
-)
-def test_data_sheet_of_a_device(kind, key):
-    assert device.nominal(kind) == key
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)

@@ -13,11 +13,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 import dllm_jax as dj
-from bench.generate.generation import Exact, Limits, baseline, prepare, whole_run
+from bench.generate.generation import Generation, Limits, prepare, whole_run
 from bench.shared import device, models, runner
 from bench.shared.measure import Grid, Run
 from dllm_jax.roofline import Hardware
@@ -58,14 +57,14 @@ def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[
     """One row per prompt, batch and policy, the exact decoder first."""
     policies = [dj.policies.Policy(), *(policy for policy in options.grid.chosen if policy.reuses)]
     for prompt, batch in options.grid.shapes():
-        exact: Exact | None = None
+        exact: Generation | None = None
         for policy in policies:
             run = options.run(prompt, batch, policy)
             case = {"policy": repr(policy), "prompt": prompt, "batch": batch, "sampler": repr(run.chosen)}
             try:
                 mine = prepare(model, run, roof, options.limits)
                 if not policy.reuses:
-                    exact = baseline(mine, options.limits)
+                    exact = mine
             except MemoryError as error:
                 yield case | {"error": str(error)}
                 continue
@@ -115,7 +114,6 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         "threshold": options.threshold,
         "limits": dataclasses.asdict(options.limits),
         "ceilings": dataclasses.asdict(roof),
-        "data_sheet": device.nominal(jax.devices()[0].device_kind),
     }
     rows = measure(model, options, roof)
     runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})

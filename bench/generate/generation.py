@@ -21,13 +21,12 @@ class Limits:
 
     Attributes:
       repeats: timed runs.
-      turns_seconds: exact generations up to this long are interleaved with every policy's; others run once.
-      most_seconds: exact generations longer than this are not run.
+      turns_seconds: exact generations up to this long take turns with every policy's; longer ones are not
+        run, and their steps are added up instead.
     """
 
     repeats: int = 5
     turns_seconds: float = 15.0
-    most_seconds: float = 900.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Generation:
       predicted: its work.
       steps: times of its steps.
       program: the compiled loop.
-      out: output of a warm-up run; None if that would take too long.
+      out: output of a warm-up run; None of an exact generation that takes too long.
       peak: peak device memory, if this generation raised it; None otherwise.
     """
 
@@ -100,27 +99,12 @@ class Generation:
     def storage(self, roof: Hardware) -> dict[str, Any]:
         """Compile times and memory."""
         return {
-            "lower_s": self.program.lower.wall_s,
-            "compile_s": self.program.compile.wall_s,
+            "lower_s": self.program.lower_s,
+            "compile_s": self.program.compile_s,
             "program_bytes": self.program.bytes,
             "device_peak_bytes": self.peak,
             "predicted_bytes": self.predicted.memory.total(roof),
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Exact:
-    """The exact decoder of the same prompts.
-
-    Attributes:
-      generation: its generation.
-      once: its time, if it is too long to be interleaved but short enough to run once.
-      out: output of that run.
-    """
-
-    generation: Generation
-    once: Time | None
-    out: Any = None
 
 
 def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Generation:
@@ -155,47 +139,27 @@ def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Genera
     return dataclasses.replace(mine, peak=None if peak == before else peak)
 
 
-def baseline(mine: Generation, limits: Limits) -> Exact:
-    """The exact decoder, timed once if it is too long to be interleaved."""
-    if not limits.turns_seconds < mine.upper_bound <= limits.most_seconds:
-        return Exact(mine, None)
-    out = []
-    once = device.seconds(lambda: out.append(mine.program.run()) or out)
-    return Exact(mine, Time.of([once]), out[0])
+def whole_run(mine: Generation, exact: Generation | None, limits: Limits) -> dict[str, Any]:
+    """Times a generation in turns with the exact decoder's of the same prompts, and their ratios.
 
-
-def whole_run(mine: Generation, exact: Exact | None, limits: Limits) -> dict[str, Any]:
-    """Times a generation, interleaved with the exact decoder unless that is too slow.
-
-    It is compared with the exact decoder's run of the same turn, else with its only run, else, if the number
-    of steps is fixed, with that times its step time. Without an exact decoder there is no ratio.
+    If the exact decoder is too slow for turns, its step time times the number of steps stands for it, where
+    that number is fixed; else, and without an exact decoder, there is no ratio.
     """
-    is_exact = exact is not None and exact.generation is mine
-    if exact and is_exact and mine.upper_bound > limits.turns_seconds:
-        once = exact.once
-        found = {"seconds": once and dataclasses.asdict(once)} | _over_exact(exact, once, mine, once)
-        return found | (mine.statistics(once, exact.out) if once else {})
+    by_steps = None
+    if exact is not None and exact.out is None and mine.run.fixed_steps:
+        by_steps = exact.upper_bound
+    if mine.out is None:
+        return {"seconds": None, "over_exact": None, "exact_seconds": None, "exact_by_steps_s": by_steps}
     runs = {"ours": mine.program.run}
-    if exact and not is_exact and exact.generation.upper_bound <= limits.turns_seconds:
-        runs["exact"] = exact.generation.program.run
+    if exact is not None and exact is not mine and exact.out is not None:
+        runs["exact"] = exact.program.run
     times = device.interleaved(runs, limits.repeats)
     ours = times["ours"]
-    base = ours if is_exact else times.get("exact", exact.once if exact else None)
-    found = {"seconds": dataclasses.asdict(ours)} | mine.statistics(ours, mine.out)
-    return found | _over_exact(exact, base, mine, ours)
-
-
-def _over_exact(
-    exact: Exact | None, base: Time | None, mine: Generation, ours: Time | None
-) -> dict[str, Any]:
-    """The exact decoder's time, and its ratio to ours."""
-    by_steps = None
-    if exact and base is None and mine.run.fixed_steps:
-        by_steps = exact.generation.upper_bound
+    base = ours if exact is mine else times.get("exact")
     compared = Time.of([by_steps]) if by_steps else base
-    ratio = compared.over(ours) if ours and compared else None
     return {
-        "over_exact": ratio and dataclasses.asdict(ratio),
+        "seconds": dataclasses.asdict(ours),
+        "over_exact": compared and dataclasses.asdict(compared.over(ours)),
         "exact_seconds": base and dataclasses.asdict(base),
         "exact_by_steps_s": by_steps,
-    }
+    } | mine.statistics(ours, mine.out)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from bench.shared.models import drawn
 from dllm_jax.nn.arithmetic import precision
-from dllm_jax.roofline import HARDWARE, Hardware
+from dllm_jax.roofline import Hardware
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +115,6 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
 
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return drawn(jax.random.key(len(shape)), 64, shape, dtype)
-
-
-def nominal(kind: str) -> str | None:
-    """The device's key in `roofline.HARDWARE`, None if it has no entry.
-
-    Args:
-      kind: `device_kind`, e.g. "NVIDIA H100 80GB HBM3", "TPU v5 lite".
-    """
-    known = {"H100": "h100", "H200": "h200", "A100": "a100", "TPU v5 lite": "v5e", "TPU v5e": "v5e"}
-    known |= {"TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6": "v6e", "TPU7x": "v7x", "TPU v7": "v7x"}
-    found = next((key for name, key in known.items() if re.search(rf"\b{name}", kind)), None)  # not GH200
-    is_sxm = "PCIe" not in kind and "NVL" not in kind and "40GB" not in kind
-    assert found is None or found in HARDWARE
-    return found if is_sxm else None
 
 
 @jax.jit

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import resource
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,33 +118,20 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Duration:
-    """Time that something took.
-
-    Attributes:
-      wall_s: seconds.
-      cpu_s: seconds of this process on all cores, which leaves out what other processes take.
-    """
-
-    wall_s: float
-    cpu_s: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled generation.
 
     Attributes:
       compiled: the executable.
       run: runs it on the model and request it was compiled for; tokens, statistics and None.
-      lower: tracing and lowering.
-      compile: XLA, or reading its cache if one is set up.
+      lower_s: seconds of tracing and lowering.
+      compile_s: seconds of XLA, or of reading its cache if one is set up.
     """
 
     compiled: jax.stages.Compiled
     run: Callable[[], Any]
-    lower: Duration
-    compile: Duration
+    lower_s: float
+    compile_s: float
 
     @property
     def bytes(self) -> int | None:
@@ -159,21 +145,9 @@ class Program:
 
 def program(model: dj.Model, request: Request) -> Program:
     """Compiles a generation ahead of time; an abstract model will do, though its program cannot be run."""
-    lowered, lower = _spending(
-        lambda: denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan)
-    )
-    compiled, compile = _spending(lowered.compile)
-    return Program(
-        compiled, functools.partial(compiled, model, *request.inputs, plan=request.plan), lower, compile
-    )
-
-
-def _spending(work: Callable[[], Any]) -> tuple[Any, Duration]:
-    wall, cpu = time.perf_counter(), _cpu()
-    done = work()
-    return done, Duration(time.perf_counter() - wall, _cpu() - cpu)
-
-
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    start = time.perf_counter()
+    lowered = denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan)
+    between = time.perf_counter()
+    compiled = lowered.compile()
+    run = functools.partial(compiled, model, *request.inputs, plan=request.plan)
+    return Program(compiled, run, between - start, time.perf_counter() - between)

@@ -91,8 +91,3 @@ def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"policies {', '.join(unknown)} are not among {', '.join(known)}")
     return [policy for name, policy in known.items() if name in names or not names]
-
-
-def size(model: dj.Model) -> int:
-    """Bytes of the parameters."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
