@@ -19,33 +19,15 @@ pytestmark = pytest.mark.usefixtures("unannotated")
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_lora_adapter(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    for _ in range(2):
-        with pytest.raises(FileNotFoundError, match="LoRA adapter: merge it into its base model"):
-            dj.load(tmp_path)
-        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-
-
 def test_a_merged_adapter_is_a_checkpoint(tmp_path):
     path = write_hf(tmp_path / "hf", tiny())
     (path / "adapter_config.json").write_text("{}")
     assert dj.load(path).spec == tiny()
 
 
-def test_gguf(tmp_path):
-    file = tmp_path / "llada-q4.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(NotADirectoryError, match=r"GGUF file.*is not read: load the original"):
-        dj.load(file)
-    with pytest.raises(FileNotFoundError, match=r"llada-q4\.gguf: GGUF"):
-        dj.load(tmp_path)
-
-
-def test_a_file_of_a_checkpoint(tmp_path):
-    path = write_hf(tmp_path / "hf", tiny())
-    with pytest.raises(NotADirectoryError, match=f"pass its directory, {path}"):
-        dj.load(path / "model.safetensors")
+def test_a_file_is_no_checkpoint(tmp_path):
+    with pytest.raises(NotADirectoryError, match="is a file; expected a checkpoint directory"):
+        dj.load(write_hf(tmp_path / "hf", tiny()) / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", embedded.NAMES)

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
-from dllm_jax.checkpoint import convert, export, save_hf, verify
+from convert.verify import verify
+from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec, spec_to_config
 from tests import llada_v

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dllm_jax.checkpoint import convert, verify
+from convert.verify import verify
+from dllm_jax.checkpoint import convert
 from tests.checkpoints import tiny, write_hf
 
 START = """

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
+from convert.verify import verify
 from dllm_jax.checkpoint import arrays, convert, save_hf
 from dllm_jax.checkpoint.converted import ConvertedCheckpoint
 from dllm_jax.checkpoint.families import units_of
@@ -88,7 +89,7 @@ def test_directories_of_earlier_releases_load(tmp_path, places, weights):
     directory = places["converted" if weights is None else "int8"]
     old = of_an_earlier_release(directory, tmp_path / "old")
     assert json.loads((old / "spec.json").read_text())["format"] == (1 if weights is None else 2)
-    assert dj.checkpoint.verify(old, directory, tokens=0).identical
+    assert verify(old, directory, tokens=0).identical
 
 
 def test_devices_that_hold_the_same_part_read_it_once():
@@ -144,5 +145,5 @@ def bytes_read() -> int:
 def test_saving_keeps_nothing_of_the_model_on_the_host(places, tmp_path, over):
     model = dj.load(places["hf"], mesh=None if over is None else jax.make_mesh(over, ("fsdp",)))
     saved = save_hf(model, tmp_path / "saved")
-    assert dj.checkpoint.verify(places["hf"], saved, tokens=0).identical
+    assert verify(places["hf"], saved, tokens=0).identical
     assert all(array._npy_value is None for array in jax.tree.leaves(model.params))  # JAX's copy of the host

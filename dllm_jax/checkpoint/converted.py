@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.checkpoint.arrays import open_array, write
+from dllm_jax.checkpoint.arrays import names, open_array, unit_of, write
 from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
 from dllm_jax.checkpoint.stored import Ranges, StoredParameter
-from dllm_jax.checkpoint.unit_metadata import check_names, check_unit, entries
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
 from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ModelSpec
@@ -78,16 +77,40 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
     """
     spec, dtype, weights = read_spec(path)
     params = path / PARAMS
-    if (layers := layers_in_all(spec)) > len(entries(params)):  # before a list of that many is made
+    found = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
+    if (layers := layers_in_all(spec)) > len(found):  # before a list of that many is made
         raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
     units = units_of(spec)
-    check_names(params, [unit.name for unit in units], SPEC)
+    if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
+        raise ValueError(f"{params} lacks {', '.join(missing)}")
+    if extra := sorted(found - {unit.name for unit in units}):
+        raise ValueError(f"{params} holds {', '.join(extra)}, which {SPEC} does not describe")
     check_tree(path, PARAMS)
     for unit in units:
         described = unit.arrays(spec, dtype, weights)
         arrays = [_named(leaf, parameter) for leaf, parameter in described.items()]
-        check_unit(params / unit.name, dict(ChainMap(*arrays)), SPEC)
+        _check_unit(params / unit.name, dict(ChainMap(*arrays)))
     return ConvertedCheckpoint(path, spec, dtype, weights)
+
+
+def _check_unit(where: Path, expected: dict[str, Any]):
+    """Compares what a unit's files say that they are with what spec.json describes; reads no weights.
+
+    So units that changed places are noticed, and nothing is allocated for a spec that the files do not fit.
+    Units of formats 1 and 2 have no name, and are taken at their directory's.
+    """
+    unit = unit_of(where)
+    if unit is not None and unit != where.name:
+        raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
+    kind = lambda array: (tuple(array.shape), str(array.dtype))
+    found = {name: kind(open_array(where, name)) for name in names(where)}
+    wanted = {name: kind(array) for name, array in expected.items()}
+    if found != wanted:
+        differing = sorted(
+            name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+        )
+        have, want = ({name: side.get(name) for name in differing} for side in (found, wanted))
+        raise ValueError(f"{where} holds {have}, but {SPEC} describes {want}")
 
 
 def write_unit(path: Path, unit: Unit, parameters: dict[str, HostArray]):

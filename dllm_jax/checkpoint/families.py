@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config
-from dllm_jax.checkpoint.hints import check_variant
 from dllm_jax.checkpoint.names import dream, llada, llada_v
 from dllm_jax.checkpoint.names.table import TensorName, Unit, units
 from dllm_jax.nn.spec import ModelSpec
@@ -65,10 +64,10 @@ def config_to_spec(config: Config) -> ModelSpec:
     """The spec a config.json describes.
 
     Raises:
-      ValueError: another model type, a variant (`hints.check_variant`), an unsupported value or a missing
+      ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    check_variant(config)
+    _check_variant(config)
     by_type = {family.model_type: family for family in FAMILIES.values()}
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:
@@ -82,6 +81,25 @@ def config_to_spec(config: Config) -> ModelSpec:
         if str(error).startswith(config.where):
             raise
         raise ValueError(f"{config.where}: {error}") from error  # a rule of ModelSpec, which knows no file
+
+
+def _check_variant(config: Config):
+    """Raises ValueError for relatives of the supported models, which would be read as those."""
+    values = config.values
+    if values.get("quantization_config") is not None:
+        given = values["quantization_config"]
+        method = given.get("quant_method") if isinstance(given, dict) else given
+        raise ValueError(
+            f"{config.where}: quantization_config ({method!r}) is not supported: load the original "
+            "checkpoint; dj.load(..., weights='int8') holds its matrices in int8"
+        )
+    architectures = values.get("architectures")
+    names = [values.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    if "num_experts" in values or any("moe" in str(name).lower() for name in names):
+        raise ValueError(
+            f"{config.where}: a mixture of experts (LLaDA-MoE) is not supported; supported are the dense "
+            "models: LLaDA-8B, LLaDA-1.5 and Dream"
+        )
 
 
 def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) -> dict[str, Any]:

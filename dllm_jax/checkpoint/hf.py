@@ -11,7 +11,6 @@ from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
-from dllm_jax.checkpoint.hints import of_directory
 from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
 from dllm_jax.checkpoint.stored import Ranges, Stored, StoredParameter
 from dllm_jax.nn.sharding import shape
@@ -106,8 +105,6 @@ def open_hf(path: Path) -> HFCheckpoint:
       FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
       ValueError: unsupported config, unreadable file, or tensors that do not fit (all of them listed).
     """
-    if hint := of_directory(path):
-        raise FileNotFoundError(f"{path} holds no checkpoint{hint}")
     config = read_config(path / "config.json")
     spec = config_to_spec(config)
     stored: dict[str, TensorLocation] = {}

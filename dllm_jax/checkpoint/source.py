@@ -14,14 +14,15 @@ import numpy as np
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
-from dllm_jax.checkpoint.hints import of_file, of_nothing
 from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.staging import left_behind
 from dllm_jax.checkpoint.stored import StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 from dllm_jax.nn.spec import ModelSpec
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 BY_ID = ("embed", "head")  # parameters with a row per token id
+EMBEDDED = Path(__file__).parents[1] / "embedded"
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
@@ -122,10 +123,15 @@ def locate(path: str | os.PathLike[str]) -> Path:
     if here.is_dir():
         return here
     if here.exists():
-        raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory{of_file(here)}")
+        raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory")
     if not re.fullmatch(HUB_ID, str(path)) or str(path).startswith("."):
+        hint = ""
+        if len(here.parts) == 1 and (EMBEDDED / here.name).is_dir():
+            hint = f"; the embedded checkpoint of this name is dj.load(dj.embedded.path({here.name!r}))"
+        elif old := left_behind(here):
+            hint = f"; a run that was killed while it replaced it left the old one as {old}: rename it back"
         raise FileNotFoundError(
-            f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){of_nothing(here)}"
+            f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){hint}"
         )
     return _fetched(str(path), here)
 
