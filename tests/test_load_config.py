@@ -103,6 +103,7 @@ def test_nulls_that_stand_for_something():
     [
         ("activation_type", "swiglu", '"silu"'),
         ("alibi", True, "false"),
+        ("alibi", 0, "false"),
         ("attention_layer_norm", True, "false"),
         ("bias_for_layer_norm", True, "false"),
         ("block_group_size", 2, "1"),

@@ -49,6 +49,9 @@ def test_boundary_layers_by_hand():
     np.testing.assert_array_equal(layers.budgets(4, 8, 100), [9, 7, 7, 9])
     np.testing.assert_array_equal(layers.budgets(4, 8, 5), [5, 5, 5, 5])
     np.testing.assert_array_equal(eviction.BoundaryMiddle().budgets(4, 8, 100), [8, 8, 8, 8])
+    # base 2 of 8; 24 to spread: boundary 24 * 4/6 = 16 over two, middle 8 over two
+    layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.25)
+    np.testing.assert_array_equal(layers.budgets(4, 8, 100), [10, 6, 6, 10])
 
 
 def test_heads_that_prefer_the_prompt_keep_more():

@@ -119,6 +119,8 @@ def test_isolated_prompts_do_not_see_their_answers(family):
     # Answers see both: the rows of an answer depend on the prompt, and not only through the prompt's rows.
     other = encode(model, tokens.at[:, 0].add(1) % 30, within=mask)
     assert (jnp.abs(other - hidden)[:, p:].max(axis=(1, 2)) > 1e-3).all()
+    later = encode(model, tokens.at[:, -1].add(1) % 30, within=mask)
+    assert (jnp.abs(later - hidden)[:, p:-1].max(axis=(1, 2)) > 1e-3).all(), "nor only itself"
     assert (jnp.abs(full - hidden)[::2, :p].max(axis=(1, 2)) > 1e-3).all()
 
 

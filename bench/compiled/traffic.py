@@ -1,8 +1,6 @@
 """Bytes that an optimised HLO program moves through the main memory, loop by loop.
 
-    python -m bench.compiled.traffic PROGRAM.hlo [--least MB]
-
-PROGRAM.hlo is `compiled.as_text()` of a program for a TPU or a CUDA GPU; no device is needed. Counted per
+A program is `compiled.as_text()`, for a TPU or a CUDA GPU; no device is needed. Counted per
 trip of each loop body are operands and results, in main memory, of every instruction on its own. Not counted:
 a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part that is
 read; what is updated in place, beyond the part that is written. What a GPU's L2 cache holds is counted too,
@@ -14,10 +12,6 @@ and whole stacks instead of slices.
 import collections
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from bench.compiled.hlo import Instruction, Leaf, parse
 
@@ -260,26 +254,3 @@ class _Reader:
             return None
         update = body.get(i.args[1 if i.op == "dynamic-update-slice" else -1])
         return sum(leaf.size for leaf in update.leaves) if update else None
-
-
-def main(program_file: Annotated[Path, tyro.conf.Positional], least: float = 4.0):
-    """Prints every loop, and the instructions in it that move at least `least` MB."""
-
-    def show(loop: Loop, depth: int):
-        pad = "  " * depth
-        read, written = (sum(getattr(m, side) for m in loop.moves) / 1e6 for side in ("read", "written"))
-        moved = f"reads {read:.1f} MB, writes {written:.1f} MB"
-        print(f"{pad}{loop.what} trips={loop.trips} {moved} {loop.collectives or ''}")
-        for move in loop.moves:
-            if move.read + move.written >= least * 1e6:
-                i, copies = move.instruction, "COPY" if move.copies else ""
-                sizes = f"{move.read / 1e6:8.1f} {move.written / 1e6:8.1f}"
-                print(f"{pad}  {sizes} {i.op:12} {i.name[:36]:36} {i.type[:70]} [{i.source[-70:]}] {copies}")
-        for inner in loop.inner:
-            show(inner, depth + 1)
-
-    show(program(program_file.read_text()), 0)
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

@@ -10,7 +10,7 @@ same process: in a copy or a matrix-vector product (bandwidth), and in a square 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import tyro
@@ -85,13 +85,20 @@ def _ratio(row: runner.Row) -> str:
     return f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else "-"
 
 
+def _counted(name: str, form: str) -> Callable[[runner.Row], str]:
+    """A cell of a generation that was run."""
+    return lambda row: f"{row[name]:{form}}" if row["seconds"] else "-"
+
+
 COLUMNS: runner.Columns = {
     "policy": lambda row: row["policy"].split("(")[0],
     "prompt": lambda row: row["prompt"],
     "batch": lambda row: row["batch"],
     "full step": lambda row: _step("whole", row),
     "partial step": lambda row: _step("part", row),
-    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}" if row["seconds"] else "-",
+    "tokens/s": _counted("tokens_per_s", ".1f"),
+    "positions per token": _counted("positions_per_token", ".1f"),
+    "forwards": _counted("forwards", ".0f"),
     "over exact": _ratio,
 }
 

@@ -72,13 +72,9 @@ class Generation:
         return found | {"predicted_s": self.predicted.on(roof).seconds if fixed else None}
 
     def statistics(self, time: Time, out: Any) -> dict[str, Any]:
-        """Counts and rates; if all partial steps are alike, also the sum of the step times."""
+        """Counts and rates."""
         _, stats, _ = jax.tree.map(np.asarray, out)
-        refreshes, forwards = float(np.max(stats.refreshes)), float(np.max(stats.nfe))
-        partial = self.steps.partial.median if self.steps.partial else 0.0
-        sum_of_steps = refreshes * self.steps.full.median + (forwards - refreshes) * partial
         return {
-            "steps_added_up_s": sum_of_steps if self._partial_steps_are_alike(stats) else None,
             "tokens_per_s": float(np.sum(stats.decoded)) / time.median,
             "tokens_before_eos_per_s": float(np.sum(stats.answer)) / time.median,
             "forwards": float(np.mean(stats.nfe)),
@@ -87,14 +83,6 @@ class Generation:
                 np.sum(stats.computed + stats.widened) / max(np.sum(stats.decoded), 1)
             ),
         }
-
-    def _partial_steps_are_alike(self, stats: Any) -> bool:
-        """Whether all partial steps did as much as the one that was timed: by prediction, and as counted."""
-        kinds = {step for step, _, _ in self.predicted.steps if not step.full}
-        full = np.sum(stats.refreshes) * (self.run.prompt + self.run.length)
-        partial = np.sum(stats.nfe - stats.refreshes) * (self.steps.positions or 0.0)
-        counted = np.sum(stats.computed + stats.widened)
-        return len(kinds) < 2 and bool(np.isclose(counted, full + partial))
 
     def storage(self, roof: Hardware) -> dict[str, Any]:
         """Compile times and memory."""

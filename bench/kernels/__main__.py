@@ -21,7 +21,7 @@ from bench.kernels.cases import FAMILIES, Family, Operands
 from bench.shared import device, runner
 from dllm_jax.roofline import Hardware
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas", "cudnn")
+IMPLEMENTATIONS = ("xla", "pallas", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
       operations: names; all if empty.
-      implementations: "reference", "xla", "pallas", "cudnn".
+      implementations: "xla", "pallas", "cudnn".
       small: the small shapes of the tests.
       most: number of shapes per operation, all if not given.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
@@ -72,10 +72,6 @@ def function(family: Family, implementation: str, case: Operands) -> Callable[..
     Raises:
       NotImplementedError: there is no such implementation for these operands, and why.
     """
-    if implementation == "reference":
-        if family.reference is None:
-            raise NotImplementedError("XLA's form is the reference")
-        return jax.jit(functools.partial(family.reference, **case.options))
     if implementation != "xla":  # where the call is not supported, XLA's form would be taken, silently
         platform = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
         of, call = family.operation, (case.arrays, case.options)

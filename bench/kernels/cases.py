@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
-import pallas_kernels.topk_evict.reference as topk_reference
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
 
@@ -44,14 +43,12 @@ class Family:
 
     Attributes:
       operation: all its implementations.
-      reference: a plainer form than XLA's that defines its meaning, None where XLA's is that.
       small: shapes for CPUs.
       models: shapes of real models, by name.
       make: operands of a shape, in a dtype.
     """
 
     operation: Operation
-    reference: Callable[..., Any] | None
     small: list[Any]
     models: Mapping[str, Any]
     make: Callable[[Any, Any], Operands]
@@ -117,14 +114,14 @@ def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
     return Operands((score, count), dict(width=shape.width))
 
 
-def _family(name: str, reference: Callable[..., Any] | None, shapes: Any, make: Any) -> Family:
-    return Family(OPERATION[name], reference, shapes.SMALL, shapes.MODELS, make)
+def _family(name: str, shapes: Any, make: Any) -> Family:
+    return Family(OPERATION[name], shapes.SMALL, shapes.MODELS, make)
 
 
 FAMILIES = (
-    _family("attention", None, attention_shapes, _attention),
-    _family("received", None, attention_shapes, _afterwards(True)),
-    _family("head_mean", None, attention_shapes, _afterwards(False)),
-    _family("sparse_gather", None, gather_shapes, _gather),
-    _family("topk_evict", topk_reference.topk_evict, topk_shapes, _evict),
+    _family("attention", attention_shapes, _attention),
+    _family("received", attention_shapes, _afterwards(True)),
+    _family("head_mean", attention_shapes, _afterwards(False)),
+    _family("sparse_gather", gather_shapes, _gather),
+    _family("topk_evict", topk_shapes, _evict),
 )

@@ -13,7 +13,6 @@ in torch take turns with our own exact decoder.
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -29,15 +28,13 @@ from bench.shared import device, models, runner
 from bench.shared.measure import Run, program
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import encode
-from dllm_jax.options import Options as Checked
-from dllm_jax.options import PositiveInt
 
 GAIN = 3.0  # of the random weights: confidences and scores lie further apart than rounding, and tokens differ
 EXACT = "exact"  # names our `Policy()`
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(Checked):
+class Options:
     """What is compared.
 
     Attributes:
@@ -57,17 +54,16 @@ class Options(Checked):
     shape: tuple[str, ...] = ("llada-8b",)
     policy: tuple[str, ...] = (EXACT, "DualCache", "SparseDLLM")
     dtype: str | None = None
-    prompt: tuple[PositiveInt, ...] = (1024,)
-    batch: PositiveInt = 1
-    length: PositiveInt = 256
-    block: PositiveInt = 32
-    steps: PositiveInt | None = None
-    repeats: PositiveInt = 5
+    prompt: tuple[int, ...] = (1024,)
+    batch: int = 1
+    length: int = 256
+    block: int = 32
+    steps: int | None = None
+    repeats: int = 5
     compiled: bool | None = None
     json: runner.JsonFile = None
 
     def __post_init__(self):
-        super().__post_init__()
         for name in self.shape:
             models.shape(name)
         self.chosen()
@@ -82,93 +78,65 @@ class Options(Checked):
         return Run(prompt, self.batch, self.length, self.block, steps, policy, sampler)
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """One model at one prompt length; rows of its policies.
+def rows(
+    model: dj.Model, theirs: Twin, options: Options, prompt: int, policy: dj.policies.Policy
+) -> Iterator[runner.Row]:
+    """A generation's row; of the exact decoder also that of a single forward, first.
 
-    Attributes:
+    Args:
       model: ours.
       theirs: the same in torch.
       options: what is compared.
       prompt: positions.
+      policy: of our generation.
     """
+    run, decoder = options.run(prompt, policy), peer(theirs, policy)
+    request = run.request(model)
+    case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt}
+    ours = program(model, request).run
 
-    model: dj.Model
-    theirs: Twin
-    options: Options
-    prompt: int
+    # Without a peer the policy is timed beside our exact decoder.
+    if decoder is None:
+        exact = dataclasses.replace(run, policy=dj.policies.Policy(), sampler=run.chosen)
+        runs = {"exact": program(model, exact.request(model)).run, "ours": ours}
+        yield case | {"of": "generation"} | beside(runs, options.repeats)[0]
+        return
 
-    def rows(self, policy: dj.policies.Policy) -> Iterator[runner.Row]:
-        """A generation's row; of the exact decoder also that of a single forward, first."""
-        if not policy.reuses:
-            forwards = self._forwards()
-            _once(forwards)
-            yield self._beside(policy, "forward", forwards)
-        run, decoder = self.options.run(self.prompt, policy), peer(self.theirs, policy)
-        runs = {"ours": program(self.model, run.request(self.model)).run}
+    torch, tokens = theirs.torch, request.inputs.tokens
+    start = torch.tensor(np.asarray(tokens), dtype=torch.long, device=theirs.network.device)
+    if not policy.reuses:
+        block = slice(prompt, prompt + run.block)
+        logits = jax.jit(
+            lambda model, tokens: unembed(model.params, model.spec, encode(model, tokens)[:, block])
+        )
+        forwards = {
+            "theirs": lambda: theirs.run(lambda: theirs.logits(theirs.full(start)[:, block])),
+            "ours": lambda: logits(model, tokens),
+        }
+        yield case | {"of": "forward"} | beside(forwards, options.repeats)[0]
 
-        # Without a peer the policy is timed beside our exact decoder.
-        if decoder is None:
-            exact = dataclasses.replace(run, policy=dj.policies.Policy(), sampler=run.chosen)
-            runs = {"exact": program(self.model, exact.request(self.model)).run} | runs
-            _once(runs)
-            yield self._beside(policy, "generation", runs)
-            return
-
-        # Both generate once before they are timed, and their tokens are compared.
-        start = self._canvas(run)
-        generate = lambda: decoder.generate(start.clone(), run)
-        runs = {"theirs": functools.partial(self._under_torch, generate)} | runs
-        out = _once(runs)
-        same = np.asarray(out["ours"][0]) == out["theirs"].cpu().numpy()
-        agreement = {
+    # Both generate once before they are timed, and their tokens are compared.
+    runs = {"theirs": lambda: theirs.run(lambda: decoder.generate(start.clone(), run)), "ours": ours}
+    times, out = beside(runs, options.repeats)
+    same = np.asarray(out["ours"][0]) == out["theirs"].cpu().numpy()
+    yield (
+        case
+        | {"of": "generation"}
+        | times
+        | {
             "same_tokens": bool(same.all()),
-            "agreeing": int(same[:, self.prompt :].sum()),
+            "agreeing": int(same[:, prompt:].sum()),
             "tokens": run.batch * run.length,
         }
-        yield self._beside(policy, "generation", runs) | agreement
-
-    def _forwards(self) -> dict[str, Callable[[], Any]]:
-        """The logits of the first block, by theirs and by ours."""
-        run, spec = self.options.run(self.prompt, dj.policies.Policy()), self.model.spec
-        tokens, block = run.request(self.model).inputs.tokens, slice(run.prompt, run.prompt + run.block)
-        start = self._canvas(run)
-
-        @jax.jit
-        def logits(model, tokens):
-            return unembed(model.params, spec, encode(model, tokens)[:, block])
-
-        theirs = lambda: self.theirs.logits(self.theirs.full(start)[:, block])
-        return {
-            "theirs": functools.partial(self._under_torch, theirs),
-            "ours": functools.partial(logits, self.model, tokens),
-        }
-
-    def _beside(self, policy: dj.policies.Policy, of: str, runs: dict[str, Callable[[], Any]]) -> runner.Row:
-        """Times of the runs in turns, and of the other one over ours."""
-        times = device.interleaved(runs, self.options.repeats)
-        other = next(iter(runs))
-        times[f"{other}_over_ours"] = times[other].over(times["ours"])
-        name = repr(policy) if policy.reuses else EXACT
-        case = {"policy": name, "prompt": self.prompt, "of": of}
-        return case | {key: dataclasses.asdict(time) for key, time in times.items()}
-
-    def _canvas(self, run: Run) -> Any:
-        """The canvas that both begin with, as a tensor [b l]."""
-        tokens = np.asarray(run.request(self.model).inputs.tokens)
-        torch = self.theirs.torch
-        return torch.tensor(tokens, dtype=torch.long, device=self.theirs.network.device)
-
-    def _under_torch(self, step: Callable[[], Any]) -> Any:
-        with self.theirs.torch.inference_mode():
-            out = step()
-        self.theirs.wait()
-        return out
+    )
 
 
-def _once(runs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each run returns; compiles what is not compiled yet."""
-    return {name: jax.block_until_ready(once()) for name, once in runs.items()}
+def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row, dict[str, Any]]:
+    """Times of the runs in turns and of the first one over ours; and what each returned before, untimed."""
+    out = {name: jax.block_until_ready(once()) for name, once in runs.items()}
+    times, (other, *_) = device.interleaved(runs, repeats), runs
+    times[f"{other}_over_ours"] = times[other].over(times["ours"])
+    return {name: dataclasses.asdict(time) for name, time in times.items()}, out
 
 
 def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
@@ -180,9 +148,8 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
             take_threads_of_xla(theirs.torch)
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
         for prompt in options.prompt:
-            comparison = Comparison(model, theirs, options, prompt)
             for policy in options.chosen():
-                yield from (fixed | row for row in comparison.rows(policy))
+                yield from (fixed | row for row in rows(model, theirs, options, prompt, policy))
 
 
 def _seconds(who: str) -> Callable[[runner.Row], str]:
@@ -222,8 +189,8 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     # torch is imported by the first row, which says so where it is missing.
     names = ("torch", "transformers")
     versions = lambda: {name: sys.modules[name].__version__ for name in names}
-    rows = measure(options, dtype)
-    runner.run(rows, COLUMNS, options.json, lambda rows: where | versions() | {"rows": rows})
+    document = lambda rows: where | versions() | {"rows": rows}
+    runner.run(measure(options, dtype), COLUMNS, options.json, document)
 
 
 if __name__ == "__main__":

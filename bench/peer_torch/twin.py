@@ -39,10 +39,13 @@ class Twin:
     compiled: Callable[[Any], Any] | None = None
     how: str = "eager"
 
-    def wait(self) -> None:
-        """Blocks until the device is idle."""
+    def run(self, step: Callable[[], Any]) -> Any:
+        """What a step returns, without gradients, once the device is idle."""
+        with self.torch.inference_mode():
+            out = step()
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
+        return out
 
     def hidden(self, tokens: Any, first: int, attend: Attend) -> Any:
         """Final hidden states of consecutive positions, by the network's own modules.

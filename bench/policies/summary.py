@@ -14,17 +14,8 @@ from typing import Any
 import tyro
 
 import dllm_jax as dj
-from bench.policies.grid import (
-    CACHES,
-    EXACT,
-    HALF_THE_STEPS,
-    PICTURED,
-    THRESHOLD,
-    Setting,
-    at_defaults,
-    find,
-    mask_kv,
-)
+from bench.policies import grid
+from bench.policies.grid import EXACT, HALF_THE_STEPS, THRESHOLD, Setting, find, mask_kv
 from bench.policies.workloads import ASKED_OF_PICTURES
 from bench.shared import runner
 from dllm_jax import policies as p
@@ -101,7 +92,7 @@ def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> lis
     Results do not hold policies that are newer than they are.
     """
     names = {row["policy"].split("(")[0] for workload in measured.values() for row in workload["rows"]}
-    rest = map(Line, at_defaults([line.chain for line in LINES], policies))
+    rest = map(Line, grid.at_defaults([line.chain for line in LINES], policies))
     return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 
 
@@ -133,7 +124,7 @@ def pictured(measured: dict[str, Any], model: str) -> str:
 
     rows = {
         setting: [find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES]
-        for setting in PICTURED
+        for setting in grid.PICTURED
     }
     known = {setting: row for setting, row in rows.items() if None not in row}
     cells = [_cells(call(s.policy), s.variant, found, found[-1], rate) for s, found in known.items()]
@@ -153,7 +144,7 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
     """Markdown: on chains, right answers and tokens per forward of each policy as steps become fewer."""
     workloads = [measured[f"{model} chain"] for model in models]
     cells = []
-    for policy in (EXACT.policy, *CACHES):
+    for policy in (EXACT.policy, *grid.CACHES):
         rows = [
             found(workload, dataclasses.replace(fewer, policy=policy))
             for workload in workloads

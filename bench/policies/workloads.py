@@ -10,35 +10,14 @@ import numpy as np
 from scipy.stats import binomtest
 
 import dllm_jax as dj
-from bench.policies.grid import (
-    CORE,
-    LONG,
-    LONG_EVICTION,
-    PICTURED,
-    SHIFTED,
-    SHORT,
-    SHORT_EVICTION,
-    Setting,
-    calibrated,
-)
+from bench.policies import grid as settings
+from bench.policies.grid import Setting
+from dllm_jax import tasks
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.eval.run.checkpoint import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.provenance import now
-from dllm_jax.tasks import (
-    Chain,
-    Example,
-    FewShot,
-    ReadNumbers,
-    Sorting,
-    Task,
-    encode_batch,
-    exact,
-    examples,
-    needle,
-    prompt_arrays,
-)
 from dllm_jax.vision import Processor
 
 CALIBRATION = 32  # prompts of a profile
@@ -71,7 +50,7 @@ class Workload:
     block: int
     chunk: int
     grid: tuple[Setting, ...]
-    wanted: tuple[Example, ...]
+    wanted: tuple[tasks.Example, ...]
     tokenizer: Any
     sha256: str
     embeds: np.ndarray | None = None
@@ -117,9 +96,9 @@ class Workload:
         """
         spec, wanted = self.model.spec, list(self.wanted)
         tokenizer = self.tokenizer.tokenizer if isinstance(self.tokenizer, Processor) else self.tokenizer
-        right = exact(decode_answers(self.model, tokenizer, responses), wanted)
+        right = tasks.exact(decode_answers(self.model, tokenizer, responses), wanted)
         found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
-        answers = encode_batch(self.tokenizer, wanted, self.length, spec).answer
+        answers = tasks.encode_batch(self.tokenizer, wanted, self.length, spec).answer
         asked = np.asarray(answers) != spec.eos_id
         return {
             "accuracy": float(np.mean(right)),
@@ -142,7 +121,7 @@ class Asked:
       pictured: about pictures, of which fewer settings are compared.
     """
 
-    task: Task
+    task: tasks.Task
     size: int
     length: int = 4
     eviction: bool = False
@@ -154,32 +133,34 @@ class Asked:
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
-            return PICTURED
+            return settings.PICTURED
         if self.core:
-            return CORE
+            return settings.CORE
         short = self.length == BLOCK
-        grid, variants = (SHORT, SHORT_EVICTION) if short else (LONG, LONG_EVICTION)
+        grid, variants = (
+            (settings.SHORT, settings.SHORT_EVICTION) if short else (settings.LONG, settings.LONG_EVICTION)
+        )
         return (*grid, *variants) if self.eviction else grid
 
 
 # What a cache loses by age shows in chains, in long ones across many blocks; what it loses by eviction in
 # chains among values, which it may drop, and in prompts with several needles.
 ASKED = {
-    "chain": Asked(Chain(), 7, 32),
-    "chain-among-values": Asked(Chain(8, values=12), 7, 32, eviction=True),
-    "chain-of-16": Asked(Chain(20), 16, 72, fewer=2, core=True),
-    "needles-256": Asked(*needle(256, 8), 56, fewer=2, core=True),
-    "sorting": Asked(Sorting(), 16, 24),
-    "needle-256": Asked(*needle(256), eviction=True),
-    "needle-1024": Asked(*needle(1024), fewer=2),
-    "few-shot": Asked(FewShot(), 5, eviction=True),
+    "chain": Asked(tasks.Chain(), 7, 32),
+    "chain-among-values": Asked(tasks.Chain(8, values=12), 7, 32, eviction=True),
+    "chain-of-16": Asked(tasks.Chain(20), 16, 72, fewer=2, core=True),
+    "needles-256": Asked(*tasks.needle(256, 8), 56, fewer=2, core=True),
+    "sorting": Asked(tasks.Sorting(), 16, 24),
+    "needle-256": Asked(*tasks.needle(256), eviction=True),
+    "needle-1024": Asked(*tasks.needle(1024), fewer=2),
+    "few-shot": Asked(tasks.FewShot(), 5, eviction=True),
 }
 # What a model answers less than every fifth time tells little of policies; a test compares with its card.
 UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "needle-1024", "sorting"}}
 # What is lost by dropping or skipping image tokens, of which an answer needs one.
 ASKED_OF_PICTURES = {
-    "read-2": Asked(ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
-    "read-5": Asked(ReadNumbers(digits=1, scattered=True), 5, 2, pictured=True),
+    "read-2": Asked(tasks.ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
+    "read-5": Asked(tasks.ReadNumbers(digits=1, scattered=True), 5, 2, pictured=True),
 }
 
 
@@ -188,22 +169,22 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     # Most of the time goes to compiling, and of stacked layers one is compiled.
     path = dj.embedded.path(name)
     model, embeds, grid = dj.load(path, separate_layers=False), None, asked.grid
-    wanted = examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
+    wanted = tasks.examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
     if asked.pictured:
         reader = Processor.load(path)
         prompt, mask, embeds = map(np.asarray, reader.encode(model, [one.messages for one in wanted]))
     else:
         reader = read_tokenizer(path)
-        prompt, mask = prompt_arrays(reader, wanted, model.spec.eos_id)
+        prompt, mask = tasks.prompt_arrays(reader, wanted, model.spec.eos_id)
     assert np.all(mask), "the size of a task fixes the length of its prompts"
 
     # Settings that only this model or task has.
     if model.spec.shifted and title == "chain":
-        grid = (*grid, *SHIFTED)
+        grid = (*grid, *settings.SHIFTED)
     if asked.eviction:
-        known = examples(asked.task, 31, asked.size, CALIBRATION, "train")
-        seen = prompt_arrays(reader, known, model.spec.eos_id)[0]
-        grid = (*grid, *calibrated(calibrate(model, seen, asked.length)))
+        known = tasks.examples(asked.task, 31, asked.size, CALIBRATION, "train")
+        seen = tasks.prompt_arrays(reader, known, model.spec.eos_id)[0]
+        grid = (*grid, *settings.calibrated(calibrate(model, seen, asked.length)))
     chunk = min(len(wanted), 32 if prompt.shape[1] < LONG_PROMPT else 8)
     return Workload(
         f"{name} {title}", model, prompt, asked.length, min(BLOCK, asked.length), chunk, grid, tuple(wanted),

@@ -1,6 +1,6 @@
 """The recipes of the embedded models: what they are asked, in which order they learn it, how they begin.
 
-A model has the architecture, the configuration and the tokenizer of the one that ships.
+A model has the architecture, configuration and tokenizer of the one that ships; its card begins like that's.
 """
 
 import dataclasses
