@@ -8,9 +8,11 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.state.inputs import PositionsWarning
 from tests.models import FAMILIES, tiny
 from tests.test_policies import prompts
 from tests.test_policies_as_programs import lowered
+from tests.traces import assert_same_run, of_sequence
 
 
 def test_the_vocabulary_meets_only_candidate_rows():
@@ -82,3 +84,59 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     assert alone.trace is not None
     np.testing.assert_array_equal(batch.trace.tokens[:, 1, 4:], alone.trace.tokens[:, 0])
     assert batch.stats.decoded[1] == alone.stats.decoded[0] == 6
+
+
+def test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in():
+    """Prompts and templates on the left, answers on the right, all as the padded arrays with their masks."""
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5, 7))
+    lists = [ids[own].tolist() for ids, own in zip(prompt, mask, strict=True)]
+    options = dict(length=8, block=4, policy=policies.DualCache())
+    padded = dj.generate(model, prompt, prompt_mask=mask, **options)
+    np.testing.assert_array_equal(dj.generate(model, lists, **options).tokens, padded.tokens)
+    arrays = [np.asarray(ids, np.int64) for ids in lists]
+    np.testing.assert_array_equal(dj.generate(model, arrays, **options).tokens, padded.tokens)
+    *_, last = dj.stream(model, lists, **options)
+    np.testing.assert_array_equal(last.output.tokens, padded.tokens)
+
+    templates = [[*ids, model.spec.mask_id, 3] for ids in lists]
+    template = np.pad(prompt, ((0, 0), (0, 2)), constant_values=3)
+    template[:, -2] = model.spec.mask_id
+    wide = np.pad(mask, ((0, 0), (0, 2)), constant_values=True)
+    filled = dj.infill(model, template, token_mask=wide)
+    np.testing.assert_array_equal(dj.infill(model, templates).tokens, filled.tokens)
+
+    answers, real = [[7, 8, 9], [7], [8, 9]], np.asarray([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    masks = real[None].astype(bool)
+    of_lists = dj.log_likelihood(model, lists, answers, masks=masks)
+    answer = np.asarray([[7, 8, 9], [7, 1, 1], [8, 9, 1]])
+    of_arrays = dj.log_likelihood(model, prompt, answer, prompt_mask=mask, answer_mask=real, masks=masks)
+    np.testing.assert_array_equal(of_lists, of_arrays)
+    with pytest.raises(ValueError, match=r"prompt\[1\] is empty"):
+        dj.log_likelihood(model, [[1], []], [[2], [3]], masks=np.ones((1, 2, 1), bool))
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"), [("llada", policies.MaskKV(budget=4)), ("dream", policies.SparseDLLM())], ids=str
+)
+def test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other(family, policy):
+    """With a text behind it: masks alone are all alike to the network, and rounding would order them."""
+    model, options = tiny(family), dict(length=8, block=4, suffix=[5, 7, 9], policy=policy, trace=True)
+    lists = [[4, 5, 6, 7, 8], [], [9, 8, 7]]
+    batch = dj.generate(model, lists, **options)
+    for sequence, prompt in enumerate(lists):
+        alone = dj.generate(model, [prompt], **options)
+        ours = of_sequence(batch.trace, sequence, alone.tokens.shape[1])
+        assert_same_run(ours, of_sequence(alone.trace, 0, alone.tokens.shape[1]), computed=True)
+    assert batch.tokens.shape == (3, 16)
+    np.testing.assert_array_equal(dj.generate(model, np.zeros((1, 0), int), **options).stats.decoded, [8])
+
+
+def test_more_positions_than_the_model_was_made_for_are_told_of():
+    model = tiny("llada").replace_spec(positions=12)
+    with pytest.warns(PositionsWarning, match=r"more than 12 positions.*rope_factor"):
+        out = dj.generate(model, [3, 4, 5, 6, 7], length=8)
+    np.testing.assert_array_equal(out.tokens, dj.generate(tiny("llada"), [3, 4, 5, 6, 7], length=8).tokens)
+    with pytest.warns(PositionsWarning):
+        dj.log_likelihood(model, [3] * 8, [4] * 5, masks=np.ones((1, 1, 5), bool))
+    dj.generate(model, [3, 4, 5, 6], length=8)  # as many as it was made for; warnings are errors

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.request import over_devices, prepare
+from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.nn.sharding import replicas
 from tests.checkpoints import tiny as tiny_spec
@@ -200,9 +201,9 @@ def test_sequences_that_fill_a_batch_compute_nothing():
     model = on_mesh(one_device("llada"), mesh_of(DP))
     prompt, _ = prompts(model, (9, 9, 9))
     request = prepare(model, prompt, length=8, block=4, policy=policies.PrefixCache(), trace=True)
-    spread, batch = over_devices(request.inputs, model, model.mesh)
-    assert (len(spread.tokens), batch) == (8, 3)
-    _, stats, trace = denoise(model, *spread, layout=request.layout, plan=request.plan)
+    placed = place(model, request)
+    assert (len(placed.inputs.tokens), placed.batch) == (8, 3)
+    _, stats, trace = denoise(model, placed.inputs, placed.plan)
     for counts in (stats.nfe, stats.computed, stats.refreshes, stats.decoded):
         assert not np.asarray(counts)[3:].any()
     assert np.asarray(trace.active)[:, :3].any()
@@ -221,8 +222,8 @@ def test_work_per_device_falls_with_the_batch_it_holds(policy, optimised):
 
     def flops(model: dj.Model) -> float:
         request = prepare(model, prompt, length=16, block=8, policy=policy)
-        spread, _ = over_devices(request.inputs, model, model.mesh)
-        lowered = denoise.lower(model, *spread, layout=request.layout, plan=request.plan)
+        placed = place(model, request)
+        lowered = denoise.lower(model, placed.inputs, placed.plan)
         return lowered.compile().cost_analysis()["flops"]
 
     whole = flops(alone)

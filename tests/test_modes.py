@@ -35,7 +35,7 @@ def test_every_policy_is_traced_in_strict_modes(policy, mode):
     options = dict(prompt_mask=mask, length=8, block=4, policy=policy, sampler=sampler, key=KEY, trace=True)
     with MODES[mode]():
         request = prepare(model, prompt, **options)
-        traced = denoise.trace(model, *request.inputs, layout=request.layout, plan=request.plan)
+        traced = denoise.trace(model, request.inputs, request.plan)
     assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info)} == {
         jnp.dtype(name) for name in ("int32", "float32", "bool")
     }

@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.widths import step_widths
 from tests.models import FAMILIES, separate, tiny
 from tests.policy_cases import EVERY, KEY, WIDE, suited
@@ -29,10 +29,10 @@ def lowered(policy, sampler, batch=2, layout=None, apart=False):
     model = jax.eval_shape(separate if apart else lambda model: model, tiny("llada"))
     sampler = suited(policy, sampler)
     noise = jax.eval_shape(lambda: samplers.KeyNoise(jax.random.split(KEY, batch))) if sampler.draws else None
-    plan = Plan(policy, sampler, step_widths(policy, model.spec, layout), False, False)
+    plan = Plan(policy, sampler, layout, step_widths(policy, model.spec, layout))
     tokens = jax.ShapeDtypeStruct((batch, layout.length), jnp.int32)
     valid = jax.ShapeDtypeStruct((batch, layout.length), bool)
-    return denoise.trace(model, tokens, valid, noise, layout=layout, plan=plan), model.spec, layout
+    return denoise.trace(model, Inputs(tokens, valid, noise), plan), model.spec, layout
 
 
 @pytest.mark.rotate(every=8)

@@ -121,9 +121,8 @@ def test_every_preset_can_begin_on_its_model(method):
     for (checkpoint, *_), preset in pairs.items():
         model = model_of(checkpoint)
         request = prepare(model, PROMPT, key=KEY, **preset.options())
-        begin = lambda *arrays, r=request: initial(*arrays, layout=r.layout, plan=r.plan).need
-        need = jax.eval_shape(begin, model, *request.inputs)
-        assert need.shape == (1, request.layout.length)
+        need = jax.eval_shape(lambda *a: initial(*a).need, model, request.inputs, request.plan)
+        assert need.shape == (1, request.plan.layout.length)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Generations that are watched while they run: the same values as at once, in pieces of one program."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -9,9 +10,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.decoding.loop import begin, resume
 from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.resume import begin, resume
 from tests.models import FAMILIES, separate, tiny
 from tests.policy_cases import EVERY, KEY, suited
 from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
@@ -81,9 +82,9 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     model = tiny("llada")
     prompt, _ = prompts(model, (7, 7))
     request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
-    layout, plan = request.layout, dataclasses.replace(request.plan, confidence=True)
-    state = begin(model, *request.inputs, layout=layout, plan=plan)
-    program = resume.lower(model, state, None, None, np.int32(9), layout=layout, plan=plan).compile()
+    arguments = model, request.inputs, dataclasses.replace(request.plan, confidence=True)
+    state = begin(*arguments)
+    program = resume.lower(*arguments, state, np.int32(9)).compile()
     text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
     assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"
     assert not re.findall(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
@@ -193,11 +194,23 @@ def test_what_cannot_be_watched_is_refused_at_the_call():
         jax.jit(lambda prompt: dj.generate(model, prompt, progress=True, **LAYOUT))(prompt)
     with pytest.raises(ValueError, match="progress=1 must be"):
         dj.generate(model, prompt, progress=1)
-    with (
-        jax.set_mesh(jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))),
-        pytest.raises(ValueError, match=r"Explicit axes \['dp'\]"),
-    ):
-        dj.stream(model, prompt)
+
+
+@pytest.mark.parametrize("how", ["arrays", "set_mesh"])
+def test_explicit_axes_are_streamed_as_they_are_generated(how):
+    """As `jax.make_mesh` makes them; results have the types that `generate` gives them."""
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    model, options = tiny("llada"), dict(policy=policies.DualCache(), trace=True, **LAYOUT)
+    prompt, mask = prompts(model, (7, 5, 6))
+    context = jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext()
+    model = model if how == "set_mesh" else jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
+    with context:
+        out = dj.generate(model, prompt, prompt_mask=mask, **options)
+        *_, last = dj.stream(model, prompt, prompt_mask=mask, **options)
+        bar = dj.generate(model, prompt, prompt_mask=mask, progress=True, **options)
+    assert_same(last.output, out)
+    assert_same(bar, out)
+    assert last.output.tokens.sharding.mesh == out.tokens.sharding.mesh
 
 
 def test_sequences_without_finite_logits_are_told_of_at_the_end():

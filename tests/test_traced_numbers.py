@@ -74,13 +74,13 @@ def request(policy, sampler, **options) -> Request:
 def run(policy, sampler):
     """Tokens, statistics and trace."""
     made = request(policy, sampler)
-    return denoise(tiny("llada"), *made.inputs, layout=made.layout, plan=made.plan)
+    return denoise(tiny("llada"), made.inputs, made.plan)
 
 
 def run_with_constants(policy, sampler):
     """The same from a program of these numbers alone: what a function closes over is no argument."""
     made = request(policy, sampler)
-    program = lambda model, inputs: denoise.__wrapped__(model, *inputs, layout=made.layout, plan=made.plan)
+    program = lambda model, inputs: denoise.__wrapped__(model, inputs, made.plan)
     return jax.jit(program)(tiny("llada"), made.inputs)
 
 

@@ -135,7 +135,7 @@ def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> ja
         return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(mesh, split))
 
     inputs = jax.tree.map(placed, request.inputs)
-    return denoise.trace(model, *inputs, layout=request.layout, plan=request.plan)
+    return denoise.trace(model, inputs, request.plan)
 
 
 def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
@@ -193,7 +193,7 @@ def _steps(case: Case, request: Request) -> dict[str, tuple[int | None, float]]:
     Bytes of the chips that share a part of the batch; the parts have all weights each.
     """
     batch = -(-case.batch // case.dp)
-    work = roofline.work(case.spec, request.plan.policy, request.layout, batch, case.dtype)
+    work = roofline.work(case.spec, request.plan.policy, request.plan.layout, batch, case.dtype)
     kinds: dict[str, tuple[int | None, float]] = {}
     for kind in sorted(work.steps, key=lambda kind: kind.count):  # the most frequent one stays
         full = kind.step.full

@@ -108,7 +108,7 @@ def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Genera
       MemoryError: predicted or actual lack of memory.
     """
     request = run.request(model)
-    predicted = roofline.work(model.spec, run.policy, request.layout, run.batch, model.dtype)
+    predicted = roofline.work(model.spec, run.policy, request.plan.layout, run.batch, model.dtype)
     if not predicted.memory.fits(roof):
         raise MemoryError(f"needs {predicted.memory.total(roof) / 1e9:.0f} GB by prediction")
     before = device.peak_bytes()

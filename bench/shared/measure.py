@@ -146,8 +146,8 @@ class Program:
 def program(model: dj.Model, request: Request) -> Program:
     """Compiles a generation ahead of time; an abstract model will do, though its program cannot be run."""
     start = time.perf_counter()
-    lowered = denoise.lower(model, *request.inputs, layout=request.layout, plan=request.plan)
+    lowered = denoise.lower(model, request.inputs, request.plan)
     between = time.perf_counter()
     compiled = lowered.compile()
-    run = functools.partial(compiled, model, *request.inputs, plan=request.plan)
+    run = functools.partial(compiled, model, request.inputs, request.plan)
     return Program(compiled, run, between - start, time.perf_counter() - between)

@@ -50,7 +50,7 @@ class Stepper:
 
     def start(self) -> State:
         """The state before the first step."""
-        return _start(self.model, self.request.inputs, self.request.layout, self.request.plan)
+        return jax.jit(initial)(self.model, self.request.inputs, self.request.plan)
 
     def step(self, state: State, width: int | None) -> State:
         """One step of a width; `state` is donated, so the cache is changed in place."""
@@ -65,7 +65,7 @@ class Stepper:
     def first_partial(self) -> tuple[State, int | None]:
         """The state before the first partial step, and its width; None if the first steps have none."""
         state = self.start()
-        for _ in range(min(self.request.layout.steps - 1, LEADING)):
+        for _ in range(min(self.request.plan.layout.steps - 1, LEADING)):
             state = self.step(state, None)
             if width := self.coming(state):
                 return state, width
@@ -79,7 +79,7 @@ def step_times(model: dj.Model, request: Request, repeats: int, most: int = 4) -
     a refresh may be of another kind.
     """
     stepper, plan = Stepper(model, request), request.plan
-    most = min(most, request.layout.steps)
+    most = min(most, plan.layout.steps)
     full_step = functools.partial(stepper.step, width=None)
     full = _timed(full_step, stepper.start, 1 if plan.policy.reuses else most, repeats)
     state, width = stepper.first_partial() if plan.widths else (None, None)
@@ -107,14 +107,8 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
     return Time.of(taken)
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def _start(model, arrays, layout, plan: Plan) -> State:
-    tokens, valid, noise, embeds = arrays
-    return initial(model, tokens, valid, noise, embeds, layout, plan)
-
-
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
 def _step(model, noise, embeds, state: State, plan: Plan, width: int | None) -> State:
     rope = rope_table(state.canvas.layout.length, model.spec.head, model.spec.rope_base)
-    embeds = canvas_embeds(model, embeds, state.canvas.layout, plan)
+    embeds = canvas_embeds(model, embeds, plan)
     return step(model, rope, noise, plan, width, state, embeds)

@@ -87,7 +87,7 @@ def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.nd
     shape = np.shape(prompt_mask)[-1:]
     if shape and shape[0] > length:
         raise ValueError(f"prompt_mask has {shape[0]} positions; the canvas has {length}")
-    mask = inputs.left_padding(prompt_mask, (batch, *shape), "prompt_mask")
+    mask = inputs.padding(prompt_mask, (batch, *shape), "prompt_mask")
     if mask is None:
         return None
     known = host.everywhere(mask)

@@ -14,11 +14,12 @@ import dataclasses
 import itertools
 from typing import Annotated, Any
 
+import numpy as np
 from annotated_types import MinLen
-from jaxtyping import Array, Bool, Int
 
 from dllm_jax.options import Options, PositiveInt, check_argument, shown
 from dllm_jax.state import host
+from dllm_jax.state.inputs import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +71,15 @@ def check_ladder(name: str, value: Any):
 DEFAULT = geometric()
 
 
-def pad(
-    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, ladder: Ladder, pad_id: int
-) -> tuple[Int[Array, "b rung"], Bool[Array, "b rung"]]:
-    """Prompts padded on the left to the ladder's next rung, and their mask.
+def pad(prompts: Prompts, ladder: Ladder, pad_id: int) -> Prompts:
+    """Prompts padded on the left to the ladder's next rung; their mask is never None.
 
     Raises:
-      ValueError: a prompt longer than the highest rung.
+      ValueError: no ladder, or a prompt longer than its highest rung.
     """
-    batch, length = prompt.shape
-    extra = ladder.fit(length) - length
-    mask = host.ones((batch, length)) if mask is None else mask
-    return host.pad(prompt, extra, 0, pad_id), host.pad(mask, extra, 0, False)
+    check_ladder("buckets", ladder)
+    ids, mask, embeds = prompts
+    extra = ladder.fit(ids.shape[1]) - ids.shape[1]
+    mask = np.ones(ids.shape, bool) if mask is None else mask
+    embeds = None if embeds is None else host.pad(embeds, extra, 0, 0)
+    return Prompts(host.pad(ids, extra, 0, pad_id), host.pad(mask, extra, 0, False), embeds)

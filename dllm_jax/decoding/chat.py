@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
@@ -14,7 +13,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
-from dllm_jax.state.inputs import Prompts
+from dllm_jax.state.inputs import Prompts, padded_together
 
 Message = dict[str, Any]
 PARTS = "role", "content"
@@ -113,11 +112,11 @@ def _texts(stop: Any) -> Sequence[str]:
 
 def encode_chats(
     tokenizer: Any, conversations: list[list[Message]], pad_id: int
-) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
+) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"]]:
     """Templated prompts, left-padded, and their padding mask; raises as `chat` does."""
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
-    return left_pad([chat_ids(tokenizer, conversation) for conversation in conversations], pad_id)
+    return padded_together([chat_ids(tokenizer, one) for one in conversations], pad_id)
 
 
 def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
@@ -147,22 +146,6 @@ def check_tokenizer(tokenizer: Any):
         raise ValueError(
             f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
         )
-
-
-def left_pad(
-    sequences: Sequence[Sequence[int]], pad_id: int, width: int | None = None
-) -> tuple[Int[Array, "b p"], Bool[Array, "b p"]]:
-    """Token ids of several sequences as one array, padded on the left, and its mask, True on real tokens.
-
-    Args:
-      sequences: token ids of each.
-      pad_id: token id to pad with.
-      width: of the array, at least the length of the longest sequence; None is that length.
-    """
-    width = max(map(len, sequences)) if width is None else width
-    ids = [[pad_id] * (width - len(tokens)) + list(tokens) for tokens in sequences]
-    mask = [[False] * (width - len(tokens)) + [True] * len(tokens) for tokens in sequences]
-    return jnp.asarray(ids, jnp.int32), jnp.asarray(mask)
 
 
 def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:

@@ -1,38 +1,22 @@
-"""`generate` and `infill`: check the input, build the canvas, run the engine."""
+"""`generate` and `infill`: a request is checked, placed on devices, and answered by one program."""
 
-import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.nonfinite import NonFinite, report
-from dllm_jax.decoding.output import Output, completed
-from dllm_jax.decoding.progress import watched
-from dllm_jax.decoding.request import (
-    Inputs,
-    Keys,
-    Request,
-    Stops,
-    check_kinds,
-    intervening,
-    noise_for,
-    over_devices,
-    plan_for,
-    prepare,
-)
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.placement import collect, place
+from dllm_jax.decoding.request import Keys, Request, Stops, prepare, prepare_infill
+from dllm_jax.decoding.stream import watched
 from dllm_jax.nn.intervention import Intervention
-from dllm_jax.nn.mesh import AnyMesh, current_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
-from dllm_jax.state import host, inputs
-from dllm_jax.state.layout import Layout
-from dllm_jax.traced import fixed_at
+from dllm_jax.state import inputs
 
 
 def generate(
@@ -67,7 +51,8 @@ def generate(
 
     Args:
       model: from `load`.
-      prompt: token ids Int[b p] (or [p]), left-padded if lengths differ.
+      prompt: token ids Int[b p] (or [p]), or lists of any lengths, which are padded on the left with
+        end-of-text; an empty one has a response of its own. Arrays are left-padded if lengths differ.
       prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
       prompt_embeds: Float[b p m] (or [p m]), inputs in the place of embeddings: images
         (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds `dllm_jax.EMBEDDED` (-1), which
@@ -76,10 +61,10 @@ def generate(
         up to them; they end the output. None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
-      steps: denoising steps in all, a multiple of length / block; default `length` (one token each).
-        Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`, `KLASS`, `WINO`;
-        `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its set by it all the
-        same.
+      steps: denoising steps in all, a multiple of length / block; at most and by default `length`
+        (one token each). Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`,
+        `KLASS`, `WINO`; `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its
+        set by it all the same.
       policy: what is recomputed and cached; the default is exact.
       sampler: which tokens are decoded when.
       key: a jax.random key, or one per sequence ([b], so that its draws do not depend on its batch mates);
@@ -112,6 +97,7 @@ def generate(
     Warns:
       dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
     """
+    progress = check_argument("progress", progress, bool)
     request = prepare(
         model,
         prompt,
@@ -133,9 +119,7 @@ def generate(
         nonfinite=nonfinite,
         interventions=interventions,
     )
-    return _run(
-        model, request, current_mesh((model.params, prompt)), check_argument("progress", progress, bool)
-    )
+    return _answered(model, request, prompt, progress)
 
 
 def infill(
@@ -162,7 +146,8 @@ def infill(
 
     Args:
       model: from `load`.
-      tokens: template ids Int[b l] with mask ids where to fill; left-padded if lengths differ.
+      tokens: template ids Int[b l] with mask ids where to fill, left-padded if lengths differ; or lists of
+        any lengths.
       token_mask: Bool[b l], False at the padding.
       block: positions decoded together, left to right; default all of them.
       steps: denoising steps in all; default the largest number of masks in any sequence, or one step per
@@ -181,46 +166,31 @@ def infill(
       ValueError: for any input that breaks a rule, or a template without masks.
       FloatingPointError: as in `generate`.
     """
-    check_kinds(model, policy, sampler, nonfinite, trace=trace, progress=progress)
-    block = check_argument("block", block, PositiveInt | None)
-    mesh = current_mesh((model.params, tokens))
-    tokens = inputs.token_ids(tokens, model.spec, "tokens")
-    mask = inputs.left_padding(token_mask, tokens.shape, "token_mask")
-    if not fixed_at(sampler.cfg_scale, 0):
-        raise ValueError(f"cfg_scale={sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
-    length = tokens.shape[1]
-    valid = host.ones(tokens.shape) if mask is None else mask
-    if steps is None:
-        steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
-
-    # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    layout = Layout.of(0, length, block, steps, padded=mask is not None)
-    plan = plan_for(model, layout, policy, sampler, False, trace, widths)
-    plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0])
-    noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
-    request = Request(Inputs(tokens, valid, noise), layout, plan, 0, nonfinite)
-    return _run(model, request, mesh, progress)
+    progress = check_argument("progress", progress, bool)
+    request = prepare_infill(
+        model,
+        tokens,
+        token_mask,
+        block=block,
+        steps=steps,
+        policy=policy,
+        sampler=sampler,
+        key=key,
+        noise=noise,
+        trace=trace,
+        widths=widths,
+        nonfinite=nonfinite,
+        interventions=interventions,
+    )
+    return _answered(model, request, tokens, progress)
 
 
-def _run(model: Model, request: Request, mesh: AnyMesh | None, progress: bool) -> Output:
+def _answered(model: Model, request: Request, given: inputs.Ids, progress: bool) -> Output:
+    """The three rooms behind each other: a request, its place on the devices, the loop."""
+    placed = place(model, request, given)
     if progress:
-        output = watched(model, request, mesh)
+        output = watched(placed)
     else:
-        model = dataclasses.replace(model, vision=None)  # what a prompt needs of it is in `prompt_embeds`
-        spread, batch = over_devices(request.inputs, model, mesh)
-        plan = host.numbers(request.plan, mesh)
-        tokens, stats, steps = denoise(model, *spread, layout=request.layout, plan=plan)
-        output = completed(tokens, stats, steps, batch, request.extra)
+        output = collect(placed, *denoise(placed.model, placed.inputs, placed.plan))
     report(output.stats.finite, request.nonfinite, stacklevel=3)
     return output
-
-
-def _most_masks(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], mask_id: int) -> int:
-    if host.stays_on_devices(tokens) or host.stays_on_devices(valid):
-        raise ValueError(
-            "steps must be given when infill is traced or tokens are global: the number of masks is not known"
-        )
-    most = int(np.max(np.sum((host.values(tokens) == mask_id) & host.values(valid), axis=1)))
-    if most == 0:
-        raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
-    return most

@@ -1,24 +1,26 @@
 """Monte-Carlo log-likelihood of an answer given a prompt (LLaDA, arXiv:2502.09992, appendix B.5)."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dllm_jax.decoding.placement import by_sequence, numbers, part
 from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.mesh import AnyMesh, constrain, current_mesh, number_modes, over_mesh
+from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.nn.shift import first_predictor
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
 from dllm_jax.state import host, inputs
+from dllm_jax.state.host import AnyArray
 from dllm_jax.traced import Number, argument, fixed_at
 
 
@@ -44,8 +46,8 @@ def log_likelihood(
 
     Args:
       model: from `load`, with or without a shifted head.
-      prompt: ids Int[b p], left-padded if lengths differ.
-      answer: ids Int[b r], right-padded if lengths differ.
+      prompt: ids Int[b p], left-padded if lengths differ, or lists of any lengths.
+      answer: ids Int[b r], right-padded if lengths differ, or lists of any lengths.
       prompt_mask: Bool[b p], False at the padding.
       answer_mask: Bool[b r], False at the padding: tokens that are neither scored nor masked nor attended to.
         r is then each sequence's own length.
@@ -62,24 +64,25 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
-    chunk = check_argument("chunk", chunk, PositiveInt)
-    asked = _asked(model, prompt, answer, prompt_mask, answer_mask, draws, strata, cfg_scale, key, masks)
-    return _answered(model, asked, chunk, per_token=False)
+    terms = token_log_likelihoods(
+        model,
+        prompt,
+        answer,
+        prompt_mask=prompt_mask,
+        answer_mask=answer_mask,
+        draws=draws,
+        strata=strata,
+        cfg_scale=cfg_scale,
+        key=key,
+        masks=masks,
+        chunk=chunk,
+    )
+    with number_modes():
+        return jnp.sum(terms, axis=1)
 
 
 def token_log_likelihoods(
-    model: Model,
-    prompt: inputs.Ids,
-    answer: inputs.Ids,
-    *,
-    prompt_mask: ArrayLike | None = None,
-    answer_mask: ArrayLike | None = None,
-    draws: int = 128,
-    strata: int = 16,
-    cfg_scale: Number = 0.0,
-    key: Key[Array, ""] | None = None,
-    masks: ArrayLike | None = None,
-    chunk: int = 16,
+    model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Any
 ) -> Float[Array, "b r"]:
     """What each token of the answer contributes to `log_likelihood`, which is the sum over tokens.
 
@@ -94,13 +97,38 @@ def token_log_likelihoods(
     Returns:
       float32 [b r], in nats; 0 where `answer_mask` is False.
     """
-    chunk = check_argument("chunk", chunk, PositiveInt)
-    asked = _asked(model, prompt, answer, prompt_mask, answer_mask, draws, strata, cfg_scale, key, masks)
-    return _answered(model, asked, chunk, per_token=True)
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    estimator = Estimator(**options)
+    asked = _asked(model, prompt, answer, estimator)
+    mesh = current_mesh((model.params, prompt, answer))
+    axes = jax.tree.map(lambda array: 0, asked)._replace(masks=1)
+    arrays, batch = by_sequence(model, mesh, asked, axes)
+    guidance = None if fixed_at(estimator.cfg_scale, 0) else argument(estimator.cfg_scale, float)
+    terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
+    return part(terms, slice(batch), batch=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """The keyword arguments of `log_likelihood`, which says what they are."""
+
+    prompt_mask: ArrayLike | None = None
+    answer_mask: ArrayLike | None = None
+    draws: int = 128
+    strata: int = 16
+    cfg_scale: Number = 0.0
+    key: Key[Array, ""] | None = None
+    masks: ArrayLike | None = None
+    chunk: int = 16
+
+    def __post_init__(self):
+        scale = check_argument("cfg_scale", self.cfg_scale, TracedUnlessZero)
+        object.__setattr__(self, "cfg_scale", scale)
+        check_argument("chunk", self.chunk, PositiveInt)
 
 
 class Asked(NamedTuple):
-    """The checked arrays of a request.
+    """The checked arrays of a request, on the host unless they are traced or global.
 
     Attributes:
       prompt: ids.
@@ -108,114 +136,69 @@ class Asked(NamedTuple):
       padding: False at the prompts' padding; None where there is none.
       real: False at the answers' padding; None where there is none.
       masks: which tokens each draw hides.
-      guidance: scale of classifier-free guidance; None without.
-      mesh: that model, prompt or answer came on; None without.
     """
 
-    prompt: Int[Array, "b p"]
-    answer: Int[Array, "b r"]
-    padding: Bool[Array, "b p"] | None
-    real: Bool[Array, "b r"] | None
-    masks: Bool[Array, "draws b r"]
-    guidance: Number | None
-    mesh: AnyMesh | None
+    prompt: Int[AnyArray, "b p"]
+    answer: Int[AnyArray, "b r"]
+    padding: Bool[AnyArray, "b p"] | None
+    real: Bool[AnyArray, "b r"] | None
+    masks: Bool[AnyArray, "draws b r"]
 
 
-def _asked(
-    model: Any,
-    prompt: Any,
-    answer: Any,
-    prompt_mask: Any,
-    answer_mask: Any,
-    draws: int,
-    strata: int,
-    cfg_scale: Number,
-    key: Any,
-    masks: Any,
-) -> Asked:
-    """Checks the arguments of `log_likelihood`."""
-    check_argument("model", model, Model, ", such as dj.load(path)")
-    mesh = current_mesh((model.params, prompt, answer))
-    prompt = inputs.token_ids(prompt, model.spec, "prompt")
-    answer = inputs.token_ids(answer, model.spec, "answer")
-    real = inputs.right_padding(answer_mask, answer.shape, "answer_mask")
+def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Asked:
+    """Checks and pads the arrays of a request."""
+    spec = model.spec
+    prompt, padding = inputs.padded_ids(prompt, estimator.prompt_mask, spec, "prompt")
+    answer, real = inputs.padded_ids(answer, estimator.answer_mask, spec, "answer", side="right")
     if real is not None:
         with number_modes():
-            answer = jnp.where(real, answer, model.spec.eos_id)
-    inputs.no_masks(prompt, model.spec)
-    inputs.no_masks(answer, model.spec, "answer")
+            answer = host.module(real, answer).where(real, answer, np.int32(spec.eos_id))
+    inputs.no_masks(prompt, spec)
+    inputs.no_masks(answer, spec, "answer")
     if prompt.shape[0] != answer.shape[0]:
         raise ValueError(
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
-    cfg_scale = check_argument("cfg_scale", cfg_scale, TracedUnlessZero)
-    padding = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
-    if masks is None:
+    inputs.warn_of_length(prompt.shape[1] + answer.shape[1], spec, stacklevel=4)
+    if estimator.masks is None:
         with number_modes():
-            masks = _drawn(key, (answer.shape[0], answer.shape[1]), draws, strata, real)
+            masks = _drawn(estimator, answer.shape, real)
     else:
-        masks = recorded_masks(masks)
+        masks = recorded_masks(estimator.masks)
         _check_recorded(masks, answer.shape, real)
-    guidance = None if fixed_at(cfg_scale, 0) else cfg_scale
-    return Asked(prompt, answer, padding, real, masks, guidance, mesh)
+    return Asked(prompt, answer, padding, real, masks)
 
 
-def _check_recorded(masks: Bool[Array, "..."], shape: tuple[int, ...], real: Bool[Array, "b r"] | None):
+def _check_recorded(masks: Bool[AnyArray, "..."], shape: tuple[int, ...], real: Bool[AnyArray, "b r"] | None):
     """Refuses recorded masks of another shape, that mask nothing, or that mask padding."""
     if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != shape:
         raise ValueError(f"masks have shape {masks.shape}; expected (draws, {shape[0]}, {shape[1]})")
     if host.stays_on_devices(masks):
         return
-    known = host.values(masks)
-    if not known.any(axis=2).all():
+    if not masks.any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
-    if real is not None and not host.stays_on_devices(real) and (known & ~host.values(real)).any():
-        draw, sequence, token = np.argwhere(known & ~host.values(real))[0]
+    if real is not None and not host.stays_on_devices(real) and (masks & ~real).any():
+        draw, sequence, token = np.argwhere(masks & ~real)[0]
         raise ValueError(f"masks[{draw}, {sequence}, {token}] masks a token that answer_mask leaves out")
 
 
-def _answered(model: Model, asked: Asked, chunk: int, per_token: bool) -> Float[Array, "b ..."]:
-    """Runs the estimator, over the devices of the mesh that the arrays are on."""
-    guidance = None if asked.guidance is None else host.numbers(argument(asked.guidance, float), asked.mesh)
-    arrays, batch = _over_devices(model, asked)
-    return host.part(_estimate(model, *arrays, guidance, chunk, per_token), slice(batch), batch=0)
-
-
-def recorded_masks(masks: Any) -> Bool[Array, "draws b r"]:
+def recorded_masks(masks: Any) -> Bool[AnyArray, "draws b r"]:
     """Masks as an array of booleans.
 
     Raises:
       ValueError: they hold anything else than booleans, 0 and 1.
     """
     try:
-        masks = masks if isinstance(masks, jax.Array) else np.asarray(masks)
+        masks = host.fetched(masks)
     except ValueError as error:
         raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]") from error
-    known = None if host.stays_on_devices(masks) else host.values(masks)
     if masks.dtype != bool and (
-        not jnp.issubdtype(masks.dtype, jnp.integer) or known is None or not np.isin(known, (0, 1)).all()
+        not jnp.issubdtype(masks.dtype, jnp.integer)
+        or host.stays_on_devices(masks)
+        or not np.isin(masks, (0, 1)).all()
     ):
         raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]")
-    return jnp.asarray(masks, bool)
-
-
-def _over_devices(model: Model, asked: Asked):
-    """The arrays split by sequence over a mesh, of more sequences where they do not divide; and the batch."""
-    batch, mesh = asked.prompt.shape[0], asked.mesh
-    extra = -batch % model.rules.batch_ways(mesh)
-    more = lambda array, value, axis=0: host.more_sequences(array, extra, value, axis)
-    arrays = [
-        (more(asked.prompt, model.spec.eos_id), 0),
-        (more(asked.answer, model.spec.eos_id), 0),
-        (None if asked.padding is None else more(asked.padding, True), 0),
-        (None if asked.real is None else more(asked.real, True), 0),
-        (more(asked.masks, True, 1), 1),
-    ]
-    # Concrete arrays beside traced ones are constants of the user's program, which splits them itself.
-    if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays))):
-        return [array for array, _ in arrays], batch
-    names = model.rules.axes(mesh, "b")
-    return [a if a is None else host.by_sequence(a, mesh, names, axis) for a, axis in arrays], batch
+    return masks.astype(bool)
 
 
 def stratified_masks(
@@ -241,16 +224,16 @@ def stratified_masks(
     return rank < size[:, None]
 
 
-def _drawn(key, shape: tuple[int, int], draws: int, strata: int, real) -> Bool[Array, "draws b r"]:
-    if key is None:
+def _drawn(estimator: Estimator, shape: tuple[int, int], real) -> Bool[Array, "draws b r"]:
+    """Masks of a key: draws are grouped in strata, and each sequence has masks of its own."""
+    draws, strata = estimator.draws, estimator.strata
+    if estimator.key is None:
         raise ValueError("log_likelihood draws random masks: pass key=jax.random.key(seed)")
     check_argument("draws", draws, PositiveInt)
     check_argument("strata", strata, PositiveInt)
     if draws % strata:
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
-
-    # Draws are grouped in strata, and each sequence has masks of its own.
-    key = typed_key(key)
+    key = typed_key(estimator.key)
     if key.ndim:
         raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
     return _all_masks(key, real, shape, draws, strata)
@@ -268,41 +251,36 @@ def _all_masks(
     return jnp.swapaxes(masks, 1, 2).reshape(draws, batch, length)
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "per_token"))
-def _estimate(
-    model: Model, prompt, answer, padding, real, masks, guidance, chunk: int, per_token: bool
-) -> Float[Array, "b ..."]:
-    mesh = current_mesh((model, prompt))
-    split = () if mesh is None else model.rules.axes(mesh, "b", prompt.shape[0])
-    mean = functools.partial(_mean_over_draws, chunk=chunk, per_token=per_token)
-    out = PartitionSpec(split or None)
-    return over_mesh(mean, model, prompt, answer, padding, real, masks, guidance, out=out)
+@functools.partial(jax.jit, static_argnames="chunk")
+def _estimate(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:
+    mesh = current_mesh((model, asked.prompt))
+    split = () if mesh is None else model.rules.axes(mesh, "b", asked.prompt.shape[0])
+    mean = functools.partial(_mean_over_draws, chunk=chunk)
+    return over_mesh(mean, model, asked, guidance, out=PartitionSpec(split or None))
 
 
-def _mean_over_draws(
-    model: Model, prompt, answer, padding, real, masks, guidance, chunk: int, per_token: bool
-) -> Float[Array, "b ..."]:
-    cfg_scale = 0.0 if guidance is None else guidance
-    prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (prompt, answer))
+def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:
+    prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (asked.prompt, asked.answer))
+    cfg_scale, real = 0.0 if guidance is None else guidance, asked.real
     length = answer.shape[1] if real is None else jnp.sum(real, axis=1)
 
-    def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b ..."]:
-        entropy = token_cross_entropy(model, prompt, answer, padding, mask, cfg_scale, real)
-        masked_fraction, masked = jnp.sum(mask, axis=1) / length, jnp.where(mask, entropy, 0.0)
-        return masked / masked_fraction[:, None] if per_token else jnp.sum(masked, axis=1) / masked_fraction
+    def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b r"]:
+        entropy = token_cross_entropy(model, prompt, answer, asked.padding, mask, cfg_scale, real)
+        masked_fraction = jnp.sum(mask, axis=1) / length
+        return jnp.where(mask, entropy, 0.0) / masked_fraction[:, None]
 
-    # The mean over draws of (r / x) times the cross entropy of the x masked tokens, summed or not.
-    return -jnp.mean(jax.lax.map(one_draw, masks, batch_size=chunk), axis=0)
+    # The mean over draws of (r / x) times the cross entropies of the x masked tokens.
+    return -jnp.mean(jax.lax.map(one_draw, asked.masks, batch_size=chunk), axis=0)
 
 
 def token_cross_entropy(
     model: Model,
     prompt: Int[Array, "b p"],
     answer: Int[Array, "b r"],
-    padding: Bool[Array, "b p"] | None,
+    padding: Bool[AnyArray, "b p"] | None,
     mask: Bool[Array, "b r"],
     cfg_scale: Number = 0.0,
-    real: Bool[Array, "b r"] | None = None,
+    real: Bool[AnyArray, "b r"] | None = None,
 ) -> Float[Array, "b r"]:
     """Cross entropy (nats, float32) of every answer token when the masked ones are hidden.
 

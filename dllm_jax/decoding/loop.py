@@ -7,51 +7,40 @@
 The policy's next selection is part of the loop state, so the next variant is known without leaving the
 device. Consecutive steps of one variant run in an inner `while_loop`, not in a branch of a `switch`: XLA
 copies a cache that is carried through several branches, but not one that is carried through nested loops.
+
+A generation that is watched runs in pieces: one program begins it, and another is the same loop with one
+more condition to stop on, the end of a block or a number of steps, which is an argument, so that one program
+serves pieces of all lengths. What the loop carries stays on the devices and is donated from piece to piece.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import State, canvas_embeds, initial, step
+from dllm_jax.decoding.step import State, canvas_embeds, initial, split_cache, step
 from dllm_jax.decoding.widths import narrowest_variant
 from dllm_jax.nn.intervention import for_sequences
-from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
+from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_table
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.canvas import repeat
-from dllm_jax.state.layout import Layout
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def denoise(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"],
-    noise: Noise | None,
-    embeds: Float[Array, "b p m"] | None = None,
-    *,
-    layout: Layout,
-    plan: Plan,
-) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+@jax.jit
+def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     """Runs steps until no sequence is active, at most `Plan.step_limit`.
 
     Args:
       model: the model.
-      tokens: prompt and masks.
-      valid: False at padding.
-      noise: source of random numbers; None if the sampler draws none.
-      embeds: inputs of the prompt where its tokens are negative; None if there are none.
-      layout: static geometry.
+      inputs: prompt and masks, what of them is padding, where the sampler draws from.
       plan: policy, sampler and the like; programs are compiled once for all of their traced numbers.
 
     Returns:
@@ -59,35 +48,22 @@ def denoise(
       finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
       the plan asks for it. Over a mesh, all are split by sequence.
     """
-    mesh = current_mesh((model, tokens))
-    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0])
+    mesh = current_mesh((model, inputs.tokens))
+    split = () if mesh is None else model.rules.axes(mesh, "b", inputs.tokens.shape[0])
     by_sequence, by_step = PartitionSpec(split or None), PartitionSpec(None, split or None)
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
-    whole = functools.partial(_denoise, layout=layout)
-    return over_mesh(whole, model, tokens, valid, noise, embeds, plan, out=(by_sequence, by_sequence, trace))
+    return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace))
 
 
-def _denoise(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"],
-    noise: Noise | None,
-    embeds: Float[Array, "b p m"] | None,
-    plan: Plan,
-    layout: Layout,
-) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    tokens, valid = (constrain(array, model.rules, "bl") for array in (tokens, valid))
-    state = initial(model, tokens, valid, noise, embeds, layout, plan)
-    state = run(model, noise, embeds, layout, plan, state)
+def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+    state = run(model, inputs, plan, initial(model, inputs, plan))
     return finished(model, plan, state), state.record.stats(state.canvas), state.record.trace
 
 
 def run(
     model: Model,
-    noise: Noise | None,
-    embeds: Float[Array, "b p m"] | None,
-    layout: Layout,
+    inputs: Inputs,
     plan: Plan,
     state: State,
     wanted: Callable[[State], Bool[Array, ""]] | None = None,
@@ -96,22 +72,21 @@ def run(
 
     Args:
       model: the model.
-      noise: source of random numbers; None if the sampler draws none.
-      embeds: inputs of the prompt where its tokens are negative; None if there are none.
-      layout: static geometry.
+      inputs: of the request; tokens are those of the state.
       plan: what the user decided.
       state: before the first of these steps.
       wanted: whether another step is wanted; None wants all of them.
     """
+    layout, noise = plan.layout, inputs.noise
     interventions = for_sequences(plan.interventions, len(state.canvas.tokens), plan.streams)
     plan = dataclasses.replace(plan, interventions=interventions)
-    embeds = canvas_embeds(model, embeds, layout, plan)
+    embeds = canvas_embeds(model, inputs.embeds, plan)
     # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
     # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
     rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))
 
     def running(state: State) -> Bool[Array, ""]:
-        goes_on = unfinished(layout, plan, state)
+        goes_on = unfinished(plan, state)
         return goes_on if wanted is None else goes_on & wanted(state)
 
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
@@ -135,9 +110,9 @@ def run(
     return jax.lax.while_loop(running, runs_of_each, state)
 
 
-def unfinished(layout: Layout, plan: Plan, state: State) -> Bool[Array, ""]:
+def unfinished(plan: Plan, state: State) -> Bool[Array, ""]:
     """Whether another step follows: some sequence is active, and the limit of steps is not reached."""
-    return jnp.any(state.canvas.active) & (state.record.steps < plan.step_limit(layout))
+    return jnp.any(state.canvas.active) & (state.record.steps < plan.step_limit)
 
 
 def finished(model: Model, plan: Plan, state: State) -> Int[Array, "b l"]:
@@ -162,3 +137,74 @@ def scope(variant: int | None) -> str:
 def coming(plan: Plan, state: State) -> Int[Array, ""]:
     """The variant of the coming step: an index into `plan.widths`, or their number for the full canvas."""
     return narrowest_variant(plan.widths, state.need, repeat(state.canvas, plan.streams).active)
+
+
+# -- the loop in pieces, for those who watch it -----------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """What the host looks at after some steps.
+
+    Attributes:
+      tokens: after them; those of the finished generation after the last ones.
+      confidence: with which each position was decoded, NaN where no step did.
+      stats: so far.
+      steps: denoising steps so far, common to the batch.
+      block: index of the block that these steps belong to.
+      running: whether further steps follow.
+    """
+
+    tokens: Int[Array, "b l"]
+    confidence: Float[Array, "b l"]
+    stats: Stats
+    steps: Int[Array, ""]
+    block: Int[Array, ""]
+    running: Bool[Array, ""]
+
+
+@jax.jit
+def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
+    """The state before the first step; arguments as in `loop.denoise`, on a mesh with Auto axes."""
+
+    def first(model: Model, inputs: Inputs, plan: Plan) -> State:
+        state = initial(model, inputs, plan)
+        # An argument that is returned as it is would be the caller's array, which the next piece overwrites.
+        return state._replace(canvas=jax.tree.map(jnp.copy, state.canvas))
+
+    return over_mesh(first, model, inputs, plan, out=None)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def resume(
+    model: Model, inputs: Inputs, plan: Plan, state: State, steps: Int[Array, ""]
+) -> tuple[State, Piece]:
+    """Goes on to the end of the block, for at most `steps` denoising steps; a finished state stays as it is.
+
+    Args:
+      model: the model.
+      inputs: as `begin` took them.
+      plan: what the user decided; with `confidence`.
+      state: of `begin` or of the last piece; it is donated.
+      steps: int32.
+    """
+
+    def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
+        start, before = state.canvas.block_start, state.record.steps
+        same_block = lambda s: (s.canvas.block_start == start) & (s.record.steps - before < steps)
+        after = run(model, inputs, plan, state, same_block)
+        after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
+        running = unfinished(plan, after)
+        tokens = jnp.where(running, after.canvas.tokens, finished(model, plan, after))
+        block = (start - plan.layout.prompt) // plan.layout.block
+        record = after.record
+        confidence = record.confidence
+        assert confidence is not None, "plan.confidence"
+        if plan.stop:
+            # What stands in the place of a stop and behind it was decoded by no step.
+            confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.nan)
+        seen = Piece(tokens, confidence, record.stats(after.canvas), record.steps, block, running)
+
+        # Arrays of their own: the next piece overwrites the state's while the host still reads these.
+        return after, jax.tree.map(jnp.copy, seen)
+
+    return over_mesh(piece, model, inputs, plan, state, steps, out=None)

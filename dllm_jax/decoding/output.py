@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import export
 from jaxtyping import Array, Int
 
-from dllm_jax.decoding.stats import Stats, Trace, cut
+from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording, values
 from dllm_jax.options import check_argument, shown
-from dllm_jax.state import host
 
 if TYPE_CHECKING:
     import rich.console
@@ -64,22 +62,6 @@ class Output(NamedTuple):
 # Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
 for _result in (Output, Stats, Trace):
     export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
-
-
-def completed(tokens: Array, stats: Stats, trace: Trace | None, batch: int, extra: int) -> Output:
-    """The output without what was added: sequences that a mesh needed, positions of a bucket.
-
-    Args:
-      tokens: as programs return them, as are `stats` and `trace`.
-      stats: of the same sequences.
-      trace: with room for more steps than ran; None if none was recorded.
-      batch: sequences of the request.
-      extra: positions that a bucket added on the left.
-    """
-    own = slice(batch)
-    tokens = host.part(tokens, own, slice(extra, None), batch=0)
-    stats = jax.tree.map(lambda array: host.part(array, own, batch=0), stats)
-    return Output(tokens, stats, None if trace is None else cut(trace, batch, extra))
 
 
 def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequence: int = 0) -> Page:

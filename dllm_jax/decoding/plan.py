@@ -1,15 +1,35 @@
-"""What a user decides about a run, as a program takes it."""
+"""What a program takes besides a model: the arrays of a request, and what a user decides about a run."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
+from jaxtyping import Bool, Float, Int
 
 from dllm_jax.decoding.closures import Constants
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import fixed_at
+
+
+class Inputs(NamedTuple):
+    """The arrays of a request.
+
+    Attributes:
+      tokens: the canvas.
+      valid: False at padding.
+      noise: random draws, None if the sampler needs none.
+      embeds: inputs of the prompt where its tokens are `EMBEDDED`, None if there are none.
+    """
+
+    tokens: Int[AnyArray, "b l"]
+    valid: Bool[AnyArray, "b l"]
+    noise: Noise | None = None
+    embeds: Float[AnyArray, "b p m"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +42,7 @@ class Plan:
     Attributes:
       policy: decides which positions are recomputed and what is cached.
       sampler: decides which tokens are decoded.
+      layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
@@ -33,17 +54,19 @@ class Plan:
 
     policy: Policy
     sampler: Sampler
+    layout: Layout = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    stop_at_eos: bool = dataclasses.field(metadata={"static": True})
-    trace: bool = dataclasses.field(metadata={"static": True})
+    stop_at_eos: bool = dataclasses.field(default=False, metadata={"static": True})
+    trace: bool = dataclasses.field(default=False, metadata={"static": True})
     confidence: bool = dataclasses.field(default=False, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
     stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def step_limit(self, layout: Layout) -> int:
+    @property
+    def step_limit(self) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
-        return self.sampler.max_steps(layout) + layout.response
+        return self.sampler.max_steps(self.layout) + self.layout.response
 
     @property
     def streams(self) -> int:

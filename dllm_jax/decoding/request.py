@@ -1,7 +1,12 @@
-"""Requests: input is checked and padded to its bucket, and the canvas and the plan are made."""
+"""The first of three rooms: what a user asks for, checked and padded. Nothing is on a device yet.
+
+request  = prepare(model, prompt, **options)     # here: numpy alone, no mesh
+placed   = place(model, request)                 # placement.py: devices, meshes, processes
+results  = denoise(placed.model, ...)            # loop.py: one traced program, pure
+output   = collect(placed, results)              # placement.py
+"""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -9,122 +14,161 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import MinLen
-from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.closures import constants
 from dllm_jax.decoding.nonfinite import NonFinite
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.shadow import check_policy
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.intervention import Intervention, checked, moved
-from dllm_jax.nn.mesh import AnyMesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, check_argument, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
-from dllm_jax.state.canvas import masked_response, with_suffix
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
+from dllm_jax.traced import fixed_at
 
 Stops = Sequence[Sequence[int]]
 Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
 
-class Inputs(NamedTuple):
-    """The arrays of a request.
-
-    Attributes:
-      tokens: the canvas.
-      valid: False at padding.
-      noise: random draws, None if the sampler needs none.
-      embeds: inputs of the prompt where its tokens are `EMBEDDED`, None if there are none.
-    """
-
-    tokens: Int[Array, "b l"]
-    valid: Bool[Array, "b l"]
-    noise: Noise | None
-    embeds: Float[Array, "b p m"] | None = None
-
-
 class Request(NamedTuple):
-    """A checked request: `denoise(model, *inputs, layout=layout, plan=plan)` answers it.
+    """A checked request, which `denoise(model, inputs, plan)` answers.
 
     Attributes:
-      inputs: arrays.
-      layout: static geometry, bucket included.
+      inputs: arrays, on the host unless they are traced or global.
       plan: what the user decided; static, but for the numbers of policy and sampler.
       extra: positions a bucket added on the left.
       nonfinite: what the host does about sequences without finite logits.
     """
 
     inputs: Inputs
-    layout: Layout
     plan: Plan
     extra: int
     nonfinite: NonFinite
 
 
-def prepare(
-    model: Model,
-    prompt: inputs.Ids,
-    *,
-    prompt_mask: ArrayLike | None = None,
-    prompt_embeds: inputs.Embeds | None = None,
-    suffix: inputs.Ids | None = None,
-    length: int = 128,
-    block: int | None = None,
-    steps: int | None = None,
-    policy: Policy = Policy(),
-    sampler: Sampler = Confidence(),
-    key: Keys | None = None,
-    noise: Noise | None = None,
-    stop_at_eos: bool = False,
-    stop: Stops = (),
-    trace: bool = False,
-    widths: tuple[int, ...] | None = None,
-    buckets: ladders.Ladder | None = None,
-    nonfinite: NonFinite = "warn",
-    interventions: Sequence[Intervention] = (),
-) -> Request:
-    """Everything that `generate` does before the engine runs; arguments and errors are its."""
-    check_kinds(model, policy, sampler, nonfinite, stop_at_eos=stop_at_eos, trace=trace)
-    prompt, embeds = inputs.embedded_ids(prompt, prompt_embeds, model.spec)
-    inputs.no_masks(prompt, model.spec)
-    mask = inputs.left_padding(prompt_mask, prompt.shape, "prompt_mask")
-    unpadded = prompt.shape[1]
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """The keyword arguments of `generate`, which says what they are; `infill` has some of them."""
+
+    prompt_mask: ArrayLike | None = None
+    prompt_embeds: inputs.Embeds | None = None
+    suffix: inputs.Ids | None = None
+    length: int = 128
+    block: int | None = None
+    steps: int | None = None
+    policy: Policy = Policy()
+    sampler: Sampler = Confidence()
+    key: Keys | None = None
+    noise: Noise | None = None
+    stop_at_eos: bool = False
+    stop: Stops = ()
+    trace: bool = False
+    widths: tuple[int, ...] | None = None
+    buckets: ladders.Ladder | None = None
+    nonfinite: NonFinite = "warn"
+    interventions: Sequence[Intervention] = ()
+
+    def __post_init__(self):
+        check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
+        check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
+        check_argument("nonfinite", self.nonfinite, NonFinite)
+        for name in ("stop_at_eos", "trace"):
+            check_argument(name, getattr(self, name), bool)
+
+
+def prepare(model: Model, prompt: inputs.Ids, **options: Any) -> Request:
+    """What `generate(model, prompt, **options)` asks for; arguments and errors are its."""
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    asked = GenerateOptions(**options)
+    prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
+    batch, unpadded = prompts.ids.shape
 
     # A bucket pads on the left, where neither draws nor attention depend on it.
-    if buckets is not None:
-        ladders.check_ladder("buckets", buckets)
-        if isinstance(noise, RecordedNoise):
+    if asked.buckets is not None:
+        if isinstance(asked.noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
-        prompt, mask = ladders.pad(prompt, mask, buckets, model.spec.eos_id)
-        embeds = None if embeds is None else host.pad(embeds, prompt.shape[1] - unpadded, 0, 0)
+        prompts = ladders.pad(prompts, asked.buckets, model.spec.eos_id)
+    width = prompts.ids.shape[1]
 
-    # Everything that depends on shapes alone is static; arrays and numbers go through `denoise`'s arguments.
-    p = prompt.shape[1]
-    given = None if suffix is None else _suffix_ids(suffix, len(prompt), model.spec)
-    extra = 0 if given is None else given.shape[1]
-    layout = Layout.of(p, length, block, steps, mask is not None, extra)
-    tokens, valid = masked_response(prompt, mask, length + extra, model.spec)
-    tokens = tokens if given is None else with_suffix(tokens, given)
-    plan = plan_for(model, layout, policy, sampler, stop_at_eos, trace, widths)
-    plan = dataclasses.replace(plan, stop=stop_sequences(stop, model.spec))
-    plan = intervening(plan, interventions, model.spec, layout, tokens.shape[0], p - unpadded)
-    noise = noise_for(sampler, layout, tokens.shape[0], key, noise, model.spec.vocab)
-    return Request(Inputs(tokens, valid, noise, embeds), layout, plan, p - unpadded, nonfinite)
+    # The canvas: prompts, masks, and what stands behind the response from the start.
+    suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
+    given = 0 if suffix is None else suffix.shape[1]
+    layout = Layout.of(width, asked.length, asked.block, asked.steps, prompts.mask is not None, given)
+    tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
+    tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
+    return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
 
 
-def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[Array, "b s"]:
+def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | None, **options: Any) -> Request:
+    """What `infill(model, tokens, token_mask=.., **options)` asks for; arguments and errors are its."""
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    asked = GenerateOptions(**options)
+    block = check_argument("block", asked.block, PositiveInt | None)
+    tokens, mask = inputs.padded_ids(tokens, token_mask, model.spec, "tokens")
+    if not fixed_at(asked.sampler.cfg_scale, 0):
+        raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
+    length, steps = tokens.shape[1], asked.steps
+    valid = np.ones(tokens.shape, bool) if mask is None else mask
+    if steps is None:
+        steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
+
+    # With a prompt of 0 positions the masks may stand anywhere on the canvas.
+    layout = Layout.of(0, length, block, steps, padded=mask is not None)
+    return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
+
+
+def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOptions, extra: int) -> Request:
+    """The request of a canvas: policy and sampler go together, and fit it.
+
+    Args:
+      model: the model.
+      arrays: without noise.
+      layout: their geometry.
+      asked: everything else.
+      extra: positions a bucket added on the left, which interventions do not count.
+
+    Raises:
+      ValueError: they do not go together.
+    """
+    spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
+    inputs.warn_of_length(layout.length - extra, spec, stacklevel=4)
+    sampler.check_model(spec)
+    check_policy(sampler, asked.policy)
+    plan = Plan(
+        policy=asked.policy,
+        sampler=sampler,
+        layout=layout,
+        widths=step_widths(asked.policy, spec, layout, asked.widths),
+        stop_at_eos=asked.stop_at_eos,
+        trace=asked.trace,
+        constants=constants(asked.policy, "policy") + constants(sampler, "sampler"),
+        stop=stop_sequences(asked.stop, spec),
+    )
+    fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
+    if fitting and sampler.verifies:
+        raise ValueError(
+            f"interventions go with samplers that decode what the network computes once: "
+            f"{type(sampler).__name__} verifies tokens by a shadow block, where they would not act"
+        )
+    plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
+    arrays = arrays._replace(noise=noise_for(plan, batch, asked.key, asked.noise, spec.vocab))
+    return Request(arrays, plan, extra, asked.nonfinite)
+
+
+def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray, "b s"]:
     """Token ids behind the responses, one text for all or one for each sequence."""
     ids = inputs.token_ids(suffix, spec, "suffix")
     inputs.no_masks(ids, spec, "suffix")
     if len(ids) == 1 and batch > 1 and not host.stays_on_devices(ids):
-        ids = host.place(np.repeat(host.values(ids), batch, axis=0), np.int32)
+        ids = np.repeat(ids, batch, axis=0)
     if len(ids) != batch:
         raise ValueError(
             f"suffix has shape {ids.shape}; expected one text, or one for each of {batch} prompts"
@@ -132,111 +176,16 @@ def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[Array, "
     return ids
 
 
-class Spread(NamedTuple):
-    """The arrays of a request as the program of a mesh takes them.
-
-    Attributes:
-      inputs: on the devices, split by sequence.
-      batch: how many sequences there are; those behind them are of padding alone and compute nothing.
-    """
-
-    inputs: Inputs
-    batch: int
-
-
-def over_devices(inputs: Inputs, model: Model, mesh: AnyMesh | None) -> Spread:
-    """The arrays split by sequence over a mesh, with sequences that compute nothing where they do not divide.
-
-    Args:
-      inputs: of one device, traced (then the program splits them), or global.
-      model: whose rules apply.
-      mesh: None puts them nowhere else.
-    """
-    batch = inputs.tokens.shape[0]
-    extra = -batch % model.rules.batch_ways(mesh)
-    tokens = host.more_sequences(inputs.tokens, extra, model.spec.eos_id)
-    valid = host.more_sequences(inputs.valid, extra, False)
-    noise, embeds = _more_noise(inputs.noise, extra), inputs.embeds
-    embeds = None if embeds is None else host.more_sequences(embeds, extra, 0)
-
-    # Concrete arrays beside traced ones are constants of the user's program, which splits them itself.
-    spread = Inputs(tokens, valid, noise, embeds)
-    if mesh is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, spread))):
-        return Spread(spread, batch)
-    names = model.rules.axes(mesh, "b")
-    axis = 1 if isinstance(noise, RecordedNoise) else 0
-    of_sequences = lambda array, axis=0: host.by_sequence(array, mesh, names, axis)
-    noise = jax.tree.map(lambda a: of_sequences(a, axis) if a.ndim else a, noise)
-    embeds = None if embeds is None else of_sequences(embeds)
-    return Spread(Inputs(of_sequences(tokens), of_sequences(valid), noise, embeds), batch)
-
-
-def _more_noise(noise: Noise | None, extra: int) -> Noise | None:
-    """Draws for sequences that draw nothing."""
-    if isinstance(noise, KeyNoise) and extra:
-        return KeyNoise(_more_keys(noise.keys, extra))
-    if isinstance(noise, RecordedNoise):
-        return RecordedNoise(*(host.more_sequences(a, extra, 0, axis=1) if a.ndim else a for a in noise))
-    return noise
-
-
-@functools.partial(jax.jit, static_argnames="extra")
-def _more_keys(keys: Key[Array, "b"], extra: int) -> Key[Array, "b_plus_extra"]:
-    """The keys and as many times the first one as there are sequences that draw nothing."""
-    return jnp.concatenate([keys, jnp.repeat(keys[:1], extra, axis=0)])
-
-
-def plan_for(
-    model: Model,
-    layout: Layout,
-    policy: Policy,
-    sampler: Sampler,
-    stop_at_eos: bool,
-    trace: bool,
-    widths: tuple[int, ...] | None,
-) -> Plan:
-    """What the user decided about a run.
-
-    Raises:
-      ValueError: they do not go together.
-    """
-    sampler.check_model(model.spec)
-    check_policy(sampler, policy)
-    fixed = constants(policy, "policy") + constants(sampler, "sampler")
-    widths = step_widths(policy, model.spec, layout, widths)
-    return Plan(policy, sampler, widths, stop_at_eos, trace, constants=fixed)
-
-
-def intervening(
-    plan: Plan, interventions: Any, spec: ModelSpec, layout: Layout, batch: int, extra: int = 0
-) -> Plan:
-    """The plan with interventions, which count positions without the `extra` ones of a bucket.
-
-    Raises:
-      ValueError: they do not fit, or the sampler runs a shadow block, which they do not reach.
-    """
-    limit = plan.step_limit(layout)
-    fitting = checked(interventions, spec, batch, layout.length - extra, limit)
-    if fitting and plan.sampler.verifies:
+def _most_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask_id: int) -> int:
+    """The largest number of masks in a sequence of a template."""
+    if host.module(tokens, valid) is jnp:
         raise ValueError(
-            f"interventions go with samplers that decode what the network computes once: "
-            f"{type(plan.sampler).__name__} verifies tokens by a shadow block, where they would not act"
+            "steps must be given when infill is traced or tokens are global: the number of masks is not known"
         )
-    return dataclasses.replace(plan, interventions=moved(fitting, extra))
-
-
-def check_kinds(model: Any, policy: Any, sampler: Any, nonfinite: Any, **flags: Any):
-    """Refuses arguments of `generate` and `infill` that are no model, no policy, no True or False, ..
-
-    Raises:
-      ValueError: such an argument, by its name.
-    """
-    check_argument("model", model, Model, ", such as dj.load(path)")
-    check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
-    check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
-    check_argument("nonfinite", nonfinite, NonFinite)
-    for name, flag in flags.items():
-        check_argument(name, flag, bool)
+    most = int(np.max(np.sum((tokens == mask_id) & valid, axis=1)))
+    if most == 0:
+        raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
+    return most
 
 
 def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -262,14 +211,13 @@ def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def noise_for(
-    sampler: Sampler, layout: Layout, batch: int, key: Keys | None, noise: Noise | None, vocab: int
-) -> Noise | None:
+def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, vocab: int) -> Noise | None:
     """Where a sampler draws from: recorded noise, or one key per sequence; None if it draws nothing.
 
     Raises:
       ValueError: both or none of them where it draws; what is no key, or no noise, or of another canvas.
     """
+    sampler, layout = plan.sampler, plan.layout
     if noise is not None and (isinstance(noise, type) or not isinstance(noise, Noise)):
         raise ValueError(f"noise={shown(noise)} must be a Noise, such as dj.samplers.RecordedNoise(...)")
     if key is not None and noise is not None:

@@ -1,14 +1,11 @@
 """Statistics of a run per sequence, and its optional trace."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.state import host
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
 
@@ -161,23 +158,6 @@ class Record(NamedTuple):
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
         )
-
-
-def cut(trace: Trace, batch: int, left: int) -> Trace:
-    """The first `batch` sequences, without `left` positions and, outside of jit, steps that did not run."""
-    # Inside jit shapes are static: the trace has room for the upper bound of steps.
-    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
-    own, right = slice(batch), slice(left, None)
-    part = functools.partial(host.part, batch=1)
-    return Trace(
-        tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right),
-        computed=part(trace.computed, ran, own, right),
-        proposed=part(trace.proposed, ran, own, right),
-        score=part(trace.score, ran, own, right),
-        active=part(trace.active, ran, own),
-        widened=part(trace.widened, ran, own),
-        steps=trace.steps,
-    )
 
 
 def _empty_trace(canvas: Canvas, limit: int) -> Trace:

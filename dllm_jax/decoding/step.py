@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import masked_block, over_both
 from dllm_jax.decoding.stats import Record
@@ -23,6 +23,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter
@@ -46,31 +47,25 @@ class State(NamedTuple):
     memory: PyTree = ()
 
 
-def initial(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"],
-    noise: Noise | None,
-    embeds: Float[Array, "b p m"] | None,
-    layout: Layout,
-    plan: Plan,
-) -> State:
+def initial(model: Model, inputs: Inputs, plan: Plan) -> State:
     """The state before the first step; arguments as in `loop.denoise`."""
+    tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
+    layout, streams_b = plan.layout, plan.streams * tokens.shape[0]
+
     # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
     canvas = begin(tokens, valid, model.spec, layout)
     if plan.stop:
         canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
     canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
-    cache = empty_cache(model, plan.policy, layout, plan.streams * tokens.shape[0])
-    x = embed(model.params, _inputs(plan, streams), canvas_embeds(model, embeds, layout, plan))
+    cache = empty_cache(model, plan.policy, layout, streams_b)
+    x = embed(model.params, _inputs(plan, streams), canvas_embeds(model, inputs.embeds, plan))
     cache = plan.policy.before_first_step(cache, streams, model, x)
-    cache = split_cache(cache, model, plan.streams * tokens.shape[0])
+    cache = split_cache(cache, model, streams_b)
     extra, cache = counted(cache, plan.streams)
-    limit = plan.step_limit(layout) if plan.trace else None
-    record = Record.begin(canvas, limit, plan.confidence, extra)
+    record = Record.begin(canvas, plan.step_limit if plan.trace else None, plan.confidence, extra)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
-    return State(canvas, cache, needed(plan, cache, canvas, noise), record, memory)
+    return State(canvas, cache, needed(plan, cache, canvas, inputs.noise), record, memory)
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -97,7 +92,7 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
 
 
 def canvas_embeds(
-    model: Model, embeds: Float[Array, "b p m"] | None, layout: Layout, plan: Plan
+    model: Model, embeds: Float[AnyArray, "b p m"] | None, plan: Plan
 ) -> Float[Array, "streams_b l m"] | None:
     """Inputs in the place of embeddings, as steps take them: for all positions of the canvas and all streams.
 
@@ -106,7 +101,7 @@ def canvas_embeds(
     """
     if embeds is None:
         return None
-    of_canvas = jnp.pad(embeds, ((0, 0), (0, layout.length - layout.prompt), (0, 0)))
+    of_canvas = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
     return constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
 
 

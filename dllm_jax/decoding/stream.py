@@ -1,6 +1,7 @@
-"""`stream`: a generation that is watched while it runs."""
+"""A generation that is watched while it runs: `stream`, and the bar of `generate(progress=True)`."""
 
 import dataclasses
+import math
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -9,16 +10,17 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
+from dllm_jax.decoding.loop import Piece, begin, resume
 from dllm_jax.decoding.nonfinite import report
-from dllm_jax.decoding.output import Output, completed
-from dllm_jax.decoding.request import Request, over_devices, prepare
-from dllm_jax.decoding.resume import Piece, begin, resume
-from dllm_jax.nn.mesh import AnyMesh, current_mesh
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
+from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host, inputs
 
 TO_THE_END = np.iinfo(np.int32).max
+UPDATES = 64  # of the bar, about so many per generation
 
 
 class Snapshot(NamedTuple):
@@ -55,7 +57,7 @@ def stream(
     that is closed (`close()`, or a `for` that is left) computes at most one piece beyond what it showed.
 
     Args:
-      model: from `load`; over a mesh, with Auto axes.
+      model: from `load`.
       prompt: as in `generate`.
       every: denoising steps between two snapshots; another one follows a block's last step. None: blocks
         alone.
@@ -65,7 +67,7 @@ def stream(
       the generation so far; `output` is there in the last one.
 
     Raises:
-      ValueError: as `generate`, at the call; inside of `jit`; a mesh with Explicit axes.
+      ValueError: as `generate`, at the call; inside of `jit`.
       TypeError: an option that `generate` does not have.
       FloatingPointError: logits held NaN or infinity, with nonfinite="raise", instead of the last snapshot.
 
@@ -73,64 +75,50 @@ def stream(
       dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
     """
     steps = check_argument("every", every, PositiveInt | None)
-    request = prepare(model, prompt, **options)
-    pieces = snapshots(model, request, current_mesh((model.params, prompt)), steps)
-    return _reported(pieces, request)
+    placed = place(model, prepare(model, prompt, **options), prompt)
+    return _reported(snapshots(placed, steps), placed)
 
 
-def _reported(pieces: Generator[Snapshot, None, None], request: Request) -> Generator[Snapshot, None, None]:
+def _reported(pieces: Generator[Snapshot, None, None], placed: Placed) -> Generator[Snapshot, None, None]:
     for snapshot in pieces:
         if snapshot.output is not None:
-            report(snapshot.output.stats.finite, request.nonfinite, stacklevel=2)
+            report(snapshot.output.stats.finite, placed.nonfinite, stacklevel=2)
         yield snapshot
 
 
-def snapshots(
-    model: Model, request: Request, mesh: AnyMesh | None, every: int | None
-) -> Generator[Snapshot, None, None]:
-    """The snapshots of a checked request; see `stream`.
+def snapshots(placed: Placed, every: int | None) -> Generator[Snapshot, None, None]:
+    """The snapshots of a placed request; see `stream`.
 
     Args:
-      model: the model.
-      request: from `prepare`, or of `infill`.
-      mesh: that the request is spread over.
+      placed: the request.
       every: denoising steps between two of them; None: blocks alone.
 
     Raises:
-      ValueError: inside of `jit`; a mesh with Explicit axes.
+      ValueError: inside of `jit`.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, request.inputs, request.plan))):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(placed)):
         raise ValueError("a generation cannot be watched inside of jit, vmap or grad")
-    if explicit := mesh.abstract_mesh.explicit_axes if mesh is not None else ():
-        raise ValueError(
-            f"the mesh has the Explicit axes {list(explicit)}: a generation that is watched needs Auto ones, "
-            "as jax.make_mesh(..., axis_types=(AxisType.Auto, ...)) makes them"
-        )
-    return _snapshots(model, request, mesh, TO_THE_END if every is None else every)
+    return _snapshots(placed, TO_THE_END if every is None else every)
 
 
-def _snapshots(
-    model: Model, request: Request, mesh: AnyMesh | None, every: int
-) -> Generator[Snapshot, None, None]:
-    model = dataclasses.replace(model, vision=None)  # as `generate` does
-    spread, batch = over_devices(request.inputs, model, mesh)
-    noise, embeds = spread.noise, spread.embeds
-    plan = host.numbers(dataclasses.replace(request.plan, confidence=True), mesh)
-    layout, steps = request.layout, host.numbers(np.int32(every), mesh)
-    own = np.s_[:batch, request.extra :]
+def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
+    run = with_auto_axes(placed._replace(plan=dataclasses.replace(placed.plan, confidence=True)))
+    arguments, steps = (run.model, run.inputs, run.plan), numbers(np.int32(every), run.mesh)
+    own = np.s_[: run.batch, run.extra :]
 
     # One piece is under way while the host looks at the one before it.
-    before = host.everywhere(spread.tokens)[own]
-    state = begin(model, *spread, layout=layout, plan=plan)
-    state, piece = resume(model, state, noise, embeds, steps, layout, plan)
+    before = host.everywhere(run.inputs.tokens)[own]
+    with runs_on(run):
+        state, piece = resume(*arguments, begin(*arguments), steps)
     running = True
     while running:
-        state, next_piece = resume(model, state, noise, embeds, steps, layout, plan)
+        with runs_on(run):
+            state, next_piece = resume(*arguments, state, steps)
         running = bool(host.everywhere(piece.running))
         snapshot = _seen(piece, before, own)
         if not running:
-            output = completed(piece.tokens, piece.stats, state.record.trace, batch, request.extra)
-            snapshot = snapshot._replace(output=output)
+            results = on_mesh((piece.tokens, piece.stats, state.record.trace), placed.mesh)
+            snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot
         before, piece = snapshot.tokens, next_piece
 
@@ -140,3 +128,27 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
     decoded = (tokens != before) & ~np.isnan(confidence)
     steps, block = (int(host.everywhere(number)) for number in (piece.steps, piece.block))
     return Snapshot(tokens, decoded, confidence, steps, block, None)
+
+
+def watched(placed: Placed) -> Output:
+    """Answers a request, with a bar of decoded tokens on standard error; errors are those of `snapshots`."""
+    import rich.console  # slow, and used by this alone
+    import rich.progress as bars
+
+    # A sampler may need fewer steps than its schedule: the bar counts tokens.
+    pieces = snapshots(placed, math.ceil(placed.plan.layout.steps / UPDATES))
+    columns = (
+        bars.TextColumn("denoising"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("tokens, {task.fields[steps]} steps"),
+        bars.TimeRemainingColumn(),
+    )
+    tokens, valid = host.everywhere(placed.inputs.tokens), host.everywhere(placed.inputs.valid)
+    total = int(np.sum((tokens == placed.model.spec.mask_id) & valid))
+    with bars.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total, steps=0)
+        for snapshot in pieces:
+            bar.update(task, advance=int(snapshot.decoded.sum()), steps=snapshot.steps)
+    assert snapshot.output is not None, "the last snapshot"
+    return snapshot.output

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.generate import Output
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.placement import numbers
 from dllm_jax.decoding.stats import Trace
 from dllm_jax.nn.arithmetic import divided
 from dllm_jax.nn.layer import unembed
@@ -18,6 +19,7 @@ from dllm_jax.nn.model import Model, encode
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, check_argument, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.state.canvas import begin
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import compact, gather, scatter
 from dllm_jax.traced import Number, argument
@@ -94,7 +96,7 @@ def trajectory_log_probs(
         width = trace.tokens.shape[-1] if most_per_step is None else most_per_step
         if most_per_step is None and not host.stays_on_devices(at):
             width = max(1, int(host.values(_most_per_step(at, len(trace.tokens) - 1))))
-    number = host.numbers(argument(temperature, float), mesh)
+    number = numbers(argument(temperature, float), mesh)
     log_prob = _log_probs(model, trace.tokens, at, padding, number, width, chunk, remat)
     return Trajectory(log_prob, at)
 
@@ -108,7 +110,7 @@ def _trace_of(run: Any) -> Trace:
     return trace
 
 
-def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[Array, "b l"] | None:
+def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | None:
     """Which positions are not padding; None if all are."""
     batch, length = trace.tokens.shape[1:]
     if mask is None:
@@ -116,7 +118,7 @@ def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[Array, "b l"] | None:
     width = jnp.shape(mask)[-1] if jnp.ndim(mask) else 0
     if width > length:
         raise ValueError(f"prompt_mask has {width} positions, the run has {length}")
-    mask = inputs.left_padding(mask, (batch, width), "prompt_mask")
+    mask = inputs.padding(mask, (batch, width), "prompt_mask")
     return None if mask is None else host.pad(mask, 0, length - width, True)
 
 

@@ -1,25 +1,20 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
 import dataclasses
-import inspect
 import time
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.plan import Plan
-from dllm_jax.decoding.request import Inputs, over_devices, prepare
-from dllm_jax.nn.mesh import current_mesh
+from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.request import GenerateOptions, prepare
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
-from dllm_jax.state import host
 
-OF_REQUESTS = {"model", "prompt", "prompt_mask", "prompt_embeds", "buckets"}
-OPTIONS = inspect.signature(prepare).parameters.keys() - OF_REQUESTS
+OPTIONS = {field.name for field in dataclasses.fields(GenerateOptions)}
+OPTIONS -= {"prompt_mask", "prompt_embeds", "buckets"}
 
 
 class Compiled(NamedTuple):
@@ -67,20 +62,8 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options)
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
-    model = dataclasses.replace(model, vision=None)  # as `generate` does
-    request = prepare(model, prompt, buckets=Ladder((rung,)), **options)
-    inputs, plan = _placed(model, request.inputs, request.plan)
-    program = denoise.lower(model, *inputs, layout=request.layout, plan=plan).compile()
+    placed = place(model, prepare(model, prompt, buckets=Ladder((rung,)), **options))
+    program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
     memory = program.memory_analysis()
     temporary = memory.temp_size_in_bytes if memory is not None else -1
     return Compiled(rung, batch, time.perf_counter() - start, temporary)
-
-
-def _placed(model: Model, inputs: Inputs, plan: Plan) -> tuple[Inputs, Plan]:
-    """The arrays where `generate` puts them; described like the model if that is only described."""
-    mesh = current_mesh(model.params)
-    if mesh is None or isinstance(model.params["embed"], jax.Array):
-        return over_devices(inputs, model, mesh).inputs, host.numbers(plan, mesh)
-    inputs = over_devices(inputs, model, mesh.abstract_mesh).inputs
-    where = NamedSharding(mesh, PartitionSpec(model.rules.axes(mesh, "b") or None))
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), inputs), plan

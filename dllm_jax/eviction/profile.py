@@ -15,7 +15,6 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.options import PositiveInt, Profile, check_argument
 from dllm_jax.state import inputs
-from dllm_jax.state.canvas import masked_response
 
 
 @jax.jit
@@ -64,9 +63,8 @@ def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) 
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     length = check_argument("length", length, PositiveInt)
-    prompts = inputs.token_ids(prompts, model.spec, "prompts")
-    mask = inputs.left_padding(prompt_mask, prompts.shape, "prompt_mask")
-    tokens, valid = masked_response(prompts, mask, length, model.spec)
+    ids, mask = inputs.padded_ids(prompts, prompt_mask, model.spec, "prompts")
+    tokens, valid = map(jnp.asarray, inputs.masked_response(ids, mask, length, model.spec))
     x = embed(model.params, tokens)
     profile = np.asarray(importance(model, x, valid, valid), np.float64).mean(axis=1)
     return tuple(float(value) for value in profile)

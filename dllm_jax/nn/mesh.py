@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree, Shaped
@@ -229,7 +231,7 @@ def partitioned_over() -> AbstractMesh | None:
     return None if mesh.empty or not mesh.auto_axes else mesh
 
 
-def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:
+def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:
     """The array, split as the rules say; as it is where a program does not run `over_mesh`.
 
     Args:
@@ -239,8 +241,8 @@ def constrain(x: Shaped[Array, "..."], rules: MeshRules, axes: str) -> Shaped[Ar
     """
     mesh = partitioned_over()
     if mesh is None:
-        return x
-    lengths = dict(zip(axes, x.shape, strict=False))
+        return jnp.asarray(x)
+    x, lengths = jnp.asarray(x), dict(zip(axes, x.shape, strict=False))
     return _constrained(x, rules.spec(mesh, axes[: x.ndim], lengths))
 
 

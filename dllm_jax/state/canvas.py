@@ -5,13 +5,11 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
 from dllm_jax.nn.attention import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state import host
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
@@ -180,22 +178,6 @@ class Canvas:
         if self.layout.padded:
             return padding_mask(keys, rows.take(self.valid), self.spec)
         return None if readable is None else key_mask(keys)
-
-
-def masked_response(
-    prompt: Int[Array, "b p"], mask: Bool[Array, "b p"] | None, length: int, spec: ModelSpec
-) -> tuple[Int[Array, "b l"], Bool[Array, "b l"]]:
-    """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
-    real = host.ones(prompt.shape) if mask is None else mask
-    return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
-
-
-def with_suffix(tokens: Int[Array, "b l"], suffix: Int[Array, "b s"]) -> Int[Array, "b l"]:
-    """The canvas with given text at its end."""
-    if host.stays_on_devices(tokens) or host.stays_on_devices(suffix):
-        return tokens.at[:, -suffix.shape[1] :].set(suffix)
-    kept = host.values(tokens)[:, : -suffix.shape[1]]
-    return host.place(np.concatenate([kept, host.values(suffix)], axis=1), np.int32)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:

@@ -1,42 +1,150 @@
 """Checks at the door: bad input is refused with its value and the rule before anything compiles.
 
-Of a traced array only shape and dtype are checked. Of a global one, which several processes hold parts of,
-each process checks the sequences it holds.
+What comes in, as lists or arrays, becomes numpy arrays of one dtype. Of a traced array only shape and dtype
+are checked. Of a global one, which several processes hold parts of, each process checks the sequences it
+holds; both stay what they are.
 """
 
+import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
 from dllm_jax.state import host
+from dllm_jax.state.host import AnyArray
 
-Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # Int[b p], or one sequence Int[p]
-Embeds = Float[Array, "..."] | Float[np.ndarray, "..."]  # Float[b p m], or of one sequence Float[p m]
+Ids = (
+    ArrayLike | Sequence[int] | Sequence[Sequence[int]]
+)  # Int[b p], one sequence Int[p], lists of any lengths
+Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
 EMBEDDED = -1  # in the place of a token id: the input is a row of `prompt_embeds`
+Side = Literal["left", "right"]
 
 
 class Prompts(NamedTuple):
-    """The prompts of a batch, as `generate` takes them.
+    """The prompts of a batch.
 
     Attributes:
       ids: token ids, left-padded, `EMBEDDED` where the input is a row of `embeds`.
-      mask: False at padding.
+      mask: False at padding; None if nothing is padded.
       embeds: None if there are no such positions.
     """
 
-    ids: Int[Array, "b p"]
-    mask: Bool[Array, "b p"]
-    embeds: Float[Array, "b p m"] | None
+    ids: Int[AnyArray, "b p"]
+    mask: Bool[AnyArray, "b p"] | None
+    embeds: Float[AnyArray, "b p m"] | None
 
 
-def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[Array, "b p"]:
+def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: ModelSpec) -> Prompts:
+    """The prompts of `generate`: padded, checked, and with the inputs that stand in the place of embeddings.
+
+    A prompt without tokens is one of padding alone, as a batch may hold: its response attends to itself.
+
+    Args:
+      prompt: as `padded_ids` takes them; their ids may be `EMBEDDED` if there are `embeds`.
+      mask: False (or 0) at padding; None means none.
+      embeds: Float[b p m], or [p m] of one sequence; None if there are none.
+      spec: the model.
+
+    Raises:
+      ValueError: what breaks a rule of ids or masks, or holds masks; inputs of another shape or dtype, or of
+        which none is read.
+    """
+    least = 0 if embeds is None else EMBEDDED
+    ids, mask = padded_ids(prompt, mask, spec, "prompt", least=least, empty=True)
+    no_masks(ids, spec)
+    if embeds is None:
+        return Prompts(ids, mask, None)
+    embeds = host.fetched(embeds) if hasattr(embeds, "shape") else embeds
+    if hasattr(embeds, "ndim") and embeds.ndim == 2:
+        embeds = embeds[None]
+    check_embeds(embeds, (*ids.shape, spec.width), "prompt_embeds")
+    if (known := host.readable(ids)) is not None and not (known == EMBEDDED).any():
+        raise ValueError("prompt holds no -1 (dllm_jax.EMBEDDED): nothing of prompt_embeds would be read")
+    return Prompts(ids, mask, embeds)
+
+
+def padded_ids(
+    tokens: Ids,
+    mask: ArrayLike | None,
+    spec: ModelSpec,
+    name: str,
+    *,
+    side: Side = "left",
+    least: int = 0,
+    empty: bool = False,
+) -> tuple[Int[AnyArray, "b p"], Bool[AnyArray, "b p"] | None]:
+    """Token ids, and where they are padding; sequences of different lengths are padded with end-of-text.
+
+    Args:
+      tokens: Int[b p] with a mask, or sequences of any lengths without; one sequence may come as [p].
+      mask: False (or 0) at the padding of `tokens`; None means none.
+      spec: the model.
+      name: what the user calls the tokens; its mask is `prompt_mask` of `prompt`, `token_mask` of `tokens`.
+      side: on which padding stands.
+      least: smallest id that is allowed.
+      empty: whether sequences may have no tokens.
+
+    Returns:
+      int32 ids, and False at padding; None if nothing is padded.
+
+    Raises:
+      ValueError: no such ids or mask, sequences without tokens, or a mask beside sequences of different
+        lengths.
+    """
+    lengths = _lengths(tokens)
+    if lengths is not None and (len(set(lengths)) > 1 or 0 in lengths):
+        if mask is not None:
+            raise ValueError(
+                f"{name} has sequences of lengths {lengths}, which are padded for you: pass no mask"
+            )
+        if 0 in lengths and not empty:
+            raise ValueError(f"{name}[{lengths.index(0)}] is empty: give it at least one token")
+        tokens, mask = padded_together(tokens, spec.eos_id, side=side)
+    ids = token_ids(tokens, spec, name, least)
+    return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
+
+
+def _lengths(tokens: Any) -> list[int] | None:
+    """How long each of several sequences is; None of what is one sequence, or an array with columns."""
+    if getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] == 0 and not host.stays_on_devices(tokens):
+        return [0] * tokens.shape[0]
+    if not isinstance(tokens, Sequence):
+        return None
+    flat = [isinstance(ids, Sequence) or getattr(ids, "ndim", 0) == 1 for ids in tokens]
+    if isinstance(tokens, str) or not tokens or not all(flat) or any(isinstance(ids, str) for ids in tokens):
+        return None
+    return [len(ids) for ids in tokens]
+
+
+def padded_together(
+    sequences: Any, pad_id: int, width: int | None = None, side: Side = "left"
+) -> tuple[np.ndarray, Bool[np.ndarray, "b p"]]:
+    """Sequences of different lengths as one array, and its mask, False at the padding.
+
+    Args:
+      sequences: token ids of each, lists or arrays of one axis.
+      pad_id: token id to pad with.
+      width: of the array, at least the length of the longest sequence; None is that length, or 1.
+      side: on which padding stands.
+    """
+    width = max(1, *map(len, sequences)) if width is None else width
+    column, length = np.arange(width), np.asarray([len(ids) for ids in sequences])[:, None]
+    mask = column >= width - length if side == "left" else column < length
+    pads = ([pad_id] * (width - len(ids)) for ids in sequences)
+    both = zip(pads, (np.asarray(ids).tolist() for ids in sequences), strict=True)
+    rows = [pad + ids if side == "left" else ids + pad for pad, ids in both]
+    return np.asarray(rows), mask
+
+
+def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[AnyArray, "b p"]:
     """Tokens as int32 [b p]; a single sequence may come as [p].
 
     Args:
@@ -48,10 +156,6 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[Ar
     Raises:
       ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.
     """
-    if isinstance(tokens, Sequence):
-        lengths = [len(ids) for ids in tokens if isinstance(ids, Sequence)]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"{name} has sequences of lengths {lengths}: left-pad them and pass a mask")
     tokens = _array(tokens, name, "token ids [batch, positions]")
     if tokens.ndim == 1:
         tokens = tokens[None]
@@ -69,30 +173,10 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[Ar
             found = known[outside][0]
             hint = "; -1 is for inputs of prompt_embeds=" if found == EMBEDDED else ""
             raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {spec.vocab}){hint}")
-    return host.place(tokens, np.int32)
+    return tokens.astype(np.int32)
 
 
-def embedded_ids(
-    prompt: Ids, embeds: Embeds | None, spec: ModelSpec
-) -> tuple[Int[Array, "b p"], Float[Array, "b p m"] | None]:
-    """Prompts, and the inputs that stand in the place of embeddings where they hold `EMBEDDED`.
-
-    Raises:
-      ValueError: as `token_ids`; inputs of another shape or dtype, or of which none is read.
-    """
-    if embeds is None:
-        return token_ids(prompt, spec, "prompt"), None
-    ids = token_ids(prompt, spec, "prompt", EMBEDDED)
-    embeds = host.fetched(embeds) if hasattr(embeds, "shape") else embeds
-    if hasattr(embeds, "ndim") and embeds.ndim == 2:
-        embeds = embeds[None]
-    check_embeds(embeds, (*ids.shape, spec.width), "prompt_embeds")
-    if (known := host.readable(ids)) is not None and not (known == EMBEDDED).any():
-        raise ValueError("prompt holds no -1 (dllm_jax.EMBEDDED): nothing of prompt_embeds would be read")
-    return ids, host.place(embeds, embeds.dtype)
-
-
-def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
+def no_masks(tokens: Int[AnyArray, "b p"], spec: ModelSpec, name: str = "prompt"):
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
     if (known := host.readable(tokens)) is None:
         return
@@ -104,23 +188,21 @@ def no_masks(tokens: Int[Array, "b p"], spec: ModelSpec, name: str = "prompt"):
         )
 
 
-def left_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> Bool[Array, "b p"] | None:
-    """A padding mask as Bool[b p], or None if nothing is padded; `name` is what the user calls it.
+def padding(
+    mask: ArrayLike | None, shape: tuple[int, ...], name: str, side: Side = "left", empty: bool = False
+) -> Bool[AnyArray, "b p"] | None:
+    """A padding mask as Bool[b p], or None if nothing is padded.
+
+    Args:
+      mask: what the user passed.
+      shape: of the tokens.
+      name: what the user calls it.
+      side: on which padding stands.
+      empty: whether a sequence may be padding alone.
 
     Raises:
-      ValueError: wrong shape or dtype, a sequence without any token, or padding that is not on the left.
+      ValueError: wrong shape or dtype, a sequence without any token, or padding that is not on its side.
     """
-    return _padding(mask, shape, name, left=True)
-
-
-def right_padding(mask: ArrayLike | None, shape: tuple[int, ...], name: str) -> Bool[Array, "b p"] | None:
-    """`left_padding` of what is padded on the right."""
-    return _padding(mask, shape, name, left=False)
-
-
-def _padding(
-    mask: ArrayLike | None, shape: tuple[int, ...], name: str, left: bool
-) -> Bool[Array, "b p"] | None:
     if mask is None:
         return None
     mask = _array(mask, name, "a mask [batch, positions]")
@@ -131,14 +213,14 @@ def _padding(
     if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"{name} has dtype {mask.dtype}; expected bool or 0/1 integers")
     if (known := host.readable(mask)) is not None:
-        _check_padding(known, name, left)
+        _check_padding(known, name, side, empty)
         # Of a global mask no process knows the whole: it always counts as padding.
         if known.astype(bool).all() and not host.is_global(mask):
             return None
-    return host.place(mask, bool)
+    return mask.astype(bool)
 
 
-def _array(value: Ids, name: str, rule: str) -> Array | np.ndarray:
+def _array(value: Any, name: str, rule: str) -> AnyArray:
     """What a user passed as an array, on the host unless it stays on devices; refused if it is none."""
     try:
         return host.fetched(value)
@@ -146,16 +228,47 @@ def _array(value: Ids, name: str, rule: str) -> Array | np.ndarray:
         raise ValueError(f"{name}={shown(value)} must be {rule}") from error
 
 
-def _check_padding(mask: np.ndarray, name: str, left: bool):
+def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):
     if not np.isin(mask, (0, 1)).all():
         raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
     mask = mask.astype(bool)
-    if not mask.any(axis=1).all():
+    if not empty and not mask.any(axis=1).all():
         raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
     step = mask[:, 1:].astype(int) - mask[:, :-1]
-    holes = np.any(step < 0 if left else step > 0, axis=1)
+    holes = np.any(step < 0 if side == "left" else step > 0, axis=1)
     if holes.any():
-        side, order = ("left", "before") if left else ("right", "behind")
+        order = "before" if side == "left" else "behind"
         raise ValueError(
             f"{name} of sequence {int(np.argmax(holes))} is not {side} padding: zeros only stand {order} ones"
         )
+
+
+def masked_response(
+    prompt: Int[AnyArray, "b p"], mask: Bool[AnyArray, "b p"] | None, length: int, spec: ModelSpec
+) -> tuple[Int[AnyArray, "b l"], Bool[AnyArray, "b l"]]:
+    """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
+    real = np.ones(prompt.shape, bool) if mask is None else mask
+    return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
+
+
+def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> Int[AnyArray, "b l"]:
+    """The canvas with given text at its end."""
+    kept = tokens[:, : -suffix.shape[1]]
+    return host.module(kept, suffix).concatenate([kept, suffix], axis=1)
+
+
+class PositionsWarning(UserWarning):
+    """A canvas is longer than the sequences that the model was made for."""
+
+
+def warn_of_length(length: int, spec: ModelSpec, stacklevel: int):
+    """Warns of a canvas with more positions than the model was made for (`ModelSpec.positions`).
+
+    Python shows such a warning once for each place that it comes from.
+    """
+    if spec.positions is not None and length > spec.positions:
+        message = (
+            f"a canvas of more than {spec.positions} positions, which is what the model was made for, is "
+            "answered worse: load(path, rope_factor=...) stretches its rotary embedding"
+        )
+        warnings.warn(message, PositionsWarning, stacklevel=stacklevel + 1)

@@ -80,12 +80,12 @@ def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, s
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
-    (tokens, valid, noise, embeds), layout, plan, *_ = prepare(model, prompt, **options)
-    state = initial(model, tokens, valid, noise, embeds, layout, plan)
-    embeds = canvas_embeds(model, embeds, layout, plan)
+    inputs, plan, *_ = prepare(model, prompt, **options)
+    state = initial(model, inputs, plan)
+    embeds = canvas_embeds(model, inputs.embeds, plan)
     yield state
     while bool(state.canvas.active.any()):
         variant = int(coming(plan, state))
         width = None if variant == len(plan.widths) else plan.widths[variant]
-        state = _step(model, noise, plan, width, state, embeds)
+        state = _step(model, inputs.noise, plan, width, state, embeds)
         yield state

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from dllm_jax.decoding.chat import left_pad
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
 from dllm_jax.eval.results.schema import Entry, Estimated
@@ -20,6 +19,7 @@ from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.settings import Decoding, rounded_up
+from dllm_jax.state.inputs import padded_together
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -97,7 +97,7 @@ class Likelihood:
     def _estimated(self, pairs: list[Pair], greedy_check: bool) -> list[tuple[list[float | bool], int, int]]:
         """Answer, forwards and positions computed of each pair; padding is not counted."""
         model, (length, width) = self.lm.model, self._shape(pairs[0])
-        prompt, mask = left_pad([context for context, _ in pairs], model.spec.eos_id, width)
+        prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in pairs], np.int32)
         masks = np.stack([self.masks(pair) for pair in pairs], axis=1)
         nats = log_likelihood(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.decoding.chat import decode_answers, left_pad
+from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.schema import Decoded, DecodingCosts, Entry
@@ -24,6 +24,7 @@ from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Ledger
 from dllm_jax.eval.run.part import Part, elsewhere
 from dllm_jax.eval.run.settings import Decoding, rounded_up
+from dllm_jax.state.inputs import padded_together
 
 BatchShape = tuple[
     Any, ...
@@ -172,7 +173,7 @@ class Runner:
     def _inputs(self, requests: Sequence[Request], width: int) -> dict[str, Any]:
         """The arguments of `generate` that the prompts of a batch make, padded to a width."""
         prompts = filled([request.prompt for request in requests], self.decoding.batch)
-        prompt, mask = left_pad(prompts, self.lm.model.spec.eos_id, width)
+        prompt, mask = padded_together(prompts, self.lm.model.spec.eos_id, width)
         return {"prompt": prompt, "prompt_mask": mask}
 
     def _texts(self, requests: Sequence[Request], responses: np.ndarray) -> list[str]:

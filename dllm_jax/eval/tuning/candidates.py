@@ -88,9 +88,7 @@ class Candidate(Options):
             ids = np.full((1, prompt), model.spec.eos_id, np.int32)
             mask = np.arange(prompt)[None] > 0
             request = prepare(model, ids, prompt_mask=mask, key=key, **settings.options())
-            layout, plan = request.layout, request.plan
-            first = lambda model, inputs: initial(model, *inputs, layout=layout, plan=plan).need
-            jax.eval_shape(first, model, request.inputs)
+            jax.eval_shape(lambda *a: initial(*a).need, model, request.inputs, request.plan)
         except ValueError as error:
             raise ValueError(f"candidate {self}: {error}") from error
 

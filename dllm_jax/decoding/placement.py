@@ -1,0 +1,222 @@
+"""The second of three rooms: a request's arrays on the devices of a model, and results back from them.
+
+The only place under `decoding` that knows meshes and processes. Sequences are split over the axes of the mesh
+that split batches; where they do not divide, there are more of them, of padding alone, which compute nothing.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Key, PyTree, Shaped
+
+from dllm_jax.decoding.nonfinite import NonFinite
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.plan import Inputs, Plan
+from dllm_jax.decoding.request import Request
+from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
+from dllm_jax.nn.model import Model
+from dllm_jax.samplers import RecordedNoise
+from dllm_jax.state import host
+from dllm_jax.state.host import AnyArray
+
+NOT_SPLIT = -1  # in the place of an array's axis of sequences
+
+
+class Placed(NamedTuple):
+    """A request where programs take it: `denoise(model, inputs, plan)`.
+
+    Attributes:
+      model: without the tower of images, which nothing that decodes reads.
+      inputs: on the devices, split by sequence.
+      plan: its numbers on the devices.
+      mesh: None without one.
+      batch: how many sequences there are; those behind them compute nothing.
+      extra: positions a bucket added on the left.
+      nonfinite: what the host does about sequences without finite logits.
+    """
+
+    model: Model
+    inputs: Inputs
+    plan: Plan
+    mesh: AnyMesh | None
+    batch: int
+    extra: int
+    nonfinite: NonFinite
+
+
+def place(model: Model, request: Request, prompt: Any = None) -> Placed:
+    """The request on the devices of the model, or on those of its prompt.
+
+    Args:
+      model: of arrays, traced or described (`dllm_jax.abstract`); the request is then described too.
+      request: from `prepare`.
+      prompt: as the user passed it, whose mesh counts if the model is on none.
+    """
+    mesh = current_mesh((model.params, prompt))
+    arrays = request.inputs
+    axes = jax.tree.map(lambda array: 0, arrays)
+    if isinstance(arrays.noise, RecordedNoise):  # [t b ..], and numbers
+        axes = axes._replace(noise=jax.tree.map(lambda a: 1 if a.ndim else NOT_SPLIT, arrays.noise))
+    split, batch = by_sequence(model, mesh, arrays, axes)
+    plan = numbers(request.plan, mesh)
+    without = dataclasses.replace(model, vision=None)
+    return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
+
+
+def collect(placed: Placed, tokens: Array, stats: Stats, trace: Trace | None) -> Output:
+    """The output without what was added: sequences that a mesh needed, positions of a bucket.
+
+    Args:
+      placed: the request.
+      tokens: as programs return them, as are `stats` and `trace`.
+      stats: of the same sequences.
+      trace: with room for more steps than ran; None if none was recorded.
+    """
+    own, right = slice(placed.batch), slice(placed.extra, None)
+    tokens = part(tokens, own, right, batch=0)
+    stats = jax.tree.map(lambda array: part(array, own, batch=0), stats)
+    if trace is None:
+        return Output(tokens, stats, None)
+
+    # Inside jit shapes are static: the trace has room for the upper bound of steps.
+    ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
+    of_steps = {
+        name: part(array, ran, *(own, right)[: array.ndim - 1], batch=1)
+        for name, array in trace._asdict().items()
+        if name in ("computed", "proposed", "score")
+    }
+    return Output(
+        tokens,
+        stats,
+        trace._replace(
+            tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1),
+            active=part(trace.active, ran, own, batch=1),
+            widened=part(trace.widened, ran, own, batch=1),
+            **of_steps,
+        ),
+    )
+
+
+def with_auto_axes(placed: Placed) -> Placed:
+    """The same with Auto axes in the place of Explicit ones, as pieces of a generation need; nothing moves.
+
+    What a loop carries has leaves on and off the axis of sequences, and no table of Explicit types.
+    """
+    if not isinstance(placed.mesh, Mesh) or not placed.mesh.abstract_mesh.explicit_axes:
+        return placed
+    names = placed.mesh.axis_names
+    auto = Mesh(placed.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    model, inputs, plan = on_mesh(placed[:3], auto)
+    return placed._replace(model=model, inputs=inputs, plan=plan, mesh=auto)
+
+
+def on_mesh(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Arrays that lie on a mesh of the same devices, as ones of this mesh; None leaves them."""
+
+    def moved(array: Any) -> Any:
+        where = getattr(array, "sharding", None)
+        if not isinstance(where, NamedSharding) or not isinstance(mesh, Mesh):
+            return array
+        return jax.device_put(array, NamedSharding(mesh, where.spec))
+
+    return jax.tree.map(moved, tree)
+
+
+def runs_on(placed: Placed) -> contextlib.AbstractContextManager:
+    """The mesh of `jax.set_mesh` while programs of a placed request run, if the user's is another one."""
+    other = context_mesh() not in (None, placed.mesh)
+    return jax.set_mesh(placed.mesh) if other and isinstance(placed.mesh, Mesh) else contextlib.nullcontext()
+
+
+def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:
+    """Arrays of a request on the devices, split by sequence; and how many sequences there really are.
+
+    Args:
+      model: whose rules apply; described, the arrays are described too.
+      mesh: None, or the abstract one of a traced program, leaves arrays where they are.
+      arrays: a pytree; booleans are masks, of which sequences that are added have none.
+      axes: the axis of sequences of each array, or `NOT_SPLIT`.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    places = structure.flatten_up_to(axes)
+    batch = next(a.shape[i] for a, i in zip(leaves, places, strict=True) if i != NOT_SPLIT)
+    extra = -batch % model.rules.batch_ways(mesh)
+    leaves = [_more(a, i, extra) if i != NOT_SPLIT else a for a, i in zip(leaves, places, strict=True)]
+    names = () if mesh is None else model.rules.axes(mesh, "b")
+    where = [PartitionSpec(*[None] * i, names or None) if i != NOT_SPLIT else PartitionSpec() for i in places]
+
+    # Programs that are only compiled take descriptions. Concrete arrays beside traced ones are constants of
+    # the user's program, which splits them itself.
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.params)):
+        on = lambda spec: None if mesh is None else NamedSharding(mesh, spec)
+        describe = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on(spec))
+        leaves = list(map(describe, leaves, where))
+    elif not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, leaves))):
+        leaves = [_on_devices(a, mesh, spec) for a, spec in zip(leaves, where, strict=True)]
+    return structure.unflatten(leaves), batch
+
+
+def _more(array: AnyArray, axis: int, count: int) -> AnyArray:
+    """The array with `count` more sequences: the first one again, of masks and padding nothing."""
+    if not count:
+        return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _more_keys(array, count)
+    first = array[(slice(None),) * axis + (slice(0, 1),)]
+    xp = host.module(array)
+    again = xp.zeros_like(first) if array.dtype == bool else first
+    return xp.concatenate([array, xp.repeat(again, count, axis=axis)], axis=axis)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _more_keys(keys: Key[Array, "b"], count: int) -> Key[Array, "b_plus_count"]:
+    return jnp.concatenate([keys, jnp.repeat(keys[:1], count, axis=0)])
+
+
+def _on_devices(array: AnyArray, mesh: AnyMesh | None, spec: PartitionSpec) -> Array:
+    """An array of this process, which may hold keys, or a global one, split over the mesh as `spec` says."""
+    if not isinstance(mesh, Mesh):
+        return array if isinstance(array, jax.Array) else host.place(array, array.dtype)
+    where = NamedSharding(mesh, spec)
+    if host.is_global(array):
+        return array if array.sharding == where else jax.jit(lambda a: a, out_shardings=where)(array)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # by way of the numbers that keys are made of
+        data = jax.random.key_data(array)
+        return jax.random.wrap_key_data(host.place(data, data.dtype, where), impl=jax.random.key_impl(array))
+    return host.place(array, array.dtype, where)
+
+
+def numbers(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Scalars of a request on the devices, the same on all of a mesh; traced ones stay what they are."""
+    where = replicated(mesh) if isinstance(mesh, Mesh) else None
+    put = lambda number: number if isinstance(number, jax.Array) else host.place(number, number.dtype, where)
+    return jax.tree.map(put, tree)
+
+
+def part(array: Shaped[Array, "..."], *index: slice, batch: int) -> Shaped[Array, "..."]:
+    """`array[index]`; waits for the array and takes it to the host and back, unless that is all of it.
+
+    Args:
+      array: of one device, or split by sequence over a mesh, as the result then is.
+      *index: of its axes.
+      batch: which axis is that of sequences; a result with fewer of them is replicated over the mesh.
+    """
+    sizes = zip(index, array.shape, strict=False)
+    if all(s.indices(size) == (0, size, 1) for s, size in sizes):
+        return array
+    fewer = index[batch].indices(array.shape[batch]) != (0, array.shape[batch], 1)
+    if isinstance(array, Tracer):
+        return over_mesh(lambda a: a[index], array, out=PartitionSpec()) if fewer else array[index]
+    where = array.sharding if isinstance(array.sharding, NamedSharding) else None
+    if where is not None and fewer:
+        where = where.update(spec=PartitionSpec())
+    if host.is_global(array):
+        return (host.whole(array) if fewer else array)[index]
+    return host.place(host.values(array)[index], array.dtype, where)
