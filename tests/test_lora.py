@@ -123,9 +123,8 @@ def batch(step: int) -> Batch:
     return Batch(ids[:, :3], ids[:, 3:])
 
 
-@pytest.mark.parametrize("form", [STACKED, separate], ids=["stacked", "separate"])
-def test_training_moves_the_factors_alone_and_goes_on_from_checkpoints(form, tmp_path):
-    base = cast(form(tiny("dream")), jnp.bfloat16)
+def test_training_moves_the_factors_alone_and_goes_on_from_checkpoints(tmp_path):
+    base = cast(tiny("dream"), jnp.bfloat16)
     model = lora.attach(base, lora.LoRA(rank=2, matrices=("q", "down")), KEY)
     options = dict(learning_rate=1e-2, warmup=0, review_every=2, save_every=2)
     go = lambda steps: train(
@@ -159,9 +158,8 @@ def test_muon_takes_adamw_for_the_factors():
         assert b.max() > 5e-3
 
 
-@pytest.mark.parametrize("form", [STACKED, separate], ids=["stacked", "separate"])
-def test_a_mesh_trains_the_same(form):
-    model = moved(lora.attach(form(tiny("llada", vocab=64)), OPTIONS, KEY))
+def test_a_mesh_trains_the_same():
+    model = moved(lora.attach(separate(tiny("llada", vocab=64)), OPTIONS, KEY))
     config = TrainConfig(steps=1, warmup=0)
     losses = []
     for mesh in (None, jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
@@ -169,7 +167,7 @@ def test_a_mesh_trains_the_same(form):
         state, metrics = train_step(begin(model, setup), batch(0), setup)
         losses.append((metrics.loss, train_step(state, batch(1), setup)[1].loss))
         if mesh is not None:
-            factor = state.params["layers"]["q"] if form is STACKED else state.params["layers"][0]["q"]
+            factor = state.params["layers"][0]["q"]
             assert "fsdp" in factor.a.sharding.spec
             assert "tp" in factor.b.sharding.spec
             back = model_of(model, state, setup)

@@ -8,7 +8,7 @@ import pytest
 
 from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
-from tests.models import FAMILIES, cast, separate, tiny
+from tests.models import cast, separate, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -66,8 +66,9 @@ def _pairs(one: Model, other: Model):
     return [(a, b) for a, b in pairs if a.ndim > 2]  # matrices: norms are near 1, where bfloat16 is coarse
 
 
-@pytest.mark.parametrize("form", [lambda model: model, separate], ids=["stacked", "separate"])
-@pytest.mark.parametrize("muon", [None, 0.01])
+@pytest.mark.parametrize(
+    ("form", "muon"), [(lambda model: model, None), (separate, 0.01)], ids=["stacked", "separate, Muon"]
+)
 def test_what_is_frozen_stays_and_has_no_state(form, muon):
     model = form(tiny("llada"))
     config = TrainConfig(steps=3, warmup=0, muon=muon)
@@ -99,9 +100,8 @@ def test_what_is_trained_moves_as_if_everything_was():
     assert part["embed"] is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names_choose_among_transformations(family):
-    model = tiny(family)
+def test_names_choose_among_transformations():
+    model = tiny("dream")
     labels = {"embed": "table", "layers": "rest", "norm": "still", "head": False}
     optimizer = {"table": optax.sgd(1.0), "rest": SGD, "still": None}
     setup = prepare(model, CONFIG, optimizer=optimizer, trainable=labels)
@@ -116,9 +116,7 @@ def test_names_choose_among_transformations(family):
     np.testing.assert_allclose(step(setup), 10 * step(slow), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "make", [optax.adafactor, optax.lion, optax.lbfgs, optax.adam], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("make", [optax.adafactor, optax.lbfgs], ids=lambda f: f.__name__)
 def test_any_transformation_of_optax_trains(make):
     run = train(
         tiny("llada"), Batches(batch_of), TrainConfig(steps=2, review_every=1, save_every=1),
@@ -151,22 +149,20 @@ def test_options_of_the_optimiser_that_is_replaced_are_refused():
             prepare(tiny("llada"), TrainConfig(steps=1), optimizer=wrong)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_make_the_step_of_the_whole_batch(family):
-    model = separate(tiny(family))
+def test_micro_batches_make_the_step_of_the_whole_batch():
+    model = separate(tiny("llada"))
     ids = np.random.default_rng(0).integers(0, 30, (6, 9)).astype(np.int32)
     # Answers of different length: the loss is a mean over examples of means over their tokens.
     lengths = np.array([5, 1, 4, 2, 3, 5])[:, None]
     batch = Batch(ids[:, :4], ids[:, 4:], None, np.arange(5) < lengths, t_min=0.2)
-    results = {}
-    for parts in (1, 2, 3):
+    results = []
+    for parts in (1, 3):
         setup = prepare(model, TrainConfig(steps=9, warmup=0, accumulate=parts, clip=1e6))
         state, metrics = train_step(begin(model, setup), batch, setup)
-        results[parts] = metrics, state.moments[1][0].mu
-    for parts in (2, 3):
-        np.testing.assert_allclose(results[parts][0].loss, results[1][0].loss, rtol=1e-6)
-        np.testing.assert_allclose(results[parts][0].accuracy, results[1][0].accuracy, rtol=1e-6)
-        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
-        jax.tree.map(close, results[parts][1], results[1][1])
+        results.append((metrics, state.moments[1][0].mu))
+    (whole, moments), (of_parts, summed) = results
+    np.testing.assert_allclose(of_parts.loss, whole.loss, rtol=1e-6)
+    np.testing.assert_allclose(of_parts.accuracy, whole.accuracy, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), summed, moments)
     with pytest.raises(ValueError, match="a batch of 6 examples must be a multiple of 4: accumulate=4"):
         train_step(begin(model, setup), batch, prepare(model, TrainConfig(steps=9, accumulate=4)))

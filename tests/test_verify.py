@@ -48,7 +48,7 @@ def test_a_changed_sign_of_zero_is_found(tmp_path):
         weights = load_file(path / "model.safetensors")
         weights["model.transformer.ln_f.weight"][0] = zero
         save_sharded(path, weights)
-    found = verify(*paths, tokens=4)
+    found = verify(*paths, tokens=8)
     assert not found.identical
     assert found.ok
 
@@ -66,7 +66,7 @@ def test_another_dtype_is_reported_and_judged_by_logits(tmp_path):
 
 def test_another_spec_is_different(tmp_path):
     source = write_hf(tmp_path / "hf", tiny())
-    found = verify(source, convert(source, tmp_path / "jax", rope_factor=4.0), tokens=8)
+    found = verify(source, convert(source, tmp_path / "jax", rope_factor=4.0), tokens=0)
     assert found.spec == ("rope_base: 500000.0 / 2000000.0", "positions: 4096 / 16384")
     assert not found.differing
     assert str(found).endswith("verdict: different")
