@@ -28,6 +28,7 @@ from dllm_jax import vision
 from dllm_jax.state.inputs import EMBEDDED
 from dllm_jax.state.layout import Layout
 from dllm_jax.decoding.generate import generate, infill
+from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain
 from dllm_jax.decoding.chat import chat
 from dllm_jax.decoding.stream import Snapshot, stream
@@ -78,6 +79,7 @@ __all__ = [
     "buckets",
     "capture",
     "chat",
+    "compare",
     "embedded",
     "eviction",
     "explain",

@@ -8,8 +8,12 @@ import sys
 import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax.__main__ import Arguments
+from dllm_jax.policies import DualCache, Policy
+from dllm_jax.samplers import Threshold
 from tests.conftest import CACHE
+from tests.models import tiny
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
@@ -31,6 +35,32 @@ def test_the_demonstration_answers_and_measures(tmp_path):
         assert exact["computed"] > prefix["computed"] > dual["computed"]
         assert threshold["forwards"] <= dual["forwards"]
     assert np.mean([table["rows"][0]["accuracy"] for table in tables]) >= 0.7
+
+
+def test_policies_are_compared_in_one_table():
+    """What `generate` gives under each, beside what it costs; what differs may be more than the policy."""
+    model, prompt = tiny("llada"), [[11, 12, 13, 14, 15], [21, 22]]
+    fast = {"policy": DualCache(), "sampler": Threshold(0.1)}
+    found = dj.compare(model, prompt, [Policy(), DualCache(), fast], repeats=2, length=8, block=4)
+    exact, dual, threshold = found.rows
+    for row, options in ((exact, {}), (dual, {"policy": DualCache()}), (threshold, fast)):
+        out = dj.generate(model, prompt, length=8, block=4, **options)
+        np.testing.assert_array_equal(row.output.tokens, out.tokens)
+        assert row.nfe == np.mean(out.stats.nfe)
+        assert row.computed == np.mean(out.stats.computed)
+        assert min(row.seconds, row.compile_seconds, row.memory) > 0
+    assert exact.equal == exact.speed_up == 1.0
+    same = np.asarray(dual.output.tokens == exact.output.tokens).all(axis=1)
+    assert dual.equal == same.mean()
+    assert threshold.nfe < dual.nfe
+    lines = str(found).splitlines()
+    names = ["Policy()", "DualCache()", "DualCache(), Threshold(threshold=0.1)"]
+    assert [line.split("  ")[0] for line in lines[1:]] == names
+    named = dj.compare(model, prompt, {"as published": fast}, repeats=1, length=8, block=4)
+    assert named.rows[0].name == "as published"
+    for wrong in ([], "DualCache", 3, [3]):
+        with pytest.raises(ValueError, match="polic"):
+            dj.compare(model, prompt, wrong, length=8)
 
 
 def test_bad_options_are_refused():

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.decoding.compare import text_table
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.kernels import Kernels
@@ -54,12 +55,7 @@ class Explanation:
 
     def __str__(self) -> str:
         table = [("operation", "positions", "platform", "implementation"), *self.rows]
-        cells = [[str(cell) for cell in row] for row in table]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
-        ]
-        return "\n".join([*(line.rstrip() for line in lines), *map(": ".join, self.unused)])
+        return "\n".join([text_table(table), *map(": ".join, self.unused)])
 
 
 class Call(NamedTuple):

@@ -1,15 +1,14 @@
 """Answers the same held-out prompts under several policies and samplers, and measures each."""
 
 import dataclasses
-import time
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.generate import Output, generate
+from dllm_jax.decoding.compare import compare
+from dllm_jax.decoding.output import Output
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
 from dllm_jax.published.expressions import call
@@ -82,30 +81,23 @@ def measure(
       **options: length, block and steps of `generate`.
     """
 
-    def run(policy: Policy, sampler: Sampler) -> tuple[Output, float]:
-        start = time.perf_counter()
-        out = generate(
-            model, questions.prompt, prompt_mask=questions.mask, policy=policy, sampler=sampler, **options
-        )
-        jax.block_until_ready(out)
-        return out, time.perf_counter() - start
-
-    first = [run(*pair) for pair in grid]
-    timed = [[run(*pair)[1] for pair in grid] for _ in range(repeats)]
-    seconds = np.median(timed, axis=0)
-    rates = [float(np.sum(out.stats.answer)) / s for (out, _), s in zip(first, seconds, strict=True)]
+    runs = {f"{p!r} {s!r}": {"policy": p, "sampler": s} for p, s in grid}
+    found = compare(
+        model, questions.prompt, runs, prompt_mask=questions.mask, repeats=repeats, **options
+    ).rows
+    rates = [float(np.sum(row.output.stats.answer)) / row.seconds for row in found]
     return [
         Row(
             policy=repr(policy),
             sampler=call(sampler, always=("threshold",)),
-            accuracy=_accuracy(model, tokenizer, questions, out),
-            forwards=float(np.mean(out.stats.nfe)),
-            computed=float(np.sum(out.stats.computed) / max(np.sum(out.stats.answer), 1)),
+            accuracy=_accuracy(model, tokenizer, questions, row.output),
+            forwards=row.nfe,
+            computed=float(np.sum(row.output.stats.computed) / max(np.sum(row.output.stats.answer), 1)),
             tokens_per_second=rate,
             speed_up=rate / rates[0],
-            compile_seconds=max(cold - s, 0.0),
+            compile_seconds=row.compile_seconds,
         )
-        for (policy, sampler), (out, cold), s, rate in zip(grid, first, seconds, rates, strict=True)
+        for (policy, sampler), row, rate in zip(grid, found, rates, strict=True)
     ]
 
 

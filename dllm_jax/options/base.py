@@ -108,3 +108,19 @@ def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
         return typing.get_type_hints(holder, scope, {owner.__name__: owner}, include_extras=True)[field.name]
     except (NameError, AttributeError, SyntaxError):
         return Any
+
+
+def call(value: Any, always: tuple[str, ...] = ()) -> str:
+    """The constructor call that makes options, without the fields that are at their defaults.
+
+    Args:
+      value: a dataclass, or a literal.
+      always: names of fields to write even at their defaults.
+    """
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    arguments = [
+        f"{field.name}={call(now)}" for field, now in fields if now != field.default or field.name in always
+    ]
+    return f"{type(value).__name__}({', '.join(arguments)})"

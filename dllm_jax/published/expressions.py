@@ -1,11 +1,11 @@
 """Policies, samplers and the like as text such as `DKVDecode(8)`, read without evaluating any code."""
 
 import ast
-import dataclasses
 from types import ModuleType
 from typing import Any
 
 from dllm_jax import eviction, policies, samplers
+from dllm_jax.options import call as call
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
 
@@ -18,22 +18,6 @@ def policy(text: str) -> Policy:
 def sampler(text: str) -> Sampler:
     """Makes a sampler of its constructor call, or of its name alone with its defaults."""
     return construct(text, samplers, Sampler)
-
-
-def call(value: Any, always: tuple[str, ...] = ()) -> str:
-    """Writes the constructor call that makes a policy or sampler; `policy` and `sampler` read it back.
-
-    Args:
-      value: a dataclass, or a literal.
-      always: names of fields to write even at their defaults.
-    """
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    arguments = [
-        f"{field.name}={call(now)}" for field, now in fields if now != field.default or field.name in always
-    ]
-    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:

@@ -1,0 +1,181 @@
+"""`compare`: the same prompts under several policies and samplers, and what each costs."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.nonfinite import report
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.placement import Placed, collect, place
+from dllm_jax.decoding.request import prepare
+from dllm_jax.nn.model import Model
+from dllm_jax.options import PositiveInt, call, check_argument, shown
+from dllm_jax.policies.base import Policy
+from dllm_jax.state import host, inputs
+
+
+class Compared(NamedTuple):
+    """One row of a comparison; of a batch, means over its sequences.
+
+    Attributes:
+      name: of the policy, or as the caller named it.
+      equal: fraction of sequences whose response is that of the first row, token for token.
+      nfe: network forwards.
+      computed: positions fed through the network, summed over forwards.
+      seconds: median wall time of the whole batch, compilation excluded.
+      speed_up: how often that goes into the first row's.
+      compile_seconds: wall time of tracing and compiling; near 0 if the program was cached on disk.
+      memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
+        it does not.
+      output: of `generate`.
+    """
+
+    name: str
+    equal: float
+    nfe: float
+    computed: float
+    seconds: float
+    speed_up: float
+    compile_seconds: float
+    memory: int
+    output: Output
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A table; `print` it.
+
+    Attributes:
+      rows: one for each policy, in the order given.
+    """
+
+    rows: tuple[Compared, ...]
+
+    def __str__(self) -> str:
+        header = "policy", "equal", "nfe", "computed", "seconds", "speed-up", "compile s", "memory MiB"
+        cells = [
+            (
+                row.name,
+                f"{row.equal:.0%}",
+                f"{row.nfe:.1f}",
+                f"{row.computed:.0f}",
+                f"{row.seconds:.3f}",
+                f"{row.speed_up:.2f}",
+                f"{row.compile_seconds:.1f}",
+                f"{row.memory / 2**20:.1f}",
+            )
+            for row in self.rows
+        ]
+        return text_table([header, *cells])
+
+
+def compare(
+    model: Model,
+    prompt: inputs.Ids,
+    policies: Sequence[Policy | Mapping[str, Any]] | Mapping[str, Policy | Mapping[str, Any]],
+    *,
+    repeats: int = 3,
+    **options: Any,
+) -> Comparison:
+    """Answers the same prompts under several policies, and says what each costs beside the first.
+
+        print(dj.compare(model, prompts, [Policy(), DualCache(), DKVDecode()], length=64, block=32))
+
+    Every program is compiled first; then all of them run in turns, `repeats` times, each waited for.
+
+    Args:
+      model: from `load`.
+      prompt: as in `generate`.
+      policies: policies, or the options of `generate` in which they differ, such as
+        {"policy": DualCache(), "sampler": Threshold(0.9)} or a preset's `options()`; by name, or in a list.
+      repeats: timed runs of each.
+      **options: of `generate`, for all of them.
+
+    Returns:
+      a row for each.
+
+    Raises:
+      ValueError: as `generate`; no policies, or something else in their place.
+    """
+    repeats = check_argument("repeats", repeats, PositiveInt)
+    runs = [_compiled(model, prompt, *one) for one in _named(policies, options)]
+    first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
+    turns = [[_timed(run)[0] for run in runs] for _ in range(repeats)]
+    seconds = np.median(turns, axis=0)
+    outputs = [output for _, output in first]
+    for run, output in zip(runs, outputs, strict=True):
+        report(output.stats.finite, run.placed.nonfinite, stacklevel=2)
+    mean = lambda array: float(np.mean(host.everywhere(array)))
+    return Comparison(
+        tuple(
+            Compared(
+                name=run.name,
+                equal=_equal(run, output, runs[0], outputs[0]),
+                nfe=mean(output.stats.nfe),
+                computed=mean(output.stats.computed),
+                seconds=float(own),
+                speed_up=float(seconds[0] / own),
+                compile_seconds=run.seconds,
+                memory=run.memory,
+                output=output,
+            )
+            for run, output, own in zip(runs, outputs, seconds, strict=True)
+        )
+    )
+
+
+class _Run(NamedTuple):
+    """A program that is ready, and what it takes."""
+
+    name: str
+    placed: Placed
+    program: jax.stages.Compiled
+    seconds: float  # that it took to compile
+    memory: int  # bytes
+
+
+def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The options of each run, by name."""
+    listed = isinstance(policies, Sequence) and not isinstance(policies, str)
+    named = list(policies.items()) if isinstance(policies, Mapping) else []
+    named = [(None, one) for one in policies] if listed else named
+    if not named:
+        raise ValueError(f"policies={shown(policies)} must be policies, such as [Policy(), DualCache()]")
+    both = [(name, dict(one) if isinstance(one, Mapping) else {"policy": one}) for name, one in named]
+    title = lambda name, own: ", ".join(map(call, own.values())) if name is None else str(name)
+    return [(title(name, own), {**options, **own}) for name, own in both]
+
+
+def _compiled(model: Model, prompt: Any, name: str, options: dict[str, Any]) -> _Run:
+    placed = place(model, prepare(model, prompt, **options), prompt)
+    start = time.perf_counter()
+    program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
+    seconds, account = time.perf_counter() - start, program.memory_analysis()
+    return _Run(name, placed, program, seconds, -1 if account is None else account.temp_size_in_bytes)
+
+
+def _timed(run: _Run) -> tuple[float, Output]:
+    """Seconds until the results of a run are there, and its output."""
+    start = time.perf_counter()
+    results = jax.block_until_ready(run.program(run.placed.model, run.placed.inputs, run.placed.plan))
+    return time.perf_counter() - start, collect(run.placed, *results)
+
+
+def _equal(run: _Run, output: Output, first: _Run, reference: Output) -> float:
+    """Fraction of sequences with the response of the first row, 0 where lengths differ."""
+    of_response = lambda run, output: host.everywhere(output.tokens)[:, -run.placed.plan.layout.response :]
+    ours, theirs = of_response(run, output), of_response(first, reference)
+    return float(np.mean(np.all(ours == theirs, axis=1))) if ours.shape == theirs.shape else 0.0
+
+
+def text_table(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows of cells as lines of text, their columns below each other."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return "\n".join(lines)
