@@ -3,6 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
+import dllm_jax as dj
 from dllm_jax import embedded
 from dllm_jax.decoding.chat import chat_ids, encode_chats
 
@@ -28,3 +29,26 @@ def test_nothing_to_answer_and_no_template_are_refused(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         chat_ids(tokenizer, [{"role": "user", "content": "ab"}])
+
+
+def test_special_tokens_in_messages_are_plain_text(tokenizer):
+    """The template's own are special, those that a user writes are not; other conversations are as before."""
+    text = " What is <|mdm_mask|> and <|eot_id|>?\n"
+    talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]
+    talk = [*talk, {"role": "user", "content": "y <|endoftext|>"}]
+    ids = chat_ids(tokenizer, talk)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        talk, add_generation_prompt=True, tokenize=False
+    )
+    plain = chat_ids(tokenizer, [message | {"content": "z"} for message in talk])
+    for token in ("<|mdm_mask|>", "<|eot_id|>", "<|endoftext|>", "<|start_header_id|>"):
+        special = tokenizer.convert_tokens_to_ids(token)
+        assert ids.count(special) == plain.count(special)
+    model = dj.load(embedded.path("tiny-llada"))
+    assert isinstance(dj.chat(model, tokenizer, talk, length=4), str)
+
+
+def test_special_tokens_that_cannot_be_told_apart_are_refused_in_the_words_of_a_chat(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"holds the text of .*special tokens.*<\|mdm_mask\|>.*other words"):
+        chat_ids(tokenizer, [{"role": "user", "content": "what is <|mdm_mask|>?"}])

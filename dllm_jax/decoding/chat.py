@@ -1,6 +1,7 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -136,8 +137,44 @@ def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if any(token in message["content"] for message in conversation for token in special):
+        return _plain_ids(tokenizer, conversation, special)
     encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     return list(encoded["input_ids"])
+
+
+def _plain_ids(tokenizer: Any, conversation: list[Message], special: list[str]) -> list[int]:
+    """`chat_ids` of messages that hold the text of special tokens, such as the mask's: there it is only text.
+
+    Raises:
+      ValueError: the template or the tokenizer does not tell its special tokens from those of the messages.
+    """
+    # The template around messages: what it writes for marks that no text has in their place.
+    render = lambda messages: tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    marks = [f"\ue000{i}\ue001" for i in range(len(conversation))]
+    marked = [message | {"content": mark} for message, mark in zip(conversation, marks, strict=True)]
+    first, *around = re.split("\ue000\\d+\ue001", render(marked))
+    rendered, ids = render(conversation), list(tokenizer.encode(first, add_special_tokens=False))
+
+    # Between two pieces of the template stands a message, as it is or without white space at its ends.
+    place = len(first) if rendered.startswith(first) and len(around) == len(marks) else len(rendered)
+    for message, piece in zip(conversation, around, strict=False):
+        found = (text for text in (message["content"], message["content"].strip()))
+        text = next((text for text in found if rendered.startswith(text + piece, place)), None)
+        if text is not None:
+            place += len(text + piece)
+            plain = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            ids += [*plain, *tokenizer.encode(piece, add_special_tokens=False)]
+        if text is None or not {tokenizer.convert_ids_to_tokens(i) for i in plain}.isdisjoint(special):
+            raise ValueError(
+                f"the message {shown(message['content'])} holds the text of special tokens of the model "
+                f"({', '.join(t for t in special if t in message['content'])}), which this tokenizer cannot "
+                "write as plain text: say it in other words"
+            )
+    return ids
 
 
 def check_tokenizer(tokenizer: Any):
