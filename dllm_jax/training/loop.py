@@ -98,8 +98,8 @@ def train(
     check_argument("progress", progress, bool)
     root = None if directory is None else Path(os.fspath(directory))
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
-    _, frozen = setup.split(parameters(model))
-    record = record_of(setup, optimizer, labels(parameters(model), trainable), frozen)
+    trained, frozen = setup.split(parameters(model))
+    record = record_of(setup, optimizer is not None, labels(parameters(model), trainable), trained, frozen)
     allowed = check_names(allow_changes, record)
     with contextlib.ExitStack() as stack:
         checkpoints, entries = None, []
