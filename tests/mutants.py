@@ -1,12 +1,12 @@
 """Does the suite notice a fault? Eighty of them, one after the other, and the tests that should.
 
-    python -m tests.mutants                                            all of them, on this tree
-    python -m tests.mutants --names threshold-is-exclusive             some of them
-    python -m tests.mutants --revision before --json FILE              kept in FILE, beside other revisions
+    python -m tests.mutants                                    all of them, on this tree
+    python -m tests.mutants --revision after --json FILE       kept in FILE, beside other revisions
 
 A mutant of `tests/data/mutants.json` is a piece of code that occurs once in `dllm_jax/`, in whatever file,
 what stands there instead, and the tests that are expected to fail, the cheapest first. Nothing is drawn: two
-revisions of the library are compared by the same faults. A copy of the tree is changed, never the tree.
+revisions of the library are compared by the same faults. Where one of them words a line in another way, "or"
+has the pair of code and replacement for it. A copy of the tree is changed, never the tree.
 """
 
 import argparse
@@ -76,13 +76,14 @@ def copied(tree: pathlib.Path, scratch: pathlib.Path) -> pathlib.Path:
 
 def attempt(tree: pathlib.Path, mutant: dict, number: int, limit: float) -> dict:
     """Whether the tests notice one mutant; says so where it cannot be made or nobody looks."""
-    places = {p: p.read_text() for p in (tree / "dllm_jax").rglob("*.py") if mutant["code"] in p.read_text()}
-    count = sum(text.count(mutant["code"]) for text in places.values())
-    if count != 1:
-        return {"killed": False, "problem": f"its code occurs {count} times: amend {TABLE.name}"}
-    ((path, text),) = places.items()
+    files = {path: path.read_text() for path in (tree / "dllm_jax").rglob("*.py")}
+    forms = ((mutant["code"], mutant["instead"]), *mutant.get("or", ()))
+    found = [(p, text, code, new) for code, new in forms for p, text in files.items() if code in text]
+    if len(found) != 1 or found[0][1].count(found[0][2]) != 1:
+        return {"killed": False, "problem": f"its code does not occur once: amend {TABLE.name}"}
+    ((path, text, code, new),) = found
     # A time of its own for each version: Python tells by time and size whether its compiled file is current.
-    write(path, text.replace(mutant["code"], mutant["instead"]), 2 * number)
+    write(path, text.replace(code, new), 2 * number)
     try:
         return noticed(tree, mutant["tests"], limit)
     finally:
@@ -91,7 +92,7 @@ def attempt(tree: pathlib.Path, mutant: dict, number: int, limit: float) -> dict
 
 def noticed(tree: pathlib.Path, targets: list[str], limit: float) -> dict:
     """The first test that fails of those that should, and the CPU seconds of the tests that ran."""
-    seconds = 0.0
+    seconds, passed = 0.0, False
     for target in targets:
         file, *selection = shlex.split(target)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", "-p", "no:cacheprovider"]
@@ -99,20 +100,18 @@ def noticed(tree: pathlib.Path, targets: list[str], limit: float) -> dict:
         seconds = round(seconds + spent, 1)
         if code is None:
             return {"killed": False, "problem": "time limit", "seconds": seconds}
-        if code in NO_TESTS:
-            return {"killed": False, "problem": f"no tests: {target}", "seconds": seconds}
-        if code:
+        passed |= code == 0
+        if code and code not in NO_TESTS:
             failed = FAILED.findall(output)
             by = failed[0] if failed else output.strip().splitlines()[-1]
             return {"killed": True, "by": by.removeprefix("tests/"), "seconds": seconds}
-    return {"killed": False, "seconds": seconds}
+    return {"killed": False, "seconds": seconds} | (
+        {} if passed else {"problem": "none of its tests is there"}
+    )
 
 
 def run(command: list[str], tree: pathlib.Path, limit: int) -> tuple[int | None, str, float]:
-    """Exit code, output and CPU seconds of a command; no code if it reached the limit.
-
-    Seconds are of the CPU, so that what else the machine does changes no result.
-    """
+    """Exit code, output and CPU seconds of a command; no code if it reached the limit, in CPU seconds too."""
     before = os.times()
     limited = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (limit, limit))
     ended = subprocess.run(command, cwd=tree, preexec_fn=limited, check=False, **PIPED)

@@ -9,7 +9,7 @@ from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
-from dllm_jax.state.rows import full_rows
+from dllm_jax.state.rows import compact_rows, full_rows
 from tests.models import tiny
 
 LAYERS, B, S = 2, 3, 5
@@ -38,6 +38,23 @@ def test_a_layer_is_replaced_in_the_marked_sequences_alone(layer, separate):
     after = replaced.into(cache, layer)
     for array in LayerCache.of(after, 1 - layer).read():
         np.testing.assert_array_equal(array, 1)
+
+
+@pytest.mark.parametrize("rows", [full_rows(jnp.ones((B, S), bool)), compact_rows(jnp.ones((B, S), bool), 2)])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_writes_to_the_next_one_and_the_last_one_nowhere(layer, separate, rows):
+    cache = store(1.0).separate() if separate else store(1.0)
+    new = jnp.full((B, rows.index.shape[1], *cache_shape(cache)), 2.0)
+    after = LayerCache.of(cache, layer).write(rows, ahead=1, k=new).into(cache, layer)
+    for i in range(LAYERS):
+        keys, values = LayerCache.of(after, i).read()
+        np.testing.assert_array_equal(values, 1)
+        assert int((keys[:, :, 0, 0] == 2).sum()) == (rows.index.size if i == layer + 1 else 0)
+
+
+def cache_shape(cache: Cache) -> tuple[int, int]:
+    return jax.tree.leaves(cache.layers)[0].shape[-2:]
 
 
 @pytest.mark.parametrize(("scattered", "order"), [(True, [4, 3, 2, 1, 0]), (False, [4, 2, 3, 1, 0])])
