@@ -10,7 +10,7 @@ import numpy as np
 import transformers
 
 import dllm_jax as dj
-from dllm_jax.checkpoint.exporting import InMemory
+from dllm_jax.checkpoint.exporting import in_memory
 from dllm_jax.checkpoint.names import dream
 from dllm_jax.checkpoint.names.table import to_hf, units
 from dllm_jax.checkpoint.source import read
@@ -156,7 +156,7 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
 
 def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
     """Overwrites every weight by ours; transformers' names for Llama and Qwen2 are those of Dream."""
-    source, theirs = InMemory(model), made.state_dict()
+    source, theirs = in_memory(model), made.state_dict()
     loaded = {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, dream.NAMES):
         arrays = read(source, unit)

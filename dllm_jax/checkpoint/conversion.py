@@ -11,11 +11,12 @@ from dllm_jax.checkpoint import integrity
 from dllm_jax.checkpoint.converted import is_converted, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
-from dllm_jax.checkpoint.hf import INDEX, HFCheckpoint, open_hf, weight_files
+from dllm_jax.checkpoint.hf import INDEX, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.spec_file import write_spec
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
+from dllm_jax.checkpoint.stored import Source
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
 
@@ -78,7 +79,7 @@ def convert(
 
 
 def _provenance(
-    checkpoint: HFCheckpoint, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
+    checkpoint: Source, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
 ) -> dict[str, Any]:
     tensors = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())

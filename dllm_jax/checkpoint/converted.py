@@ -23,44 +23,11 @@ from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
-from dllm_jax.checkpoint.stored import Ranges, StoredParameter
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
+from dllm_jax.checkpoint.stored import Ranges, Source, StoredParameter
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, axes_of, is_int8
 from dllm_jax.nn.sharding import within_layer
-from dllm_jax.nn.spec import ModelSpec
 
 PARAMS = "params"
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvertedCheckpoint:
-    """An opened converted directory.
-
-    Attributes:
-      path: the directory.
-      spec: what it holds.
-      dtype: of all parameters but int8 matrices.
-      weights: how matrices are stored, "int8" or None for `dtype`.
-    """
-
-    path: Path
-    spec: ModelSpec
-    dtype: np.dtype
-    weights: Weights | None
-
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """The one dtype besides int8, as a set."""
-        return {self.dtype}
-
-    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        """The parameters of one unit, none of them read yet.
-
-        Raises:
-          ValueError: damaged, or, when they are read, scales that no conversion writes.
-        """
-        where = self.path / PARAMS / unit.name
-        described = unit.arrays(self.spec, self.dtype, self.weights)
-        return {leaf: _as_parameter(where, leaf, is_int8(array)) for leaf, array in described.items()}
 
 
 def is_converted(path: Path) -> bool:
@@ -68,7 +35,7 @@ def is_converted(path: Path) -> bool:
     return (path / SPEC).is_file() and (path / PARAMS).is_dir()
 
 
-def open_converted(path: Path) -> ConvertedCheckpoint:
+def open_converted(path: Path) -> Source:
     """Opens a converted directory and checks that it is complete and fits its spec.json; reads no weights.
 
     Raises:
@@ -90,7 +57,13 @@ def open_converted(path: Path) -> ConvertedCheckpoint:
         described = unit.arrays(spec, dtype, weights)
         arrays = [_named(leaf, parameter) for leaf, parameter in described.items()]
         _check_unit(params / unit.name, dict(ChainMap(*arrays)))
-    return ConvertedCheckpoint(path, spec, dtype, weights)
+
+    def parameters(unit: Unit) -> dict[str, StoredParameter]:
+        described = unit.arrays(spec, dtype, weights)
+        where = params / unit.name
+        return {leaf: _as_parameter(where, leaf, is_int8(array)) for leaf, array in described.items()}
+
+    return Source(path, spec, frozenset({dtype}), weights, parameters)
 
 
 def _check_unit(where: Path, expected: dict[str, Any]):

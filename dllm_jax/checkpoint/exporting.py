@@ -1,6 +1,5 @@
 """Writing a converted directory, or a model in memory, as a Hugging Face directory, unit by unit."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +17,11 @@ from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.families import spec_to_config
 from dllm_jax.checkpoint.files import copy_auxiliary_files
 from dllm_jax.checkpoint.names.table import Unit, to_hf
-from dllm_jax.checkpoint.source import Source, locate, progress, stream
+from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
-from dllm_jax.checkpoint.stored import Stored, StoredParameter
+from dllm_jax.checkpoint.stored import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
-from dllm_jax.nn.int8 import HostArray, Weights
+from dllm_jax.nn.int8 import HostArray
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
@@ -66,8 +65,9 @@ def export(
     original = read_config(found / "config.json") if (found / "config.json").is_file() else None
     with atomic_directory(target, overwrite) as partial:
         copy_auxiliary_files(found, partial)
-        with progress("export", checkpoint, checkpoint.dtype, None, show_progress) as advance:
-            tensors = _tensors(checkpoint.spec, stream(checkpoint, checkpoint.dtype, None), advance)
+        dtype = _one_dtype(checkpoint)
+        with progress("export", checkpoint, dtype, None, show_progress) as advance:
+            tensors = _tensors(checkpoint.spec, stream(checkpoint, dtype, None), advance)
             _write(partial, checkpoint, original, shard_bytes, tensors)
     return target
 
@@ -106,7 +106,8 @@ def save_hf(
             "the model has LoRA adapters, which this layout has no place for: save lora.merge(model), or the "
             "adapters alone with lora.save(model, directory)"
         )
-    _refuse_int8(InMemory(model), "save the model that was loaded without weights='int8'")
+    source = in_memory(model)
+    _refuse_int8(source, "save the model that was loaded without weights='int8'")
     if (model.vision is None) != (model.spec.vision is None):
         raise ValueError(
             f"spec.vision={model.spec.vision} and model.vision must go together: the parameters of the tower "
@@ -117,7 +118,6 @@ def save_hf(
         keep_from = model.origin
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
         original = read_config(Path(keep_from) / "config.json")
-    source = InMemory(model)
 
     def write_all(tensors: Iterator[np.ndarray]):
         with atomic_directory(target, overwrite) as partial:
@@ -154,47 +154,25 @@ def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors
         raise OSError(f"{what} was not written: the first process failed, and says why")
 
 
-@dataclasses.dataclass(frozen=True)
-class InMemory:
-    """A model in memory as a `Source`, read unit by unit like a checkpoint on disk."""
+def in_memory(model: Model) -> Source:
+    """A model in memory as a `Source`, whose parameters are fetched from the devices when they are read.
 
-    model: Model
+    Of arrays that several processes hold parts of, every process fetches all: all must read them.
+    """
 
-    @property
-    def path(self) -> Path:
-        """A name for error messages: a model has no directory."""
-        return Path("model")
+    def fetch(array: jax.Array) -> Stored:
+        # Of a copy: an array keeps what is fetched of it, and the model would be on the host as well.
+        read = lambda ranges: host.everywhere(jnp.array(array, copy=True))[ranges]
+        return Stored(array.shape, np.dtype(array.dtype), read)
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's spec."""
-        return self.model.spec
-
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """The dtypes of the parameters."""
-        return {np.dtype(leaf.dtype) for leaf in jax.tree.leaves((self.model.params, self.model.vision))}
-
-    @property
-    def weights(self) -> Weights | None:
-        """How matrices are held."""
-        return self.model.weights
-
-    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        """The parameters of one unit by name, fetched from the devices when they are read.
-
-        Of arrays that several processes hold parts of, every process fetches all: all must read them.
-        """
-        params = self.model.vision if unit.of_vision else self.model.params
+    def parameters(unit: Unit) -> dict[str, StoredParameter]:
+        params = model.vision if unit.of_vision else model.params
         assert params is not None, "checked before anything is written"
         found = params if unit.layer is None else layer_of(params, unit.layer)
-
-        def fetch(array: jax.Array) -> Stored:
-            # Of a copy: an array keeps what is fetched of it, and the model would be on the host as well.
-            read = lambda ranges: host.everywhere(jnp.array(array, copy=True))[ranges]
-            return Stored(array.shape, np.dtype(array.dtype), read)
-
         return {entry.leaf: jax.tree.map(fetch, found[entry.leaf]) for entry in unit.entries}
+
+    dtypes = frozenset(np.dtype(leaf.dtype) for leaf in jax.tree.leaves((model.params, model.vision)))
+    return Source(Path("model"), model.spec, dtypes, model.weights, parameters)
 
 
 def _refuse_int8(source: Source, instead: str):

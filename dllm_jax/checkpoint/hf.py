@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
-from dllm_jax.checkpoint.stored import Ranges, Stored, StoredParameter
+from dllm_jax.checkpoint.stored import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.sharding import shape
 from dllm_jax.nn.spec import ModelSpec
 
@@ -29,41 +29,14 @@ class TensorLocation:
 
 
 @dataclasses.dataclass(frozen=True)
-class HFCheckpoint:
-    """An opened Hugging Face directory whose tensors are known to fit its config.
-
-    Attributes:
-      path: the directory.
-      config: its config.json.
-      spec: what the config describes.
-      stored: every tensor of its files by name.
-    """
+class _Tensors:
+    """The tensors of a directory, which are known to fit its config."""
 
     path: Path
-    config: Config
     spec: ModelSpec
     stored: dict[str, TensorLocation]
 
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """The dtypes that weights are stored in; other tensors of the files do not count."""
-        return {
-            SAFETENSORS[self.stored[entry.name].dtype]
-            for unit in units_of(self.spec)
-            for entry in unit.entries
-        }
-
-    @property
-    def weights(self) -> None:
-        """Matrices are stored in one of `dtypes`."""
-        return None
-
     def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        """Our parameters of one unit, none of them read yet.
-
-        Raises:
-          ValueError: when they are read, a file cannot be, or a tied head differs from the embedding.
-        """
         return {entry.leaf: self._parameter(entry) for entry in unit.entries}
 
     def _parameter(self, entry: TensorName) -> Stored:
@@ -98,15 +71,14 @@ class HFCheckpoint:
         return part
 
 
-def open_hf(path: Path) -> HFCheckpoint:
+def open_hf(path: Path) -> Source:
     """Opens a Hugging Face directory and checks its tensors' names, shapes and dtypes; reads no weights.
 
     Raises:
       FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
       ValueError: unsupported config, unreadable file, or tensors that do not fit (all of them listed).
     """
-    config = read_config(path / "config.json")
-    spec = config_to_spec(config)
+    spec = config_to_spec(read_config(path / "config.json"))
     stored: dict[str, TensorLocation] = {}
     for file in weight_files(path):
         for name, tensor in _header(file).items():
@@ -122,7 +94,9 @@ def open_hf(path: Path) -> HFCheckpoint:
         raise ValueError(
             "\n  ".join([f"{path}: dtypes that are not supported; supported: {', '.join(SAFETENSORS)}", *odd])
         )
-    return HFCheckpoint(path, config, spec, stored)
+    # Tensors that no parameter is read from do not count.
+    dtypes = frozenset(SAFETENSORS[stored[name].dtype] for name in needed)
+    return Source(path, spec, dtypes, None, _Tensors(path, spec, stored).parameters)
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.integrity import check_integrity
-from dllm_jax.checkpoint.source import Resized, Source, not_finite, open_checkpoint, opened, refuse
-from dllm_jax.checkpoint.stored import StoredParameter
+from dllm_jax.checkpoint.source import not_finite, open_checkpoint, opened, refuse, resized
+from dllm_jax.checkpoint.stored import Source, StoredParameter
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
@@ -95,7 +95,7 @@ def load(
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)
     source = open_checkpoint(path)
-    source = source if vocab is None else Resized(source, vocab)
+    source = source if vocab is None else resized(source, vocab)
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,9 +16,8 @@ from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.staging import left_behind
-from dllm_jax.checkpoint.stored import StoredParameter, held, whole
+from dllm_jax.checkpoint.stored import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
-from dllm_jax.nn.spec import ModelSpec
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 BY_ID = ("embed", "head")  # parameters with a row per token id
@@ -26,78 +25,22 @@ EMBEDDED = Path(__file__).parents[1] / "embedded"
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A checkpoint of one kind, read unit by unit; `units_of(source.spec)` are the units."""
+def resized(source: Source, vocab: int) -> Source:
+    """A checkpoint of which the first `vocab` ids alone are used: rows of embedding and head.
 
-    @property
-    def path(self) -> Path:
-        """The checkpoint's directory, which error messages name."""
-        ...
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model that the checkpoint holds."""
-        ...
-
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """The dtypes that weights are stored in."""
-        ...
-
-    @property
-    def weights(self) -> Weights | None:
-        """How matrices are stored: "int8", or None for one of `dtypes`."""
-        ...
-
-    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        """The parameters of one unit by name, in our layout and the stored dtype, none of them read yet."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Resized:
-    """A checkpoint of which the first ids of the vocabulary are used alone, a `Source`.
-
-    Attributes:
-      source: the checkpoint.
-      vocab: rows of embedding and head that are kept.
+    Raises:
+      ValueError: it has fewer rows, or a special id is not among those that are kept.
     """
+    if vocab > source.spec.vocab:
+        raise ValueError(f"vocab={vocab} must be at most {source.spec.vocab}, the rows of {source.path}")
+    fewer = lambda stored: dataclasses.replace(stored, shape=(vocab, *stored.shape[1:]))
 
-    source: Source
-    vocab: int
-
-    def __post_init__(self):
-        if self.vocab > self.source.spec.vocab:
-            raise ValueError(
-                f"vocab={self.vocab} must be at most {self.source.spec.vocab}, the rows of {self.path}"
-            )
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
-        return self.source.path
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The checkpoint's with fewer ids; raises ValueError if a special one is not among them."""
-        return dataclasses.replace(self.source.spec, vocab=self.vocab)
-
-    @property
-    def dtypes(self) -> set[np.dtype]:
-        """As stored."""
-        return self.source.dtypes
-
-    @property
-    def weights(self) -> Weights | None:
-        """As stored."""
-        return self.source.weights
-
-    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        """The parameters of one unit; of embedding and head, the first rows."""
-        fewer = lambda stored: dataclasses.replace(stored, shape=(self.vocab, *stored.shape[1:]))
-        found = self.source.parameters(unit)
+    def parameters(unit: Unit) -> dict[str, StoredParameter]:
+        found = source.parameters(unit)
         return {name: jax.tree.map(fewer, found[name]) if name in BY_ID else found[name] for name in found}
+
+    spec = dataclasses.replace(source.spec, vocab=vocab)
+    return dataclasses.replace(source, spec=spec, parameters=parameters)
 
 
 def read(source: Source, unit: Unit) -> dict[str, HostArray]:

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from dllm_jax.checkpoint.names.table import own_axes
+from dllm_jax.checkpoint.names.table import Unit, own_axes
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantise
 from dllm_jax.nn.sharding import OUTPUTS
+from dllm_jax.nn.spec import ModelSpec
 
 Ranges = tuple[slice, ...]  # a part of an array: start and stop along each of its axes
 
@@ -53,6 +55,26 @@ class Stored:
 
 
 StoredParameter = Stored | Int8Matrix  # of an int8 matrix, two stored arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint, or a model in memory, read unit by unit; `units_of(source.spec)` are the units.
+
+    Attributes:
+      path: the directory, which error messages name.
+      spec: the model.
+      dtypes: that weights are stored in.
+      weights: how matrices are stored: "int8", or None for one of `dtypes`.
+      parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
+        yet. What cannot be read raises ValueError, at once or when it is.
+    """
+
+    path: Path
+    spec: ModelSpec
+    dtypes: frozenset[np.dtype]
+    weights: Weights | None
+    parameters: Callable[[Unit], dict[str, StoredParameter]]
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:
