@@ -252,21 +252,6 @@ def test_predictions(tmp_path, capsys):
         predictions.Forecast(hardware=("z80",))
 
 
-def test_predictions_of_prompts_with_images(tmp_path, capsys):
-    found = tmp_path / "found.json"
-    grid = Grid(("Policy", "DualCache"), batches=(1,), length=64)
-    forecast = predictions.Forecast(
-        ("llada-v-8b",), ("h100",), grid, images=(1, 2), markdown=True, json=found
-    )
-    predictions.main(forecast)
-    assert "| policy | 1 image, 3691 positions | 2 images, 1522 positions |" in capsys.readouterr().out
-    one, two, *_ = json.loads(found.read_text())["rows"]
-    assert (one["images"], one["prompt"], two["images"], two["prompt"]) == (1, 3691, 2, 1522)
-    assert one["tower_ms"] == two["tower_ms"] > 5, "eight views at a time"
-    tiled = dataclasses.replace(forecast, images=(2,), tiled=True)
-    assert [prompt.positions for prompt in tiled.prompts("llada-v-8b")] == [64 + 2 * 3627]
-
-
 def test_a_run_over_images_takes_their_features_as_an_argument():
     model = dj.abstract(models.shape("llada-v-8b", layers=2))
     case = Case("h100", "DualCache", shape="llada-v-8b", layers=2, prompt=16, images=1, length=32, block=32)
