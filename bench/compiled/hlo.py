@@ -55,6 +55,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     """Computations by name, instructions by name, and the entry's name."""
     computations: dict[str, dict[str, Instruction]] = {}
     current, entry = None, ""
+    # A computation is a head that ends in "{", a line per instruction, and "}".
     for line in text.splitlines():
         if current is None:
             if head := re.match(r"^(ENTRY )?(%?[\w.\-]+) \(.*\) -> .*\{", line):
@@ -76,6 +77,7 @@ def _instruction(line: str) -> Instruction | None:
     op = re.match(r"([\w\-]+)\(", rest)
     if not op:
         return None
+    # "op(operands), attributes": operands may hold brackets of their own.
     end = _closing(rest, op.end() - 1)
     inside, attributes = rest[op.end() : end], rest[end + 1 :]
 

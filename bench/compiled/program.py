@@ -114,6 +114,7 @@ def compile_case(case: Case) -> Report:
     """
     mesh = case.on.mesh(case.dp, case.tp)
     model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers, case.weights)
+    # Traced, lowered and compiled for a platform that is not there; nothing is run.
     before = _cpu_seconds()
     if case.policy == TRAINING:
         lowered, request = _training(case, model, mesh), None
@@ -134,6 +135,7 @@ def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> ja
         split = PartitionSpec("dp") if case.dp > 1 else PartitionSpec()
         return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(mesh, split))
 
+    # Arguments of a generation are split by sequence, over the chips that share the batch.
     inputs = jax.tree.map(placed, request.inputs)
     return denoise.trace(model, inputs, request.plan)
 
@@ -169,6 +171,7 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     found: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
     if request is None:
         return found
+    # The floor is the roofline's, of one chip: those that share a layer move equal parts of its bytes.
     found["step_variants"] = 1 + len(request.plan.widths)
     for kind, (variant, floor) in _steps(case, request).items():
         loop = _loop_of(entry, scope(variant))
@@ -228,6 +231,7 @@ class Totals(NamedTuple):
 
 def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
     """The totals of a step: loops that depend on the data run once, those of a skipped scope never."""
+    # A scan over the layers is a loop with known trips: its body counts once per layer.
     total = Totals(loop.bytes, loop.cached, loop.cycles)
     for inner in loop.inner:
         if not (skip and _belongs_to(inner, skip)):

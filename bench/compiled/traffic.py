@@ -109,6 +109,7 @@ class _Reader:
 
     def loop(self, name: str, what: str, source: str, trips: int | None) -> Loop:
         """A computation as a loop body."""
+        # Asynchronous pairs count once: "-start" is the collective, "-done" waits for it.
         body = self.computations[name]
         moves = tuple(self._move(i, body) for i in body.values())
         collectives = collections.Counter(
@@ -116,6 +117,7 @@ class _Reader:
             for i in body.values()
             if i.op.startswith(COLLECTIVES) and not i.op.endswith("-done")
         )
+        # Loops, branches and calls are computations of their own. Which branch runs depends on the data.
         inner = []
         for i in body.values():
             if i.body:
@@ -130,6 +132,7 @@ class _Reader:
 
     def _bound(self, condition: str | None) -> int | None:
         """The constant that a loop counts up to, where its condition is nothing but that comparison."""
+        # XLA does not always write the trip count down. `i < constant` and what only carries i there gives it.
         body = self.computations.get(condition or "", {})
         called = [self.computations[i.calls] for i in body.values() if i.calls in self.computations]
         everything = [i for computation in (body, *called) for i in computation.values()]
@@ -141,6 +144,7 @@ class _Reader:
         return None
 
     def _move(self, i: Instruction, body: dict[str, Instruction]) -> Move:
+        # What an instruction reads of each operand; the free ones only rename or regroup arrays.
         operands = [self._operand(i, k, body) for k in range(len(i.args))] if i.op not in FREE else []
         read, written = self._moved(i, body)
         # Operands that this body has computed, and results that it reads itself, if small enough.
@@ -159,6 +163,7 @@ class _Reader:
             return True
         if i.op != "fusion" or not i.calls:
             return False
+        # A fusion of bitcasts alone moves nothing; one that converts or gathers does more than to move.
         ops = {inner.op for inner in self.computations[i.calls].values()}
         return ops <= MOVES and not ops <= {"parameter", "bitcast", "tuple"}
 
@@ -166,6 +171,7 @@ class _Reader:
         """Bytes read and written by one instruction."""
         if i.op in FREE or i.op.endswith("-done"):
             return 0, 0
+        # In place: the update is read, and written over a part of the array; the rest stays where it is.
         if i.op in UPDATES:
             update = body.get(i.args[1 if i.op == "dynamic-update-slice" else -1])
             if update is None:
@@ -179,9 +185,11 @@ class _Reader:
         source = body.get(name)
         if source is None or len(source.leaves) != 1 or source.leaves[0].on_chip:
             return name, 0
+        # A fusion reads what its body touches of a parameter, whatever the size of the array.
         full = source.leaves[0].size
         if i.op in ("fusion", "fusion-start") and i.calls:
             return name, self._read(i.calls, str(k), full)
+        # Asynchronous slices and gathers read as much as they return.
         if i.op == "slice-start":  # (operands), result, context
             return name, min(full, self._result(i).size) if k == 0 else 0
         if i.op == "custom-call-update":  # (operands), result, context; the first argument is what it updates
@@ -200,6 +208,8 @@ class _Reader:
 
     def _uses(self, body: dict[str, Instruction], name: str, full: int) -> int:
         """Bytes of an array of `full` bytes that its users inside a fusion touch."""
+        # Slices touch what they return, updates in place nothing of what they update. Elementwise operations
+        # are computed for those elements that their own users touch. Anything else reads all of it.
         total = 0
         for user in (i for i in body.values() if name in i.args):
             if user.op in SLICES:
@@ -230,6 +240,7 @@ class _Reader:
             return 0 if self._result(i).on_chip else self._result(i).size
         if i.op.endswith("-start"):
             return 0 if any(leaf.on_chip for leaf in i.leaves) else sum(leaf.size for leaf in i.leaves[:1])
+        # A result that is an update in place inside of a fusion is as small as the update.
         roots = self._roots(i.calls) if i.op == "fusion" and i.calls else [None] * len(i.leaves)
         sizes = (leaf.size if root is None else root for leaf, root in zip(i.leaves, roots, strict=False))
         return sum(size for leaf, size in zip(i.leaves, sizes, strict=False) if not leaf.on_chip)
@@ -245,6 +256,7 @@ class _Reader:
         )
 
     def _update(self, body: dict[str, Instruction], name: str) -> int | None:
+        # Behind bitcasts, and in fusions inside of this one.
         i = body.get(name)
         while i is not None and i.op == "bitcast" and i.args:
             i = body.get(i.args[0])

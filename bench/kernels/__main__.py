@@ -83,7 +83,6 @@ def function(family: Family, implementation: str, case: Operands) -> Callable[..
 
 def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, Any]]:
     """One row per operation, shape and implementation."""
-    calls = options.per_run
     for family in options.chosen():
         for name, shape in list(family.shapes(options.small))[: options.most]:
             case = family.make(shape, jnp.dtype(dtype))
@@ -97,7 +96,7 @@ def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, 
                 except jax.errors.JaxRuntimeError as error:
                     text = str(error).strip() or type(error).__name__
                     yield about | {"implementation": implementation, "error": text.splitlines()[0]}
-            yield from rows(about, case, serving, options.repeats, calls, roof)
+            yield from rows(about, case, serving, options, roof)
             del case, serving
             jax.clear_caches()
 
@@ -109,27 +108,23 @@ def _compiled(run: Callable[..., Any], case: Operands) -> Callable[[], Any]:
 
 
 def rows(
-    about: dict[str, Any],
-    case: Operands,
-    serving: dict[str, Callable[[], Any]],
-    repeats: int,
-    calls: int,
-    roof: Hardware,
-) -> list[dict[str, Any]]:
+    about: runner.Row, case: Operands, serving: dict[str, Callable[[], Any]], options: Options, roof: Hardware
+) -> Iterator[runner.Row]:
     """Interleaved times of one shape's implementations."""
-    if not serving:
-        return []
+    calls = options.per_run
     repeated = {name: functools.partial(device.several, run, calls) for name, run in serving.items()}
-    times = {name: time.scaled(1 / calls) for name, time in device.interleaved(repeated, repeats).items()}
-    moved = case.bytes(next(iter(serving.values()))())
-    floor = max(moved / roof.bandwidth, case.flops / roof.flops)
-    found = []
+    interleaved = device.interleaved(repeated, options.repeats)
+    times = {name: time.scaled(1 / calls) for name, time in interleaved.items()}
     for name, time in times.items():
-        row = about | {"implementation": name, "us": dataclasses.asdict(time.scaled(1e6))}
-        row |= {"gb_per_s": moved / time.median / 1e9, "tflop_per_s": case.flops / time.median / 1e12}
-        row |= {"over_xla": times["xla"].median / time.median if "xla" in times else None}
-        found.append(row | {"share_of_roofline": floor / time.median})
-    return found
+        moved = case.bytes(serving[name]())
+        yield about | {
+            "implementation": name,
+            "us": dataclasses.asdict(time.scaled(1e6)),
+            "gb_per_s": moved / time.median / 1e9,
+            "tflop_per_s": case.flops / time.median / 1e12,
+            "over_xla": times["xla"].median / time.median if "xla" in times else None,
+            "share_of_roofline": max(moved / roof.bandwidth, case.flops / roof.flops) / time.median,
+        }
 
 
 COLUMNS: runner.Columns = {
