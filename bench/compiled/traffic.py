@@ -132,7 +132,7 @@ class _Reader:
 
     def _bound(self, condition: str | None) -> int | None:
         """The constant that a loop counts up to, where its condition is nothing but that comparison."""
-        # XLA does not always write the trip count down. `i < constant` and what only carries i there gives it.
+        # XLA does not always write the trip count down; `i < constant`, and what only carries i, gives it.
         body = self.computations.get(condition or "", {})
         called = [self.computations[i.calls] for i in body.values() if i.calls in self.computations]
         everything = [i for computation in (body, *called) for i in computation.values()]
