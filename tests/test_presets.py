@@ -9,8 +9,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, presets, samplers
+from dllm_jax.decoding.loop import begin
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.step import initial
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published.preset import read
 from tests.policy_cases import KEY
@@ -121,7 +121,7 @@ def test_every_preset_can_begin_on_its_model(method):
     for (checkpoint, *_), preset in pairs.items():
         model = model_of(checkpoint)
         request = prepare(model, PROMPT, key=KEY, **preset.options())
-        need = jax.eval_shape(lambda *a: initial(*a).need, model, request.inputs, request.plan)
+        need = jax.eval_shape(lambda *a: begin(*a).need, model, request.inputs, request.plan)
         assert need.shape == (1, request.plan.layout.length)
 
 

@@ -6,9 +6,13 @@ import re
 import numpy as np
 
 import dllm_jax as dj
+from dllm_jax.decoding.request import prepare
+from tests.checkpoints import tiny as small
+from tests.checkpoints import write_hf
 from tests.models import tiny
 
-TEXT = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -18,6 +22,31 @@ def test_the_first_example_runs(capsys):
     out = namespace["out"]
     assert not np.any(np.asarray(out.tokens) == namespace["model"].spec.mask_id)
     assert capsys.readouterr().out.splitlines()[0] == "211"
+
+
+def test_the_example_with_weights_runs_on_a_mesh(tmp_path):
+    """With a tiny checkpoint, fewer devices and a shorter answer; its presets are prepared, not run."""
+    block = next(block for block in BLOCKS if "make_mesh" in block)
+    for old, new in {
+        '"GSAI-ML/LLaDA-8B-Instruct"': repr(str(write_hf(tmp_path / "hf", small(mask_id=60, vocab=64)))),
+        "(8,)": "(2,)",
+        "length=256, block=32, steps=256": "length=4, block=2, steps=4",
+        "dj.generate(model, prompt_ids, **": "prepare(model, prompt_ids, **",
+    }.items():
+        assert old in block, old
+        block = block.replace(old, new)
+    namespace = {"prepare": prepare}
+    exec(block, namespace)
+    assert namespace["out"].plan.layout.length == 3 + 256
+    assert namespace["model"].dtype == np.dtype("bfloat16")
+
+
+def test_every_page_with_an_example_is_run_by_a_test():
+    """Blocks that no test runs say why in a comment: they configure the process, or need several."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for page in (ROOT / "docs").glob("*.md"):
+        if "```python" in page.read_text():
+            assert f'"{page.name}"' in tests, f"no test reads {page.name}"
 
 
 def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():

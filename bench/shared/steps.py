@@ -9,11 +9,11 @@ import jax
 
 import dllm_jax as dj
 from bench.shared.device import Time, seconds
-from dllm_jax.decoding.loop import coming
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.loop import begin, coming
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.step import State, canvas_embeds, initial, step
-from dllm_jax.nn.rope import rope_table
+from dllm_jax.decoding.step import State, step
 
 LEADING = 8  # steps within which the first partial one is looked for
 ENOUGH = 0.5  # seconds of steps that are timed together
@@ -50,12 +50,11 @@ class Stepper:
 
     def start(self) -> State:
         """The state before the first step."""
-        return jax.jit(initial)(self.model, self.request.inputs, self.request.plan)
+        return begin(self.model, self.request.inputs, self.request.plan)
 
     def step(self, state: State, width: int | None) -> State:
         """One step of a width; `state` is donated, so the cache is changed in place."""
-        noise, embeds = self.request.inputs.noise, self.request.inputs.embeds
-        return _step(self.model, noise, embeds, state, self.request.plan, width)
+        return _step(self.model, self.request.inputs, self.request.plan, state, width)
 
     def coming(self, state: State) -> int | None:
         """The width that the engine would give the coming step, None for the whole canvas."""
@@ -108,7 +107,5 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
-def _step(model, noise, embeds, state: State, plan: Plan, width: int | None) -> State:
-    rope = rope_table(state.canvas.layout.length, model.spec.head, model.spec.rope_base)
-    embeds = canvas_embeds(model, embeds, plan)
-    return step(model, rope, noise, plan, width, state, embeds)
+def _step(model: dj.Model, inputs: Inputs, plan: Plan, state: State, width: int | None) -> State:
+    return step(Generation.of(model, inputs, plan), width, state)

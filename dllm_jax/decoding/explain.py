@@ -11,15 +11,17 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.decoding.compare import text_table
+from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import rope_table
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import Confidence
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
 from pallas_kernels import OPERATIONS, Operation, topk_evict
@@ -147,9 +149,10 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
         rows = computed_rows(canvas.everything, width)
         cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))
-        rope = rope_table(layout.length, model.spec.head, model.spec.rope_base)
         recorded = Recorded(model.params, model.spec, model.implementation, model.rules, calls=calls)
-        return network(recorded, rope, policy, tokens, canvas, rows, cache)[0]
+        plan = Plan(policy, Confidence(), layout, ())
+        generation = Generation.of(recorded, Inputs(tokens, valid), plan)
+        return network(generation, tokens, canvas, rows, cache)[0]
 
     # Traced as a generation is: over the model's mesh, if it has one.
     shape = batch, layout.length

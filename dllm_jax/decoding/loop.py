@@ -13,7 +13,6 @@ more condition to stop on, the end of a block or a number of steps, which is an 
 serves pieces of all lengths. What the loop carries stays on the devices and is donated from piece to piece.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -23,14 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.decoding.generation import Generation
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import State, canvas_embeds, initial, split_cache, step
+from dllm_jax.decoding.step import State, initial, split_cache, step
 from dllm_jax.decoding.widths import narrowest_variant
-from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.canvas import repeat
 
 
@@ -57,33 +55,22 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
 
 
 def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    state = run(model, inputs, plan, initial(model, inputs, plan))
-    return finished(model, plan, state), state.record.stats(state.canvas), state.record.trace
+    generation = Generation.of(model, inputs, plan)
+    state = run(generation, initial(generation, inputs))
+    return finished(plan, state), state.record.stats(state.canvas), state.record.trace
 
 
 def run(
-    model: Model,
-    inputs: Inputs,
-    plan: Plan,
-    state: State,
-    wanted: Callable[[State], Bool[Array, ""]] | None = None,
+    generation: Generation, state: State, wanted: Callable[[State], Bool[Array, ""]] | None = None
 ) -> State:
     """The state after as many steps as are wanted, at most until the generation is finished.
 
     Args:
-      model: the model.
-      inputs: of the request; tokens are those of the state.
-      plan: what the user decided.
+      generation: the constants.
       state: before the first of these steps.
       wanted: whether another step is wanted; None wants all of them.
     """
-    layout, noise = plan.layout, inputs.noise
-    interventions = for_sequences(plan.interventions, len(state.canvas.tokens), plan.streams)
-    plan = dataclasses.replace(plan, interventions=interventions)
-    embeds = canvas_embeds(model, inputs.embeds, plan)
-    # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then fails
-    # an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
-    rope = jax.lax.optimization_barrier(rope_table(layout.length, model.spec.head, model.spec.rope_base))
+    plan = generation.plan
 
     def running(state: State) -> Bool[Array, ""]:
         goes_on = unfinished(plan, state)
@@ -95,7 +82,7 @@ def run(
     # Profiles and compiled programs show which step an operation belongs to.
     def one(variant: int | None, state: State) -> State:
         with jax.named_scope(scope(variant)):
-            return step(model, rope, noise, plan, variant, state, embeds)
+            return step(generation, variant, state)
 
     # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
@@ -115,17 +102,17 @@ def unfinished(plan: Plan, state: State) -> Bool[Array, ""]:
     return jnp.any(state.canvas.active) & (state.record.steps < plan.step_limit)
 
 
-def finished(model: Model, plan: Plan, state: State) -> Int[Array, "b l"]:
+def finished(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
     # logits are no answer that has ended.
-    tokens = state.canvas.tokens
+    tokens, eos_id = state.canvas.tokens, state.canvas.spec.eos_id
     if plan.stop_at_eos:
         remaining = state.canvas.masked & state.record.finite[:, None]
-        tokens = jnp.where(remaining, model.spec.eos_id, tokens)
+        tokens = jnp.where(remaining, eos_id, tokens)
     if (stop := state.canvas.stop) is not None:
         behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < state.canvas.layout.end)
-        tokens = jnp.where(behind, model.spec.eos_id, tokens)
+        tokens = jnp.where(behind, eos_id, tokens)
     return tokens
 
 
@@ -167,7 +154,7 @@ def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
     """The state before the first step; arguments as in `loop.denoise`, on a mesh with Auto axes."""
 
     def first(model: Model, inputs: Inputs, plan: Plan) -> State:
-        state = initial(model, inputs, plan)
+        state = initial(Generation.of(model, inputs, plan), inputs)
         # An argument that is returned as it is would be the caller's array, which the next piece overwrites.
         return state._replace(canvas=jax.tree.map(jnp.copy, state.canvas))
 
@@ -191,10 +178,10 @@ def resume(
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
         start, before = state.canvas.block_start, state.record.steps
         same_block = lambda s: (s.canvas.block_start == start) & (s.record.steps - before < steps)
-        after = run(model, inputs, plan, state, same_block)
+        after = run(Generation.of(model, inputs, plan), state, same_block)
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
         running = unfinished(plan, after)
-        tokens = jnp.where(running, after.canvas.tokens, finished(model, plan, after))
+        tokens = jnp.where(running, after.canvas.tokens, finished(plan, after))
         block = (start - plan.layout.prompt) // plan.layout.block
         record = after.record
         confidence = record.confidence

@@ -4,25 +4,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.block_schedule import offered
+from dllm_jax.decoding.generation import Generation
 from dllm_jax.decoding.nonfinite import finite_sequences
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.shadow import place_in_shadow, to_verify
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.model import Model
 from dllm_jax.samplers.candidates import Candidates
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.rows import Rows, compact, gather
 
 
 def propose(
-    model: Model,
-    plan: Plan,
-    canvas: Canvas,
-    rows: Rows,
-    hidden: Float[Array, "streams_b q m"],
-    noise: Noise | None,
+    generation: Generation, canvas: Canvas, rows: Rows, hidden: Float[Array, "streams_b q m"]
 ) -> tuple[Candidates, Bool[Array, "b"]]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
@@ -30,15 +24,14 @@ def propose(
     would decode; those of padding may be anything.
 
     Args:
-      model: the model.
-      plan: what the user decided.
+      generation: the constants.
       canvas: state before the step.
       rows: what the conditional stream computed.
       hidden: the residual stream after the last layer, of all streams; behind it that of the shadow block, if
         the sampler verifies tokens, which are then candidates too.
-      noise: source of random numbers.
     """
-    spec, layout, sampler = canvas.spec, canvas.layout, plan.sampler
+    plan, spec, layout = generation.plan, canvas.spec, canvas.layout
+    sampler = plan.sampler
     index = _positions(plan, canvas, rows, verify=sampler.verifies)
 
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
@@ -50,13 +43,13 @@ def propose(
     if sampler.verifies:
         verified = gather(to_verify(canvas), index) & (index < layout.length)
         slot = jnp.where(verified, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
-    logits = unembed(model.params, spec, gather(hidden, repeat(slot, plan.streams)))
+    logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:
         conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
-    proposed = sampler.propose(logits, index, canvas, noise)
+    proposed = sampler.propose(logits, index, canvas, generation.noise)
     candidate = index < layout.length
     finite = finite_sequences(logits, proposed.score, candidate)
 

@@ -9,21 +9,18 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
+from dllm_jax.decoding.generation import Generation
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import masked_block, over_both
 from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import Rope
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
-from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter
@@ -47,8 +44,9 @@ class State(NamedTuple):
     memory: PyTree = ()
 
 
-def initial(model: Model, inputs: Inputs, plan: Plan) -> State:
-    """The state before the first step; arguments as in `loop.denoise`."""
+def initial(generation: Generation, inputs: Inputs) -> State:
+    """The state before the first step."""
+    model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
     layout, streams_b = plan.layout, plan.streams * tokens.shape[0]
 
@@ -58,14 +56,16 @@ def initial(model: Model, inputs: Inputs, plan: Plan) -> State:
         canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
     canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
+
+    # The policy may run the model over the request before the first step.
     cache = empty_cache(model, plan.policy, layout, streams_b)
-    x = embed(model.params, _inputs(plan, streams), canvas_embeds(model, inputs.embeds, plan))
+    x = embed(model.params, _inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
     extra, cache = counted(cache, plan.streams)
     record = Record.begin(canvas, plan.step_limit if plan.trace else None, plan.confidence, extra)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
-    return State(canvas, cache, needed(plan, cache, canvas, inputs.noise), record, memory)
+    return State(canvas, cache, needed(generation, cache, canvas), record, memory)
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -91,20 +91,6 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
     return cache.separate() if model.layers_are_separate else cache
 
 
-def canvas_embeds(
-    model: Model, embeds: Float[AnyArray, "b p m"] | None, plan: Plan
-) -> Float[Array, "streams_b l m"] | None:
-    """Inputs in the place of embeddings, as steps take them: for all positions of the canvas and all streams.
-
-    They are read where ids are negative, so those of the response are never read, nor those of the stream
-    whose prompt is masked.
-    """
-    if embeds is None:
-        return None
-    of_canvas = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
-    return constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
-
-
 def counted(cache: Cache, streams: int) -> tuple[Float[Array, "b n"] | None, Cache]:
     """The extra positions of the conditional stream, and the cache with their count at zero."""
     if (extra := cache.extra_positions) is None:
@@ -112,53 +98,40 @@ def counted(cache: Cache, streams: int) -> tuple[Float[Array, "b n"] | None, Cac
     return stream(extra, 0, streams), cache._replace(extra_positions=jnp.zeros_like(extra))
 
 
-def needed(plan: Plan, cache: Cache, canvas: Canvas, noise: Noise | None) -> Bool[Array, "streams_b l"]:
+def needed(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, empty in inactive sequences.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
     """
-    canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, noise))
+    plan = generation.plan
+    canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 
-def step(
-    model: Model,
-    rope: Rope,
-    noise: Noise | None,
-    plan: Plan,
-    width: int | None,
-    state: State,
-    embeds: Float[Array, "streams_b l m"] | None = None,
-) -> State:
+def step(generation: Generation, width: int | None, state: State) -> State:
     """One denoising step over the canvas in place (width None) or over `width` positions per sequence.
 
     Args:
-      model: the model.
-      rope: rotary tables of all canvas positions.
-      noise: source of random numbers.
-      plan: what the user decided.
+      generation: the constants.
       width: static.
       state: before the step.
-      embeds: from `canvas_embeds`.
     """
-    canvas, policy, sampler = state.canvas, plan.policy, plan.sampler
+    canvas, plan = state.canvas, generation.plan
+    policy, sampler = plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width)
-    tokens = _inputs(plan, streams)
-    hidden, cache = network(
-        model, rope, policy, tokens, streams, rows, state.cache, plan.interventions, embeds, sampler.verifies
-    )
+    hidden, cache = network(generation, _inputs(plan, streams), streams, rows, state.cache)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite = propose(model, plan, canvas, own, hidden, noise)
+    candidates, finite = propose(generation, canvas, own, hidden)
     index, _, score, _ = candidates
     eligible = gather(offered(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
-    chosen, memory, revoked = sampler.decide(masks, state.memory, canvas, noise)
+    chosen, memory, revoked = sampler.decide(masks, state.memory, canvas, generation.noise)
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, candidates.token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
@@ -179,7 +152,7 @@ def step(
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = counted(cache, plan.streams)
     record = state.record.add(canvas, after, own.mask(), extra, finite, proposal)
-    return State(after, cache, needed(plan, cache, after, noise), record, memory)
+    return State(after, cache, needed(generation, cache, after), record, memory)
 
 
 def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
@@ -188,38 +161,27 @@ def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
 
 
 def network(
-    model: Model,
-    rope: Rope,
-    policy: Policy,
-    tokens: Int[Array, "b l"],
-    canvas: Canvas,
-    rows: Rows,
-    cache: Cache,
-    interventions: tuple[Intervention, ...] = (),
-    embeds: Float[Array, "b l m"] | None = None,
-    shadowed: bool = False,
+    generation: Generation, tokens: Int[Array, "b l"], canvas: Canvas, rows: Rows, cache: Cache
 ) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
     Args:
-      model: the model.
-      rope: rotary tables of all canvas positions.
-      policy: says what is read, and how its layers compute.
-      tokens: input ids.
+      generation: the constants.
+      tokens: input ids, of all streams' sequences, as are the others.
       canvas: state before the step.
       rows: which positions are computed.
       cache: the policy's.
-      interventions: for the sequences of all streams.
-      embeds: inputs where ids are negative.
-      shadowed: whether the block runs along a second time, masked (`decoding.shadow`).
 
     Returns:
-      the residual stream at the rows after the last layer, behind it that of the shadow block if there is
-      one, and the changed cache.
+      the residual stream at the rows after the last layer, behind it that of the shadow block if the sampler
+      verifies tokens (`decoding.shadow`), and the changed cache.
 
     Raises:
       ValueError: the policy's layer never passes a place that an intervention changes.
     """
+    (model, plan, _, embeds, rope), shadowed = generation, generation.plan.sampler.verifies
+    policy, interventions = plan.policy, plan.interventions
+
     # What layers may attend to is settled before the first of them, like the rows.
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
+from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.step import network as run_layers
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.layout import Layout
@@ -46,8 +47,9 @@ def network(
     """One step's logits [b l v], right at the computed positions, and the cache after it."""
     length = canvas.layout.length
     rows = full_rows(canvas.everything & canvas.active[:, None]) if full else compact_rows(computed, length)
-    rope = rope_table(length, model.spec.head, model.spec.rope_base)
-    x, cache = run_layers(model, rope, policy, tokens, canvas, rows, cache)
+    plan = Plan(policy, dj.samplers.Confidence(), canvas.layout, ())
+    generation = Generation.of(model, Inputs(tokens, canvas.valid), plan)
+    x, cache = run_layers(generation, tokens, canvas, rows, cache)
     slot = jnp.minimum(rows.slot(jnp.broadcast_to(canvas.position, tokens.shape)), length - 1)
     hidden = jnp.take_along_axis(x, slot[..., None], axis=1)
     return unembed(model.params, model.spec, hidden), cache

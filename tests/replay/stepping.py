@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
-from dllm_jax.decoding.loop import coming
-from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.loop import begin, coming
+from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.step import State, canvas_embeds, initial, step
+from dllm_jax.decoding.step import State, step
 from dllm_jax.nn.arithmetic import cosine
-from dllm_jax.nn.rope import rope_table
-from dllm_jax.samplers import Noise
 from dllm_jax.state.rows import scatter
 
 
@@ -72,20 +71,17 @@ class Logging:
 
 
 @functools.partial(jax.jit, static_argnames="width")
-def _step(model: dj.Model, noise: Noise | None, plan: Plan, width: int | None, state: State, embeds) -> State:
-    canvas = state.canvas
-    rope = rope_table(canvas.layout.length, canvas.spec.head, canvas.spec.rope_base)
-    return step(model, rope, noise, plan, width, state, embeds)
+def _step(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, state: State) -> State:
+    return step(Generation.of(model, inputs, plan), width, state)
 
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
     inputs, plan, *_ = prepare(model, prompt, **options)
-    state = initial(model, inputs, plan)
-    embeds = canvas_embeds(model, inputs.embeds, plan)
+    state = begin(model, inputs, plan)
     yield state
     while bool(state.canvas.active.any()):
         variant = int(coming(plan, state))
         width = None if variant == len(plan.widths) else plan.widths[variant]
-        state = _step(model, inputs.noise, plan, width, state, embeds)
+        state = _step(model, inputs, plan, width, state)
         yield state

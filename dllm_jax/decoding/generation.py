@@ -1,0 +1,52 @@
+"""The one value that no step of a generation changes."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dllm_jax.decoding.plan import Inputs, Plan
+from dllm_jax.nn.intervention import for_sequences
+from dllm_jax.nn.mesh import constrain
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import Rope, rope_table
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.canvas import repeat
+
+
+class Generation(NamedTuple):
+    """What is constant while the loop runs: what the user gave, and what follows from it once.
+
+    Attributes:
+      model: the model.
+      plan: what the user decided; its interventions are those of all streams' sequences.
+      noise: source of random numbers; None if the sampler draws none.
+      embeds: inputs in the place of embeddings, for all positions of the canvas and all streams; None if
+        there are none.
+      rope: rotary tables of all canvas positions.
+    """
+
+    model: Model
+    plan: Plan
+    noise: Noise | None
+    embeds: Float[Array, "streams_b l m"] | None
+    rope: Rope
+
+    @staticmethod
+    def of(model: Model, inputs: Inputs, plan: Plan) -> "Generation":
+        """The constants of a request, inside of its program."""
+        interventions = for_sequences(plan.interventions, inputs.tokens.shape[0], plan.streams)
+        embeds = inputs.embeds
+        if embeds is not None:
+            # Read where ids are negative: never in the response, nor in the stream whose prompt is masked.
+            of_canvas = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
+            embeds = constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
+
+        # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then
+        # fails an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
+        table = rope_table(plan.layout.length, model.spec.head, model.spec.rope_base)
+        rope = jax.lax.optimization_barrier(table)
+        plan = dataclasses.replace(plan, interventions=interventions)
+        return Generation(model, plan, inputs.noise, embeds, rope)
