@@ -55,7 +55,7 @@ def _value(node: ast.expr, modules: tuple[ModuleType, ...], text: str) -> Any:
             raise ValueError(f"{text!r}: {error}") from error
     try:
         return ast.literal_eval(node)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r}: {ast.unparse(node)} is no literal") from error
 
 

@@ -5,15 +5,13 @@ buffer, and the needle is inserted at token int(length * depth / 100) of it.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dllm_jax.eval.results.record import scored
-from dllm_jax.eval.results.schema import GridRow
 from dllm_jax.eval.run.files import read_json, read_text
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
 RESPONSE = 128  # positions, where no length is given
@@ -78,19 +76,21 @@ class Needle:
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
 
     @property
-    def references(self) -> list[str]:
+    def references(self) -> tuple[str, ...]:
         """What answers are scored against."""
-        return [self.text] if self.scoring == "rouge" else [self.keyword, self.text]
+        return (self.text,) if self.scoring == "rouge" else (self.keyword, self.text)
 
     def score(self, answer: str) -> float:
-        """Score of an answer in [0, 1]."""
-        return rouge_1(answer, self.text) if self.scoring == "rouge" else self._keyword_score(answer)
+        """Score of an answer in [0, 1]; needs packages of the `eval` extra."""
+        if self.scoring == "rouge":
+            from rouge_score.rouge_scorer import RougeScorer
 
-    def _keyword_score(self, answer: str) -> float:
-        from rapidfuzz.distance import Levenshtein  # in the `eval` extra
-
+            scorer = RougeScorer(["rouge1"], use_stemmer=True)
+            return float(scorer.score(self.text, answer)["rouge1"].fmeasure)
         if self.keyword in answer:
             return 1.0
+        from rapidfuzz.distance import Levenshtein
+
         ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
         longest = max(len(ours), len(wanted))
         return 0.2 * (1 - Levenshtein.distance(ours, wanted) / longest) if longest else 0.2
@@ -114,22 +114,12 @@ def read(path: Path) -> Needle:
       FileNotFoundError: no such file.
       ValueError: not UTF-8 or JSON, or a field is missing, unknown or not a string; names the file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    fields = read_json(path)
-    wanted = {"text", "question", "keyword", "template"}
+    fields, wanted = read_json(path), {"text", "question", "keyword", "template"}
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise ValueError(f"{path}: expected an object with exactly {', '.join(sorted(wanted))}")
     if not all(isinstance(value, str) for value in fields.values()):
         raise ValueError(f"{path}: every field must be a string")
     return Needle(**fields)
-
-
-def rouge_1(answer: str, reference: str) -> float:
-    """ROUGE-1 F of the package `rouge_score` with its stemmer."""
-    from rouge_score.rouge_scorer import RougeScorer  # in the `eval` extra
-
-    return float(RougeScorer(["rouge1"], use_stemmer=True).score(reference, answer)["rouge1"].fmeasure)
 
 
 def haystack(path: Path) -> str:
@@ -148,16 +138,15 @@ def haystack(path: Path) -> str:
     return text
 
 
-def evaluate(
+def requests(
     runner: Runner,
     needle: Needle,
     text: str,
     lengths: Sequence[int],
     depths: Sequence[float | int],
     encode: Callable[[str], Sequence[int]],
-    journal: Journal | None = None,
-) -> list[GridRow]:
-    """Rows of a record: one per cell of the grid, a group per length.
+) -> list[Request]:
+    """One request per cell of the grid, a group per length.
 
     Args:
       runner: the model with its settings.
@@ -166,27 +155,17 @@ def evaluate(
       lengths: of prompts, in tokens of the model's tokenizer.
       depths: in percent.
       encode: turns a prompt into token ids, e.g. under a chat template.
-      journal: of an earlier run, to resume from.
 
     Raises:
       ValueError: no length or depth, or one that `Needle.prompt` refuses.
     """
     if not lengths or not depths:
         raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
-    hay = runner.lm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    cells = [(length, depth) for length in lengths for depth in depths]
-    requests = [
-        Request(
-            f"{length} at {depth:g} %",
-            tuple(encode(needle.prompt(hay, length, depth, runner.lm.tokenizer))),
-            runner.decoding.length or RESPONSE,
-            group=f"length {length}",
-        )
-        for length, depth in cells
-    ]
-    entries = runner.run(requests, journal)
-    scores = [0.0 if entry["answer"] is None else needle.score(entry["answer"]) for entry in entries]
-    rows = scored(requests, entries, scores, [needle.references] * len(requests))
-    return [
-        {**row, "length": length, "depth": depth} for row, (length, depth) in zip(rows, cells, strict=True)
-    ]
+    tokenizer, response = runner.lm.tokenizer, runner.decoding.length or RESPONSE
+    hay = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    found = []
+    for length, depth in itertools.product(lengths, depths):
+        ids = tuple(encode(needle.prompt(hay, length, depth, tokenizer)))
+        one = Request(f"{length} at {depth:g} %", ids, response, group=f"length {length}")
+        found.append(one._replace(references=needle.references, score=needle.score, cell=(length, depth)))
+    return found

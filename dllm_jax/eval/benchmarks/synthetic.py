@@ -1,24 +1,19 @@
-"""The small tasks of `dllm_jax.tasks`, exactly scored, as requests."""
+"""The small tasks of `dllm_jax.tasks`, exactly scored, as requests; and their needle in a haystack."""
 
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.results.record import scored
-from dllm_jax.eval.results.schema import Entry, Row
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.tasks import Example, Task, exact, examples
+from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
+
+RECALLED = Recall().answer_length(1) + 1  # positions: the value and its end
 
 
-def evaluate(
-    runner: Runner,
-    task: Task,
-    sizes: Sequence[int],
-    count: int,
-    seed: int = 0,
-    journal: Journal | None = None,
-) -> list[Row]:
-    """Rows of a record: held-out examples of a task, a group per size.
+def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int, seed: int = 0) -> list[Request]:
+    """Held-out examples of a task, a group per size.
 
     Args:
       runner: the model with its settings.
@@ -26,21 +21,18 @@ def evaluate(
       sizes: of the examples.
       count: examples of each size.
       seed: of the examples.
-      journal: of an earlier run, to resume from.
 
     Raises:
       ValueError: a size that the task does not have, no size, or a count below 1.
     """
     if not sizes or count < 1:
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
-    drawn = {size: examples(task, seed, size, count, "held_out") for size in sizes}
-    questions = [
-        (f"{task.name} {size}", i, e) for size, chosen in drawn.items() for i, e in enumerate(chosen)
+    length = runner.decoding.length or response(task, sizes)
+    return [
+        request(runner, f"{i}", example, f"{task.name} {size}", length)
+        for size in sizes
+        for i, example in enumerate(examples(task, seed, size, count, "held_out"))
     ]
-    needed = response(task, sizes)
-    requests = [request(runner, f"{i}", example, group, needed) for group, i, example in questions]
-    entries = runner.run(requests, journal)
-    return exact_rows(requests, entries, [example for _, _, example in questions])
 
 
 def response(task: Task, sizes: Sequence[int]) -> int:
@@ -48,13 +40,53 @@ def response(task: Task, sizes: Sequence[int]) -> int:
     return max((task.answer_length(size) for size in sizes), default=0) + 1
 
 
-def request(runner: Runner, id: str, example: Example, group: str, needed: int) -> Request:
-    """An example as a request for an answer of the runner's `length`, or else of `needed` positions."""
-    ids = chat_ids(runner.lm.tokenizer, [{"role": "user", "content": example.prompt}])
-    return Request(id, tuple(ids), runner.decoding.length or needed, group=group)
+def request(
+    runner: Runner, id: str, example: Example, group: str, length: int, cell: tuple[int, float] | None = None
+) -> Request:
+    """An example as a request, scored 1 where the answer is exactly right, else 0."""
+    ids = tuple(chat_ids(runner.lm.tokenizer, [{"role": "user", "content": example.prompt}]))
+    score = lambda answer: float(answer.strip() == example.answer)
+    return Request(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 
 
-def exact_rows(requests: Sequence[Request], entries: Sequence[Entry], wanted: Sequence[Example]) -> list[Row]:
-    """Rows scored 1 where the answer is exactly right, else 0."""
-    right = exact([entry["answer"] or "" for entry in entries], list(wanted))
-    return scored(requests, entries, [float(r) for r in right], [[example.answer] for example in wanted])
+def recall(
+    runner: Runner, lengths: Sequence[int], depths: Sequence[float | int], repeats: int = 10, seed: int = 0
+) -> list[Request]:
+    """Needle in a haystack as key-value recall, the task that the embedded models are trained on.
+
+    A group per prompt length; arguments as in `grid`.
+    """
+    return [
+        request(
+            runner,
+            f"{depth:g} % #{i % repeats}",
+            example,
+            f"{length} tokens",
+            runner.decoding.length or RECALLED,
+            (length, depth),
+        )
+        for i, (length, depth, example) in enumerate(grid(lengths, depths, repeats, seed))
+    ]
+
+
+def grid(
+    lengths: Sequence[int], depths: Sequence[float | int], repeats: int, seed: int
+) -> list[tuple[int, float | int, Example]]:
+    """Held-out examples for each prompt length (tokens) and depth (percent; 0 asks for the first pair).
+
+    Raises:
+      ValueError: a length that is too short, a depth outside [0, 100], or an empty grid.
+    """
+    if not lengths or not depths or repeats < 1:
+        raise ValueError(f"{lengths=}, {depths=} and {repeats=}: there is nothing to evaluate")
+    if not all(0 <= depth <= 100 for depth in depths):
+        raise ValueError(f"depths={tuple(depths)} must lie in [0, 100]")
+    cells = []
+    for length, depth in itertools.product(lengths, depths):
+        rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # whatever else is in the grid
+        task, pairs = needle(length)
+        wanted = round(depth / 100 * (pairs - 1))
+        drawn = (task.example(rng, pairs, "held_out") for _ in itertools.count())
+        matching = (example for example in drawn if asked_pair(example) == wanted)
+        cells += [(length, depth, example) for example in itertools.islice(matching, repeats)]
+    return cells

@@ -7,21 +7,13 @@ from typing import Annotated
 import rich.console
 import tyro
 
-from dllm_jax import tasks as task_module
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.benchmarks import needle, recall, synthetic
-from dllm_jax.eval.benchmarks.longbench import FILE, Prompts
-from dllm_jax.eval.benchmarks.longbench import evaluation as longbench
-from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, parsed
+from dllm_jax.eval.benchmarks import longbench, needle, synthetic
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare, tables
-from dllm_jax.eval.results.schema import GridRow
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.part import merge
-from dllm_jax.eval.run.runner import Runner
-from dllm_jax.eval.run.settings import Decoding
-from dllm_jax.published import expressions
-from dllm_jax.tasks import Task
+from dllm_jax.eval.run.runner import Request, Runner
 
 Shared = Annotated[Options, WITHOUT_PREFIX]
 DEFAULTS = Options()
@@ -41,11 +33,10 @@ def run_tasks(
       sizes: of its examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
       count: examples of each size.
     """
-    chosen = parsed(lambda text: expressions.construct(text, task_module, Task), task)
+    chosen, seed = task_of(task), options.decoding.seed
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
-    seed = options.decoding.seed
-    run = lambda runner, journal: synthetic.evaluate(runner, chosen, sizes, count, seed, journal)
-    return options.with_length(synthetic.response(chosen, sizes)).evaluate("tasks", settings, run)
+    ask = lambda runner: synthetic.requests(runner, chosen, sizes, count, seed)
+    return options.with_length(synthetic.response(chosen, sizes)).evaluate("tasks", settings, ask)
 
 
 def run_longbench(
@@ -72,9 +63,16 @@ def run_longbench(
       limit: only the first samples of each task.
       answer_length: response positions of every task, instead of the published ones.
     """
-    options = dataclasses.replace(options, decoding=_longbench_decoding(options.decoding, answer_length))
-    templates = Prompts.read(prompts or data / FILE)
-    chosen = longbench.tasks_named(tasks)
+    given = options.decoding
+    if given.length is not None and answer_length is not None:
+        raise ValueError(f"--length {given.length} and --answer-length {answer_length}: give one of them")
+    if given.length is not None and given.steps is None:
+        raise ValueError(
+            f"--length {given.length}: answers have the task's length; --answer-length {given.length} sets "
+            "that of all tasks, and --length with --steps says how many steps so many positions take"
+        )
+    decoding = dataclasses.replace(given, length=given.length or answer_length)
+    templates, chosen = longbench.Prompts.read(prompts or data / longbench.FILE), longbench.tasks_named(tasks)
     settings = {
         "tasks": [task.name for task in chosen],
         "prompts_sha256": templates.sha256,
@@ -82,24 +80,10 @@ def run_longbench(
         "limit": limit,
         "answer_length": answer_length,
     }
-    run = lambda runner, journal: longbench.evaluate(
-        runner, data, templates, chosen, truncate_to, limit, answer_length, journal
+    ask = lambda runner: longbench.requests(
+        runner, data, templates, chosen, truncate_to, limit, answer_length
     )
-    return options.evaluate("longbench", settings, run)
-
-
-def _longbench_decoding(decoding: Decoding, answer_length: int | None) -> Decoding:
-    """The settings with the length that --steps is meant for, if there is one."""
-    if decoding.length is None:
-        return dataclasses.replace(decoding, length=answer_length)
-    if answer_length is not None:
-        raise ValueError(f"--length {decoding.length} and --answer-length {answer_length}: give one of them")
-    if decoding.steps is None:
-        raise ValueError(
-            f"--length {decoding.length}: answers have the task's length; --answer-length {decoding.length} "
-            "sets that of all tasks, and --length with --steps says how many steps so many positions take"
-        )
-    return decoding
+    return dataclasses.replace(options, decoding=decoding).evaluate("longbench", settings, ask)
 
 
 def run_needle(
@@ -129,17 +113,14 @@ def run_needle(
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=reserved)
     text = needle.haystack(haystack)
 
-    def run(runner: Runner, journal: Journal) -> list[GridRow]:
+    def ask(runner: Runner) -> list[Request]:
         tokenizer = runner.lm.tokenizer
-        encode = lambda prompt: (
-            chat_ids(tokenizer, [{"role": "user", "content": prompt}])
-            if chat
-            else tokenizer(prompt)["input_ids"]
-        )
-        return needle.evaluate(runner, hidden, text, lengths, depths, encode, journal)
+        plain = lambda prompt: tokenizer(prompt)["input_ids"]
+        templated = lambda prompt: chat_ids(tokenizer, [{"role": "user", "content": prompt}])
+        return needle.requests(runner, hidden, text, lengths, depths, templated if chat else plain)
 
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
-    return options.with_length(needle.RESPONSE).evaluate("needle", settings, run, show.heatmap)
+    return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask, show.heatmap)
 
 
 def run_recall(
@@ -158,8 +139,8 @@ def run_recall(
     """
     settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
     seed = options.decoding.seed
-    run = lambda runner, journal: recall.evaluate(runner, lengths, depths, repeats, seed, journal)
-    return options.with_length(recall.RESPONSE).evaluate("recall", settings, run, show.heatmap)
+    ask = lambda runner: synthetic.recall(runner, lengths, depths, repeats, seed)
+    return options.with_length(synthetic.RECALLED).evaluate("recall", settings, ask, show.heatmap)
 
 
 def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple[Path, ...]]) -> int:

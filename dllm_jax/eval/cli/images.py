@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.eval.benchmarks.images import ImageTask, evaluate, published, read
+from dllm_jax.eval.benchmarks.images import ImageTask, published, read, requests
 from dllm_jax.eval.benchmarks.images.tasks import FAMILY, Metric, changed
 from dllm_jax.eval.cli.options import WITHOUT_PREFIX, Options
 from dllm_jax.eval.run.pictured import PicturedRunner
@@ -77,8 +77,8 @@ def run_images(
         "newline": newline,
         "exif": exif,
     }
-    run = lambda runner, journal: evaluate(runner, kind, samples, journal)
-    return options.evaluate("images", settings, run, ready=ready)
+    ask = lambda runner: requests(runner, kind, samples)
+    return options.evaluate("images", settings, ask, ready=ready)
 
 
 def _published(decoding: Decoding, task: str | None) -> Decoding:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.journal import CacheLedger, Journal
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 
@@ -100,13 +100,29 @@ class DllmJax(TemplateLM):
         runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
         for length in sorted({prompt.length for prompt in prompts}):
             runner.decoding.at(length)  # refused before anything is decoded
-        keys = [runner.key(prompt) for prompt in prompts]
-        args = [request.args for request in requests]
-        ledger = CacheLedger(self.journal, self.cache_hook, "generate_until", keys, args)
-        entries = runner.run(prompts, ledger)
+        keys, args = [runner.key(prompt) for prompt in prompts], [request.args for request in requests]
+        entries = runner.run(prompts, self.journal, finished=self._caching("generate_until", keys, args))
         self.answers += entries
         self._report_failures(entries, "empty answers")
         return [entry["answer"] or "" for entry in entries]
+
+    def _caching(self, kind: str, keys: list[str], args: list[Any]) -> Callable[[list[Entry]], None]:
+        """What passes each finished batch to lm_eval's cache of requests, in which failures have no place.
+
+        Several requests, whose arguments are the cache's key, may share a hash.
+        """
+        asked: dict[str, list[Any]] = {}
+        for key, known in zip(keys, args, strict=True):
+            asked.setdefault(key, []).append(known)
+
+        def add(entries: list[Entry]):
+            for entry in (entry for entry in entries if entry["error"] is None):
+                answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
+                for known in asked[entry["key"]]:
+                    found = tuple(answer) if isinstance(answer, list) else answer
+                    self.cache_hook.add_partial(kind, known, found)
+
+        return add
 
     def _report_failures(self, entries: list[Entry], instead: str):
         """Raises or logs if any request failed, according to `failures`."""
@@ -144,10 +160,9 @@ class DllmJax(TemplateLM):
         sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
         scorer, check = Likelihood(self.lm, arguments.decoding, *sampling), arguments.greedy_check
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
-        keys = [scorer.key(pair, check) for pair in pairs]
-        args = [text for text, *_ in requests]
-        ledger = CacheLedger(self.journal, self.cache_hook, "loglikelihood", keys, args)
-        entries = scorer.run(pairs, check, ledger, progress=not disable_tqdm)
+        keys, args = [scorer.key(pair, check) for pair in pairs], [text for text, *_ in requests]
+        finished = self._caching("loglikelihood", keys, args)
+        entries = scorer.run(pairs, check, self.journal, not disable_tqdm, finished)
         self.likelihoods += entries
         self._report_failures(entries, "impossible answers")
         return [

@@ -1,22 +1,20 @@
 """Compares two records: differences with bootstrap confidence intervals, paired by question."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-from dllm_jax.eval.results.record import flat
+from dllm_jax.eval.results.record import changed
 from dllm_jax.eval.results.schema import Record
 
 COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Difference of mean scores, B minus A, over the requests in both.
 
     Attributes:
@@ -38,8 +36,7 @@ class Difference:
     high: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What `compare` finds.
 
     Attributes:
@@ -77,66 +74,58 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
     rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
     named = [name for name in rows[0] if name in rows[1]]
     common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
-    changed = _changed(flat(a), flat(b))
+    differ = changed(a, b)
+    if not named:
+        raise ValueError("A and B have no request in common")
     if not common:
-        raise ValueError(_nothing_in_common(named, changed))
-    pairs = [(rows[0][name], rows[1][name]) for name in common]
-    good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
+        (group, id), settings = named[0], [name for name in differ if name.startswith("settings.")]
+        listed = ", ".join(f"{name}: {differ[name][0]} and {differ[name][1]}" for name in settings)
+        raise ValueError(
+            f"A and B ask different questions: the prompts or references of all {len(named)} requests of "
+            f"equal name differ, e.g. of {group} {id}; {listed or 'the settings are the same'}"
+        )
+    pairs: list[tuple[Any, Any]] = [(rows[0][name], rows[1][name]) for name in common]
+    good = [(x, y) for x, y in pairs if x["error"] is None and y["error"] is None]
+    mean = lambda values: float(np.mean(list(values)))
     return Comparison(
         scores=_differences(pairs, confidence, draws, seed),
-        same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
+        same=mean(x["answer"] == y["answer"] for x, y in pairs),
         unpaired=len(rows[0]) + len(rows[1]) - 2 * len(common),
         costs={
-            name: (float(np.mean([x[name] for x, _ in good])), float(np.mean([y[name] for _, y in good])))
+            name: (mean(x[name] for x, _ in good), mean(y[name] for _, y in good))
             for name in (COSTS if good else ())
         },
-        settings=changed,
+        settings=differ,
     )
 
 
-def _nothing_in_common(named: Sequence[tuple[str, str]], changed: Mapping[str, tuple[Any, Any]]) -> str:
-    if not named:
-        return "A and B have no request in common"
-    group, id = named[0]
-    different = [f"{name}: {x} and {y}" for name, (x, y) in changed.items() if name.startswith("settings.")]
-    return (
-        f"A and B ask different questions: the prompts or references of all {len(named)} requests of equal "
-        f"name differ, e.g. of {group} {id}; {', '.join(different) or 'the settings are the same'}"
-    )
-
-
-def _differences(pairs, confidence: float, draws: int, seed: int) -> list[Difference]:
+def _differences(
+    pairs: Sequence[tuple[Any, Any]], confidence: float, draws: int, seed: int
+) -> list[Difference]:
+    """Per group, with the percentile interval of resampled pairs; the average's is of resampled groups."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for x, y in pairs:
         groups.setdefault(x["group"], []).append((x["score"], y["score"]))
-    rng, found, resampled = np.random.default_rng(seed), [], []
-    ends = (50 * (1 - confidence), 50 * (1 + confidence))
-    for name, scores in groups.items():
-        values = np.asarray(scores, np.float64)
-        resampled.append(bootstrap(values[:, 1] - values[:, 0], draws, rng))
-        found.append(_difference(name, len(scores), values.mean(axis=0), np.percentile(resampled[-1], ends)))
+    rng, ends = np.random.default_rng(seed), (50 * (1 - confidence), 50 * (1 + confidence))
+    values = {name: np.asarray(scores, np.float64) for name, scores in groups.items()}
+    means = {name: scores.mean(axis=0) for name, scores in values.items()}
+    resampled = {name: bootstrap(scores[:, 1] - scores[:, 0], draws, rng) for name, scores in values.items()}
+    counts = {name: len(scores) for name, scores in values.items()}
     if len(groups) > 1:
-        means = np.mean([[d.a, d.b] for d in found], axis=0)
-        ends = np.percentile(np.mean(resampled, axis=0), ends)
-        found.append(_difference("average", len(pairs), means, ends))
+        counts["average"] = len(pairs)
+        means["average"] = np.mean(list(means.values()), axis=0)
+        resampled["average"] = np.mean(list(resampled.values()), axis=0)
+    found = []
+    for name, count in counts.items():
+        (a, b), (low, high) = means[name].tolist(), np.percentile(resampled[name], ends).tolist()
+        found.append(Difference(name, count, a, b, b - a, low, high))
     return found
-
-
-def _difference(
-    name: str, count: int, means: Float[np.ndarray, "2"], ends: Float[np.ndarray, "2"]
-) -> Difference:
-    (a, b), (low, high) = means.tolist(), ends.tolist()
-    return Difference(name, count, a, b, b - a, low, high)
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:
     """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
     chunks = [min(512, draws - start) for start in range(0, draws, 512)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
-
-
-def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
 def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
@@ -148,6 +137,7 @@ def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> l
         interval = f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
         values = (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}", interval)
         scores.add_row(d.group, str(d.count), *map(escape, values))
+    # What they cost, and what may be the reason.
     other = rich.table.Table(title="per request, and what was set differently", title_justify="left")
     other.add_column("")
     for letter, name in zip("AB", names, strict=True):

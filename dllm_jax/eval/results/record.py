@@ -7,20 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from dllm_jax.eval.results.schema import (
-    Costs,
-    Decoded,
-    DecodingCosts,
-    DecodingTotals,
-    Entry,
-    Provenance,
-    Record,
-    Row,
-    Totals,
-)
-from dllm_jax.eval.run.files import read_json, write_json
+from dllm_jax.eval.results.schema import Costs, Entry, Provenance, Record, Row
+from dllm_jax.eval.run.files import read_json
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.nn.parameters import count
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
@@ -35,7 +25,6 @@ FREE = ("versions.", "model.name")  # may differ: neither changes the question, 
 
 def provenance(runner: Runner) -> Provenance:
     """Model, settings, device and versions."""
-    where = device()
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
     model, decoding = runner.lm.model, runner.decoding
     return {
@@ -51,88 +40,66 @@ def provenance(runner: Runner) -> Provenance:
         "batch": decoding.batch,
         "bucket": decoding.bucket,
         "max_positions": decoding.max_positions,
-        "device": {"platform": where.platform, "kind": where.kind, "count": where.count},
+        "device": device()._asdict(),
         "versions": {"python": platform.python_version(), **installed},
         "date": now(),
     }
 
 
-def totals(entries: Sequence[Entry]) -> DecodingTotals:
-    """Sums over the decoded requests that did not fail."""
-    good = [cast(Decoded, entry) for entry in entries if entry["error"] is None]
+def totals(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Sums over the decoded requests that did not fail, and speeds of warm batches; None without any."""
+    good: list[Any] = [entry for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]
     time = sum(entry["seconds"] for entry in warm)
-    speed = lambda name: sum(entry[name] for entry in warm) / time if warm else None
-    return {
-        **cost_totals(entries),
-        "tokens": sum(entry["tokens"] for entry in good),
-        "tokens_with_eos": sum(entry["tokens_with_eos"] for entry in good),
-        "warm_seconds": time,
-        "tokens_per_second": speed("tokens"),
-        "tokens_with_eos_per_second": speed("tokens_with_eos"),
-    }
+    names = ("tokens", "tokens_with_eos")
+    sums = {name: sum(entry[name] for entry in good) for name in names}
+    speeds = {f"{name}_per_second": sum(e[name] for e in warm) / time if warm else None for name in names}
+    return {**cost_totals(entries), **sums, "warm_seconds": time, **speeds}
 
 
-def cost_totals(entries: Sequence[Entry]) -> Totals:
-    """Sums over the requests that did not fail, decoded or log-likelihoods."""
-    good = [cast(Costs, entry) for entry in entries if entry["error"] is None]
-    total = lambda name: sum(entry[name] for entry in good)
-    return {
-        "requests": len(entries),
-        "failed": len(entries) - len(good),
-        "forwards": total("forwards"),
-        "computed": total("computed"),
-        "seconds": total("seconds"),
-    }
+def cost_totals(entries: Sequence[Entry]) -> dict[str, Any]:
+    """How many requests there are and failed, and sums over the others, decoded or log-likelihoods."""
+    good: list[Any] = [entry for entry in entries if entry["error"] is None]
+    sums = {name: sum(entry[name] for entry in good) for name in ("forwards", "computed", "seconds")}
+    return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
 
 
-def scored(
-    requests: Sequence[Request],
-    entries: Sequence[Entry],
-    scores: Sequence[float],
-    references: Sequence[Sequence[str]],
-) -> list[Row]:
-    """A row per request; `references` are what its score compares the answer with."""
-    return [
-        {
-            "id": request.id,
-            "group": request.group,
-            "prompt_tokens": len(request.prompt),
-            "question": question(request, wanted),
-            **entry,
-            "score": score,
-            "references": list(wanted),
-        }
-        for request, entry, score, wanted in zip(requests, entries, scores, references, strict=True)
-    ]
+def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
+    """A row per request, with the score of its answer; what failed scores 0."""
+    return [_row(request, entry) for request, entry in zip(requests, entries, strict=True)]
 
 
-def question(request: Request, references: Sequence[str]) -> str:
-    """Hash of a prompt's token ids and images and the right answers: rows of equal hash can be compared."""
+def _row(request: Request, entry: Entry) -> Row:
+    # Rows of equal hash can be compared: of token ids, references and images.
     images = [] if request.conversation is None else [list(request.conversation.digests)]
-    parts = [list(request.prompt), list(references), *images]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def group_scores(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean score of each group, in order of appearance."""
-    groups: dict[str, list[float]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row["score"])
-    return {name: sum(scores) / len(scores) for name, scores in groups.items()}
+    asked = json.dumps([list(request.prompt), list(request.references), *images])
+    cell = {} if request.cell is None else dict(zip(("length", "depth"), request.cell, strict=True))
+    row = {
+        "id": request.id,
+        "group": request.group,
+        "prompt_tokens": len(request.prompt),
+        "question": hashlib.sha256(asked.encode()).hexdigest(),
+        **entry,
+        "score": 0.0 if entry["answer"] is None else request.score(entry["answer"]),
+        "references": list(request.references),
+    }
+    return cast(Row, row | cell)
 
 
 def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> Record:
     """The record of an evaluation."""
-    groups = group_scores(rows)
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row["score"])
+    means = {name: sum(scores) / len(scores) for name, scores in groups.items()}
     return {
         "format": FORMAT,
         "kind": kind,
         "settings": settings,
         **provenance(runner),
         "totals": totals(rows),
-        "scores": groups,
-        "average": sum(groups.values()) / len(groups),
+        "scores": means,
+        "average": sum(means.values()) / len(means),
         "requests": list(rows),
     }
 
@@ -142,6 +109,13 @@ def flat(record: Mapping[str, Any]) -> dict[str, Any]:
     parts = ("decoding", "model", "settings", "device", "versions")
     found = {f"{part}.{name}": value for part in parts for name, value in record[part].items()}
     return found | {name: record[name] for name in ("batch", "bucket", "max_positions")}
+
+
+def changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The names of two flat records that differ, with both values."""
+    before, after = flat(a), flat(b)
+    names = {**before, **after}
+    return {n: (before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)}
 
 
 def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
@@ -167,25 +141,18 @@ def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str,
     """
     if not path.exists():
         return
-    other = "choose another --out"
     try:
         old = read(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {other}") from None
-    new = {"kind": kind, "settings": settings, **provenance(runner)}
-    before, after = flat(old), flat(json.loads(json.dumps(new)))
-    changed = [
-        f"{name} was {before.get(name)!r} and would be {after.get(name)!r}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name) and not name.startswith(FREE)
+        raise ValueError(f"{error}; choose another --out") from None
+    new = json.loads(json.dumps({"kind": kind, "settings": settings, **provenance(runner)}))
+    differ = [
+        f"{name} was {before!r} and would be {after!r}"
+        for name, (before, after) in changed(old, new).items()
+        if not name.startswith(FREE)
     ]
-    if changed:
-        raise ValueError(f"{path} is a result with other settings: {'; '.join(changed)}; {other}")
-
-
-def save(path: Path, record: Record):
-    """Writes a record atomically."""
-    write_json(path, record)
+    if differ:
+        raise ValueError(f"{path} is a result with other settings: {'; '.join(differ)}; choose another --out")
 
 
 def read(path: Path) -> Record:
@@ -195,21 +162,17 @@ def read(path: Path) -> Record:
       FileNotFoundError: no such file.
       ValueError: the file is not a record of this format, lacks something, or is a result of lm_eval.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
     record = read_json(path)
     if isinstance(record, dict) and "lm_eval_version" in record:
-        raise ValueError(
-            f"{path} is a result of lm_eval: it holds scores of tasks, not of requests that could be paired"
-        )
+        reason = "it holds scores of tasks, not of requests that could be paired"
+        raise ValueError(f"{path} is a result of lm_eval: {reason}")
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
     _check_fields(record, Record, f"{path}")
     for i, row in enumerate(record["requests"]):
-        where = f"{path}: requests[{i}]"
-        _check_fields(row, Row, where)
+        _check_fields(row, Row, f"{path}: requests[{i}]")
         if row["error"] is None:
-            _check_fields(row, DecodingCosts, where)
+            _check_fields(row, Costs, f"{path}: requests[{i}]")
     return cast(Record, record)
 
 
@@ -220,16 +183,7 @@ def _check_fields(value: Any, wanted: type, where: str):
     for name, hint in get_type_hints(wanted).items():
         if name not in value:
             raise ValueError(f"{where} lacks {name!r}")
-        if not _fits(value[name], hint):
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        plain = [(int, float) if kind is float else get_origin(kind) or kind for kind in kinds]
+        if hint is not Any and not any(isinstance(value[name], kind) for kind in plain):
             raise ValueError(f"{where}: {name}={value[name]!r} is no {getattr(hint, '__name__', hint)}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(hint))
-    if is_typeddict(hint):
-        return isinstance(value, dict)
-    kind = get_origin(hint) or hint
-    return isinstance(value, (int, float) if kind is float else kind)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class Entry(TypedDict):
-    """A request that was answered or failed; an answered one has costs too, see `Decoded` and `Estimated`.
+    """A request that was answered or failed; an answered one has costs too, see `Decoded`.
 
     Attributes:
       key: hash of everything that determines the answer.
@@ -22,45 +22,35 @@ class Entry(TypedDict):
 
 
 class Costs(TypedDict):
-    """What a request cost.
+    """What a decoded request cost; a log-likelihood has the first three.
 
     Attributes:
       forwards: passes through the network.
       computed: positions computed, summed over forwards; includes `widened`.
       seconds: the batch's wall time over its requests.
-    """
-
-    forwards: int
-    computed: float | int
-    seconds: float
-
-
-class DecodingCosts(Costs):
-    """What a decoded request cost.
-
-    Attributes:
       widened: positions that only some layers computed, averaged over layers.
       tokens: decoded before the first end-of-text.
       tokens_with_eos: all decoded tokens.
       cold: the batch's time includes compilation.
     """
 
+    forwards: int
+    computed: float | int
+    seconds: float
     widened: float
     tokens: int
     tokens_with_eos: int
     cold: bool
 
 
-class Estimated(Entry, Costs):
-    """Entry of a log-likelihood that did not fail."""
-
-
-class Decoded(Entry, DecodingCosts):
+class Decoded(Entry, Costs):
     """Entry of a decoded request that did not fail."""
 
 
 class Row(Entry):
-    """A scored request; if it did not fail, with the keys of `DecodingCosts`.
+    """A scored request; if it did not fail, with the keys of `Costs`.
+
+    Rows of needles have `length` (of the prompt, in tokens) and `depth` (of the needle, in percent) too.
 
     Attributes:
       id: unique within its group.
@@ -79,102 +69,27 @@ class Row(Entry):
     references: list[str]
 
 
-class GridRow(Row):
-    """A row of a needle evaluation.
-
-    Attributes:
-      length: of the prompt, in tokens.
-      depth: of the needle, in percent.
-    """
-
-    length: int
-    depth: float | int
-
-
-class Totals(TypedDict):
-    """Sums over the requests that did not fail.
-
-    Attributes:
-      requests: all of them.
-      failed: those that failed.
-      forwards: see `Costs`.
-      computed: see `Costs`.
-      seconds: see `Costs`.
-    """
-
-    requests: int
-    failed: int
-    forwards: int
-    computed: float | int
-    seconds: float
-
-
-class DecodingTotals(Totals):
-    """Sums over the decoded requests that did not fail.
-
-    Attributes:
-      tokens: see `DecodingCosts`.
-      tokens_with_eos: see `DecodingCosts`.
-      warm_seconds: of batches without compilation.
-      tokens_per_second: of those batches; None if there were none.
-      tokens_with_eos_per_second: the same, end-of-text counted.
-    """
-
-    tokens: int
-    tokens_with_eos: int
-    warm_seconds: float
-    tokens_per_second: float | None
-    tokens_with_eos_per_second: float | None
-
-
-class ModelInfo(TypedDict):
-    """The model.
-
-    Attributes:
-      name: as given by the user.
-      identity: hash of its files, dtype and rope factor.
-      family: llada or dream.
-      parameters: how many.
-      dtype: of the weights.
-      rope_base: after scaling.
-    """
-
-    name: str
-    identity: str
-    family: str
-    parameters: int
-    dtype: str
-    rope_base: float
-
-
-class Device(TypedDict):
-    """What it ran on, as jax names it."""
-
-    platform: str
-    kind: str
-    count: int
-
-
 class Provenance(TypedDict):
     """What it takes to reproduce a result.
 
     Attributes:
-      model: the model.
+      model: name as given by the user, identity (hash of its files, dtype and rope factor), family, number of
+        parameters, dtype of the weights, rope_base after scaling.
       decoding: see `Decoding.described`.
       batch: see `Decoding`.
       bucket: see `Decoding`.
       max_positions: see `Decoding`.
-      device: the device.
+      device: platform, kind and count, as jax names them.
       versions: of Python and packages.
       date: UTC, ISO 8601.
     """
 
-    model: ModelInfo
+    model: dict[str, Any]
     decoding: dict[str, Any]
     batch: int
     bucket: int
     max_positions: int | None
-    device: Device
+    device: dict[str, Any]
     versions: dict[str, str]
     date: str
 
@@ -186,16 +101,16 @@ class Record(Provenance):
       format: version of this schema.
       kind: the evaluation: tasks, longbench, images, needle or recall.
       settings: its options.
-      totals: costs of all requests.
+      totals: costs of all requests, see `record.totals`.
       scores: mean score by group.
       average: mean over groups.
-      requests: every request.
+      requests: every request, as a `Row`.
     """
 
     format: int
     kind: str
     settings: dict[str, Any]
-    totals: DecodingTotals
+    totals: dict[str, Any]
     scores: dict[str, float]
     average: float
     requests: list[Row]

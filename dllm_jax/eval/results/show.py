@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import rich.markup
+import rich.console
 import rich.table
 from jaxtyping import Float
+from rich.markup import escape
 
 from dllm_jax.eval.results.comparison import bootstrap
-from dllm_jax.eval.results.schema import GridRow, Record
+from dllm_jax.eval.results.schema import Record
 
 CONFIDENCE = 0.95  # of the intervals
 DRAWS = 2000  # of each interval's bootstrap
@@ -21,27 +23,44 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     A task's score has its percentile bootstrap interval over requests; `compare` pairs two runs.
     """
     shown = rich.table.Table(title=title, title_justify="left")
-    shown.add_column(rich.markup.escape(f"score [{CONFIDENCE:.0%}]"))
+    shown.add_column(escape(f"score [{CONFIDENCE:.0%}]"))
     for name in records:
-        shown.add_column(rich.markup.escape(name), justify="right")
+        shown.add_column(escape(name), justify="right")
     groups = list(dict.fromkeys(group for record in records.values() for group in record["scores"]))
     for group in groups:
-        shown.add_row(group, *(_score_of(group, record) for record in records.values()))
+        shown.add_row(group, *(escape(_score(group, record)) for record in records.values()))
     if len(groups) > 1:
-        shown.add_row("[bold]average[/]", *(_score(record["average"]) for record in records.values()))
+        shown.add_row("[bold]average[/]", *(f"{100 * r['average']:.2f}" for r in records.values()))
     shown.add_section()
-    totals = [record["totals"] for record in records.values()]
+    ratio = lambda value, by: f"{value / by:.1f}" if by else "-"
+    speed = lambda value: "-" if value is None else f"{value:.0f}"
     for label, line in (
         ("requests", lambda t: str(t["requests"])),
         ("failed", lambda t: str(t["failed"])),
-        ("forwards per request", lambda t: _ratio(t["forwards"], t["requests"] - t["failed"])),
-        ("positions per answer token", lambda t: _ratio(t["computed"], t["tokens"])),
-        ("tokens/s", lambda t: _speed(t["tokens_per_second"])),
-        ("tokens/s after end-of-text too", lambda t: _speed(t["tokens_with_eos_per_second"])),
+        ("forwards per request", lambda t: ratio(t["forwards"], t["requests"] - t["failed"])),
+        ("positions per answer token", lambda t: ratio(t["computed"], t["tokens"])),
+        ("tokens/s", lambda t: speed(t["tokens_per_second"])),
+        ("tokens/s after end-of-text too", lambda t: speed(t["tokens_with_eos_per_second"])),
         ("seconds, compilation included", lambda t: f"{t['seconds']:.1f}"),
     ):
-        shown.add_row(label, *map(line, totals))
+        shown.add_row(label, *(line(record["totals"]) for record in records.values()))
     return shown
+
+
+def _score(group: str, record: Record) -> str:
+    """Mean score of a task, with its interval."""
+    scores = [row["score"] for row in record["requests"] if row["group"] == group]
+    if not scores:
+        return "-"
+    means = bootstrap(np.asarray(scores, np.float64), DRAWS, np.random.default_rng(0))
+    low, high = 100 * np.percentile(means, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)))
+    return f"{100 * record['scores'][group]:.2f} [{low:.1f}, {high:.1f}]"
+
+
+def line(text: str, style: str | None = None):
+    """Prints one line of plain text, such as a path, on standard output; it is not wrapped."""
+    console = rich.console.Console()
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def failures(records: Mapping[str, Record]) -> list[str]:
@@ -54,29 +73,7 @@ def failures(records: Mapping[str, Record]) -> list[str]:
     ]
 
 
-def _score_of(group: str, record: Record) -> str:
-    """Mean score of a task, with its interval."""
-    scores = [row["score"] for row in record["requests"] if row["group"] == group]
-    if not scores:
-        return "-"
-    means = bootstrap(np.asarray(scores, np.float64), DRAWS, np.random.default_rng(0))
-    low, high = 100 * np.percentile(means, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)))
-    return rich.markup.escape(f"{_score(record['scores'].get(group))} [{low:.1f}, {high:.1f}]")
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f}"
-
-
-def _ratio(value: float | int, by: float | int) -> str:
-    return f"{value / by:.1f}" if by else "-"
-
-
-def _speed(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def heatmap(rows: Sequence[GridRow], path: Path, title: str):
+def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
     """Writes a heat map of mean scores by length and depth, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # in the `eval` extra
     from matplotlib.figure import Figure
@@ -98,13 +95,12 @@ def heatmap(rows: Sequence[GridRow], path: Path, title: str):
 
 
 def cells(
-    rows: Sequence[GridRow],
+    rows: Sequence[Mapping[str, Any]],
 ) -> tuple[list[int], list[float | int], Float[np.ndarray, "depths lengths"]]:
     """Lengths, depths and mean scores; NaN where there is no row."""
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     found = np.full((len(depths), len(lengths)), np.nan)
-    for i, depth in enumerate(depths):
-        for j, length in enumerate(lengths):
-            scores = [r["score"] for r in rows if (r["length"], r["depth"]) == (length, depth)]
-            found[i, j] = np.mean(scores) if scores else np.nan
+    for i, j in np.ndindex(found.shape):
+        scores = [row["score"] for row in rows if (row["length"], row["depth"]) == (lengths[j], depths[i])]
+        found[i, j] = np.mean(scores) if scores else np.nan
     return lengths, depths, found

@@ -1,14 +1,14 @@
 """Answers keyed items in batches of few static shapes, journalling each; a failure stays with its item."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
 
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.journal import Ledger
+from dllm_jax.eval.run.journal import Journal
 
 Item = TypeVar("Item")
 Answer = Callable[[list[tuple[str, Item]]], list[Entry]]
@@ -21,8 +21,9 @@ def answers(
     answer: Answer[Item],
     batch: int,
     shape: Callable[[Item], Any],
-    journal: Ledger | None = None,
+    journal: Journal | None = None,
     title: str | None = None,
+    finished: Callable[[list[Entry]], object] = lambda entries: None,
 ) -> list[Entry]:
     """Entries of the items, in order; those in the journal are not computed again.
 
@@ -35,52 +36,40 @@ def answers(
       shape: of an item; batches come in ascending order of it.
       journal: holds entries of earlier runs, and takes each batch as it finishes.
       title: of the progress bar; None shows no bar.
+      finished: is told the entries of each batch once they are in the journal.
 
     Raises:
       ValueError: another run adds to the journal.
     """
-    # Who else adds to the journal is found out before anything is computed; by then there may be new entries.
-    if journal and _unanswered(items, journal.entries):
-        journal.claim()
-    done = dict(journal.entries) if journal else {}
-    unanswered = _unanswered(items, done)
+    done: dict[str, Entry] = {}
+    unanswered = lambda: {k: item for k, item in items if k not in done or done[k]["error"] is not None}
+    of_pair = lambda pair: shape(pair[1])
+    console = rich.console.Console(stderr=True)
     try:
-        _answer_all(unanswered, done, answer, batch, shape, journal, title)
+        if journal is not None:
+            # Who else adds to the journal is found out before anything is computed; it may be longer by then.
+            done |= journal.entries
+            if unanswered():
+                journal.claim()
+            done |= journal.entries
+        pairs = sorted(unanswered().items(), key=of_pair)
+        with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
+            task = bar.add_task(title or "", total=len(pairs))
+            for _, group in itertools.groupby(pairs, key=of_pair):
+                alike = list(group)
+                for chunk in (alike[i : i + batch] for i in range(0, len(alike), batch)):
+                    entries = _each(chunk, answer)
+                    if journal is not None:
+                        journal.add(entries)
+                    finished(entries)
+                    done |= {entry["key"]: entry for entry in entries}
+                    bar.advance(task, len(chunk))
     except BaseException:
         # A run that ends here adds no more: what goes on from it, in this process even, may.
-        if journal:
+        if journal is not None:
             journal.close()
         raise
     return [done[key] for key, _ in items]
-
-
-def _answer_all(
-    unanswered: dict[str, Item],
-    done: dict[str, Entry],
-    answer: Answer[Item],
-    batch: int,
-    shape: Callable[[Item], Any],
-    journal: Ledger | None,
-    title: str | None,
-):
-    """Computes the unanswered items batch by batch and adds their entries to `done` and to the journal."""
-    of_pair = lambda pair: shape(pair[1])
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
-        task = bar.add_task(title or "", total=len(unanswered))
-        for _, group in itertools.groupby(sorted(unanswered.items(), key=of_pair), key=of_pair):
-            alike = list(group)
-            for chunk in (alike[i : i + batch] for i in range(0, len(alike), batch)):
-                entries = _each(chunk, answer)
-                done |= {entry["key"]: entry for entry in entries}
-                if journal:
-                    journal.add(entries)
-                bar.advance(task, len(chunk))
-
-
-def _unanswered(items: Sequence[tuple[str, Item]], done: Mapping[str, Entry]) -> dict[str, Item]:
-    """The items without an entry, or whose entry is a failure."""
-    return {key: item for key, item in items if key not in done or done[key]["error"] is not None}
 
 
 def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:

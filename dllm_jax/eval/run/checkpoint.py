@@ -17,8 +17,6 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 
-DTYPES = ("float32", "bfloat16")
-
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
@@ -59,8 +57,8 @@ class Checkpoint:
     vocab: int | None = None
 
     def __post_init__(self):
-        if self.dtype not in (None, *DTYPES):
-            raise ValueError(f"dtype={self.dtype!r} must be {' or '.join(map(repr, DTYPES))}")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
         if self.weights not in (None, "int8"):
             raise ValueError(f"weights={self.weights!r} must be None (as they are stored) or 'int8'")
 

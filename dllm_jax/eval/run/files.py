@@ -11,8 +11,11 @@ def read_text(path: Path) -> str:
     """The text of a UTF-8 file.
 
     Raises:
+      FileNotFoundError: no such file.
       ValueError: not UTF-8; names file and line.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -25,44 +28,36 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
     Raises:
+      FileNotFoundError: no such file.
       ValueError: not UTF-8 or not JSON; names file and line.
     """
-    try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except RecursionError:
-        raise ValueError(f"{path}: not JSON: nested too deeply") from None
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a file with one in each line, each with its number, from 1; empty lines are skipped.
-
-    Raises:
-      ValueError: not UTF-8, or a line that is not JSON; names file and line.
-    """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
-        except RecursionError:
-            raise ValueError(f"{path}:{number}: not JSON: nested too deeply") from None
-        yield number, value
+    return _value(read_text(path), path, 1)
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `read_json_lines`, of a file of objects.
+    """The objects of a file with one in each line, each with its number, from 1; empty lines are skipped.
 
     Raises:
-      ValueError: besides, a line that is no object.
+      FileNotFoundError: no such file.
+      ValueError: not UTF-8, or a line that is no JSON object; names file and line.
     """
-    for number, value in read_json_lines(path):
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{number}: expected an object, found {type(value).__name__}")
-        yield number, value
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            value = _value(line, path, number)
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}:{number}: expected an object, found {type(value).__name__}")
+            yield number, value
+
+
+def _value(text: str, path: Path, first: int) -> Any:
+    """The JSON value in a text whose first line has this number in the file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{first + error.lineno - 1}"
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(f"{path}:{first}: not JSON: nested too deeply") from None
 
 
 def write_json(path: Path, value: Any):

@@ -2,53 +2,20 @@
 
 Its first line says on what device and with which versions the answers and their times were made. One run
 writes to it at a time: it holds a lock, which the system takes back when the run ends, however it ends.
-lm_eval has a cache of its own, which is filled batch by batch too.
 """
 
+import fcntl
 import json
 import os
-import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from dllm_jax import provenance
 from dllm_jax.eval.results.schema import Entry
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 PACKAGES = ("dllm-jax", "jax")
-
-
-@runtime_checkable
-class Ledger(Protocol):
-    """Where a runner finds earlier answers and puts new ones.
-
-    Attributes:
-      entries: by request hash.
-    """
-
-    entries: dict[str, Entry]
-
-    def claim(self):
-        """Makes sure that answers can be added; called before any is computed.
-
-        Raises:
-          ValueError: another run adds to it.
-        """
-        ...
-
-    def add(self, entries: Iterable[Entry]):
-        """Adds the entries of a finished batch."""
-        ...
-
-    def close(self):
-        """Lets others add; called when a run fails or is interrupted."""
-        ...
 
 
 class Journal:
@@ -86,13 +53,15 @@ class Journal:
         if self._writer is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        binary = getattr(os, "O_BINARY", 0)  # of Windows
-        writer = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | binary, 0o666)
+        writer = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            lock(writer, self.path)
+            fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(self.path.read_bytes())
-        except BaseException:
+        except BaseException as error:
             os.close(writer)
+            if isinstance(error, BlockingIOError):
+                reason = "another evaluation is adding its answers to it: wait until it has ended"
+                raise ValueError(f"{self.path}: {reason}, or choose another file or --out") from None
             raise
         self._writer, self._close = writer, weakref.finalize(self, os.close, writer)
 
@@ -100,37 +69,6 @@ class Journal:
         """Gives the lock back; the journal may be claimed again."""
         self._writer = None
         self._close()
-
-    def _read(self, content: bytes):
-        self._whole = 0
-        for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = json.loads(line)
-                if number == 1:
-                    self._check_origin(entry)
-                else:
-                    check_entry(entry)
-                    self.entries[entry["key"]] = entry
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
-                raise ValueError(f"{self.path}:{number}: not an entry of a journal: {error}") from None
-            self._whole += len(line)
-
-    def _check_origin(self, line: Any):
-        if not isinstance(line, dict) or not isinstance(line.get("origin"), dict):
-            raise ValueError(
-                f"{self.path}: does not begin with the device and versions of its answers; choose another "
-                "file or --out, or delete it"
-            )
-        then, now = line["origin"], origin()
-        changed = [
-            f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]
-        ]
-        if changed:
-            raise ValueError(
-                f"{self.path}: its answers were made with {', '.join(changed)}; choose another file or --out"
-            )
 
     def add(self, entries: Iterable[Entry]):
         """Appends the entries and syncs them to disk; claims the journal, if that was not done.
@@ -142,9 +80,8 @@ class Journal:
         self.claim()
         assert self._writer is not None, "claimed"
         entries = list(entries)
-        lines = [] if self._whole else [json.dumps({"origin": origin()}) + "\n"]
-        lines += [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
-        content = "".join(lines).encode()
+        lines: list[Any] = [*([] if self._whole else [{"origin": origin()}]), *entries]
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
 
         # An unfinished line, of a run that was killed or of a disk that was full, is cut off first.
         with open(self._writer, "ab", closefd=False) as file:
@@ -153,79 +90,49 @@ class Journal:
             file.write(content)
             file.flush()
             os.fsync(self._writer)
+
+        # Only what is on the disk counts as added.
         self._whole += len(content)
         self.entries |= {entry["key"]: entry for entry in entries}
 
+    def _read(self, content: bytes):
+        """Takes the entries of a file; every finished line must be one."""
+        self._whole = 0
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{self.path}:{number}: not an entry of a journal: {error}") from None
+            if number == 1:
+                self._check_origin(entry)
+            elif is_entry(entry):
+                self.entries[entry["key"]] = entry
+            else:
+                reason = "it has no key, answer and error"
+                raise ValueError(f"{self.path}:{number}: not an entry of a journal: {reason}")
+            self._whole += len(line)
 
-class CacheLedger:
-    """Passes each finished batch to the journal and to lm_eval's cache of requests.
-
-    Args:
-      journal: None keeps no journal.
-      hook: lm_eval's `CacheHook`; failed requests are not passed to it.
-      kind: lm_eval's name of the request type.
-      keys: the requests' hashes.
-      args: the requests' arguments, lm_eval's cache key; several requests may share a hash.
-    """
-
-    def __init__(self, journal: Journal | None, hook: Any, kind: str, keys: Sequence[str], args: Sequence):
-        self.entries = {} if journal is None else journal.entries
-        self.journal, self.hook, self.kind = journal, hook, kind
-        self.args: dict[str, list[Any]] = {}
-        for key, known in zip(keys, args, strict=True):
-            self.args.setdefault(key, []).append(known)
-
-    def claim(self):
-        """Claims the journal, if there is one."""
-        if self.journal is not None:
-            self.journal.claim()
-
-    def close(self):
-        """Closes the journal, if there is one."""
-        if self.journal is not None:
-            self.journal.close()
-
-    def add(self, entries: Iterable[Entry]):
-        """Adds the entries of a finished batch."""
-        entries = list(entries)
-        if self.journal is not None:
-            self.journal.add(entries)
-        for entry in entries:
-            answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
-            for args in self.args[entry["key"]] if entry["error"] is None else ():
-                self.hook.add_partial(self.kind, args, tuple(answer) if isinstance(answer, list) else answer)
+    def _check_origin(self, line: Any):
+        """Refuses a journal of another device or version, or one that does not say which."""
+        then, now = line.get("origin") if isinstance(line, dict) else None, origin()
+        if not isinstance(then, dict):
+            reason = "does not begin with the device and versions of its answers"
+            raise ValueError(f"{self.path}: {reason}; choose another file or --out, or delete it")
+        changed = [
+            f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]
+        ]
+        if changed:
+            reason = f"its answers were made with {', '.join(changed)}"
+            raise ValueError(f"{self.path}: {reason}; choose another file or --out")
 
 
-def lock(descriptor: int, path: Path):
-    """Takes the exclusive lock of an open file, until the descriptor is closed.
-
-    Raises:
-      ValueError: another run, of this process or of another one, holds it.
-      OSError: the file system has no locks.
-    """
-    try:
-        if sys.platform == "win32":
-            # A byte far behind the content, since a locked one cannot be read by others.
-            os.lseek(descriptor, 1 << 40, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise ValueError(
-            f"{path}: another evaluation is adding its answers to it: wait until it has ended, or choose "
-            "another file or --out"
-        ) from None
-    except OSError as error:
-        reason = f"cannot be locked ({error.strerror}), choose another folder"
-        raise OSError(error.errno, reason, str(path)) from None
-
-
-def check_entry(entry: Any):
-    """Raises TypeError if a line of a journal is no `Entry`."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
-        raise TypeError("it has no key")
-    if "answer" not in entry or not isinstance(entry.get("error", 0), str | None):
-        raise TypeError("it has no answer and error")
+def is_entry(line: Any) -> bool:
+    """Whether a line of a journal is an `Entry`, as far as resuming reads it."""
+    if not isinstance(line, dict) or not {"key", "answer", "error"} <= line.keys():
+        return False
+    return isinstance(line["key"], str) and isinstance(line["error"], str | None)
 
 
 def origin() -> dict[str, str]:

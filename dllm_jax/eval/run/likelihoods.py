@@ -5,7 +5,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jaxtyping import Bool
 
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
-from dllm_jax.eval.results.schema import Entry, Estimated
+from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
-from dllm_jax.eval.run.journal import Ledger
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 from dllm_jax.state.inputs import padded_together
 
@@ -52,69 +53,69 @@ class Likelihood:
         self,
         pairs: Sequence[Pair],
         greedy_check: bool,
-        journal: Ledger | None = None,
+        journal: Journal | None = None,
         progress: bool = False,
+        finished: Callable[[list[Entry]], object] = lambda entries: None,
     ) -> list[Entry]:
         """An entry per pair, in order; see `answers`. Its answer is [nats, is the greedy answer].
 
         The greedy answer is LLaDA's: exact decoding, one token per step, the most confident first; without
         `greedy_check` it is False. A pair with an empty part or more than `max_positions` positions fails.
         """
-        return answers(
-            [(self.key(pair, greedy_check), pair) for pair in pairs],
-            lambda chunk: self._score(chunk, greedy_check),
-            self.decoding.batch,
-            self._shape,
-            journal,
-            "log-likelihoods" if progress else None,
-        )
+        items = [(self.key(pair, greedy_check), pair) for pair in pairs]
+        score = lambda chunk: self._score(chunk, greedy_check)
+        title = "log-likelihoods" if progress else None
+        return answers(items, score, self.decoding.batch, self._shape, journal, title, finished)
 
     def _check(self, context: tuple[int, ...], answer: tuple[int, ...]):
-        limit = self.decoding.max_positions
+        """Raises ValueError for a pair with an empty part, or one that is too long."""
+        taken, limit = len(context) + len(answer), self.decoding.max_positions
         if not context or not answer:
             raise ValueError(f"context has {len(context)} tokens, answer {len(answer)}; both need one")
-        if limit is not None and len(context) + len(answer) > limit:
-            raise ValueError(
-                f"context and answer take {len(context) + len(answer)} positions; max_positions={limit}"
-            )
+        if limit is not None and taken > limit:
+            raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
 
     def _shape(self, pair: Pair) -> tuple[int, int]:
+        """Answer and padded context: what is static in a program."""
         return len(pair[1]), rounded_up(len(pair[0]), self.decoding.bucket)
 
     def _score(self, chunk: list[tuple[str, Pair]], greedy_check: bool) -> list[Entry]:
+        """The entries of pairs of one shape; padding is not counted among the positions computed."""
         for _, pair in chunk:
             self._check(*pair)
-        start = time.perf_counter()
-        found = self._estimated(filled([pair for _, pair in chunk], self.decoding.batch), greedy_check)
-        seconds = (time.perf_counter() - start) / len(chunk)
-        return [
-            Estimated(key=key, answer=one, error=None, forwards=forwards, computed=computed, seconds=seconds)
-            if math.isfinite(one[0])
-            else Entry(key=key, answer=None, error=NOT_FINITE)
-            for (key, _), (one, forwards, computed) in zip(chunk, found, strict=False)
-        ]
-
-    def _estimated(self, pairs: list[Pair], greedy_check: bool) -> list[tuple[list[float | bool], int, int]]:
-        """Answer, forwards and positions computed of each pair; padding is not counted."""
-        model, (length, width) = self.lm.model, self._shape(pairs[0])
+        start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(chunk[0][1])
+        pairs = filled([pair for _, pair in chunk], self.decoding.batch)
         prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in pairs], np.int32)
         masks = np.stack([self.masks(pair) for pair in pairs], axis=1)
         nats = log_likelihood(
             model, prompt, answer, prompt_mask=mask, masks=masks, cfg_scale=self.cfg_scale, chunk=self.strata
         )
-        passes = len(masks) * (2 if self.cfg_scale > 0 else 1)
-        forwards, computed = np.full(len(pairs), passes), passes * (np.asarray(mask).sum(axis=1) + length)
+        # Guidance is a second pass for each draw.
+        forwards = np.full(len(pairs), len(masks) * (2 if self.cfg_scale > 0 else 1))
+        computed = forwards * (np.asarray(mask).sum(axis=1) + length)
         greedy = np.zeros(len(pairs), bool)
         if greedy_check:
             out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
-            forwards, computed = (
-                forwards + np.asarray(out.stats.nfe),
-                computed + np.asarray(out.stats.computed),
-            )
-        scores = map(list, zip(np.asarray(nats).tolist(), greedy.tolist(), strict=True))
-        return list(zip(scores, forwards.tolist(), computed.tolist(), strict=True))
+            forwards = forwards + np.asarray(out.stats.nfe)
+            computed = computed + np.asarray(out.stats.computed)
+        columns = [np.asarray(column).tolist() for column in (nats, greedy, forwards, computed)]
+        seconds = (time.perf_counter() - start) / len(chunk)
+        entries: list[Any] = [
+            {
+                "key": key,
+                "answer": [nat, same],
+                "error": None,
+                "forwards": n,
+                "computed": c,
+                "seconds": seconds,
+            }
+            if math.isfinite(nat)
+            else {"key": key, "answer": None, "error": NOT_FINITE}
+            for (key, _), nat, same, n, c in zip(chunk, *columns, strict=False)  # without what fills up
+        ]
+        return entries
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """The masks of a pair's draws; they depend on the seed and the pair only."""

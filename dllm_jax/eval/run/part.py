@@ -4,19 +4,16 @@ Each host answers its part into a folder of its own; `merge` puts the journals t
 itself then finds all answers in one. An answer does not depend on its batch, so nothing is lost.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.journal import Journal
 
-ELSEWHERE = "answered by another part"  # the error of a request that is not of this part
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One of `count` parts, from 1; requests belong to parts by their hash.
 
     Attributes:
@@ -39,19 +36,9 @@ class Part:
             raise ValueError(f"part={text!r} must be like 2/4, from 1/4 to 4/4")
         return cls(int(found[1]), int(found[2]))
 
-    @property
-    def whole(self) -> bool:
-        """Whether it is all there is."""
-        return self.count == 1
-
     def holds(self, key: str) -> bool:
         """Whether a request belongs to it, by the request's hash."""
         return int(key[:8], 16) % self.count == self.number - 1
-
-
-def elsewhere(key: str) -> Entry:
-    """What stands for the answer to a request of another part."""
-    return Entry(key=key, answer=None, error=ELSEWHERE)
 
 
 def merge(into: Path, journals: Iterable[Path]) -> int:
@@ -68,18 +55,15 @@ def merge(into: Path, journals: Iterable[Path]) -> int:
       FileNotFoundError: a journal is missing.
       ValueError: one is broken, or of another device or version.
     """
-    found: dict[str, Entry] = {}
+    target, new = Journal(into), dict[str, Entry]()
+    target.claim()
     for path in journals:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: no part was evaluated there")
-        found |= {key: e for key, e in Journal(path).entries.items() if _better(e, found.get(key))}
-    target = Journal(into)
-    target.claim()
-    new = [entry for key, entry in found.items() if _better(entry, target.entries.get(key))]
-    target.add(new)
+        for key, entry in Journal(path).entries.items():
+            known = new.get(key) or target.entries.get(key)
+            if known is None or (known["error"] is not None and entry["error"] is None):
+                new[key] = entry
+    target.add(new.values())
     target.close()
     return len(new)
-
-
-def _better(entry: Entry, known: Entry | None) -> bool:
-    return known is None or (known["error"] is not None and entry["error"] is None)

@@ -13,15 +13,10 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.eval.run.answering import filled
 from dllm_jax.eval.run.runner import BatchShape, Conversation, Request, Runner
-from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
 
-UNREAD = (
-    "tokenizer",
-    "at_once",
-    "longest",
-)  # fields of a processor that no answer depends on, or known besides
+UNREAD = ("tokenizer", "at_once", "longest")  # fields of a processor that no answer depends on, or known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +67,9 @@ class PicturedRunner(Runner):
           ValueError: images that are refused, see `open_image`; a prompt that is too long.
         """
         conversation = Conversation(text, tuple(images), tuple(sha256(Path(image)) for image in images))
-        ids = self.processor.prompt(_messages(conversation), self._vision).ids
+        assert self.lm.model.spec.vision is not None, "see `of`"
+        ids = self.processor.prompt(_messages(conversation), self.lm.model.spec.vision).ids
         return Request(id, tuple(ids.tolist()), length, (*stop, END), group, conversation)
-
-    @property
-    def _vision(self) -> VisionSpec:
-        vision = self.lm.model.spec.vision
-        assert vision is not None, "see `of`"
-        return vision
 
     @override
     def _beside_the_ids(self, request: Request) -> list[Any]:
@@ -103,16 +93,9 @@ class PicturedRunner(Runner):
         made = self.processor.encode(self.lm.model, messages, Ladder((width,)))
         rows = np.asarray(filled(range(len(messages)), self.decoding.batch))
         ids, mask, embeds = jax.block_until_ready(tuple(made))
-        stop = [self._ids(text) for text in requests[0].stop]
-        return {
-            "prompt": ids[rows],
-            "prompt_mask": mask[rows],
-            "prompt_embeds": embeds[rows],
-            "stop": stop,
-        }
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.lm.tokenizer.encode(text, add_special_tokens=False))
+        encode = lambda text: list(self.lm.tokenizer.encode(text, add_special_tokens=False))
+        prompts = {"prompt": ids[rows], "prompt_mask": mask[rows], "prompt_embeds": embeds[rows]}
+        return prompts | {"stop": [encode(text) for text in requests[0].stop]}
 
     @override
     def _texts(self, requests: Sequence[Request], responses: np.ndarray) -> list[str]:

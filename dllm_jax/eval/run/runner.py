@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +18,14 @@ import numpy as np
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.stats import Stats
-from dllm_jax.eval.results.schema import Decoded, DecodingCosts, Entry
+from dllm_jax.eval.results.schema import Costs, Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
 from dllm_jax.eval.run.checkpoint import LanguageModel
-from dllm_jax.eval.run.journal import Ledger
-from dllm_jax.eval.run.part import Part, elsewhere
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 from dllm_jax.state.inputs import padded_together
 
-BatchShape = tuple[
-    Any, ...
-]  # of a batch: response positions, positions of the prompt, and what else is static
+BatchShape = tuple[Any, ...]  # response positions, positions of the prompt, and what else is static
 
 
 class Conversation(NamedTuple):
@@ -46,7 +43,7 @@ class Conversation(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One prompt to answer.
+    """One prompt to answer, and what its answers are scored by.
 
     Attributes:
       id: its name in records; unique within its group.
@@ -55,6 +52,9 @@ class Request(NamedTuple):
       stop: the answer is cut at the first of these.
       group: the task it belongs to.
       conversation: what the prompt is made of where it has images; see `dllm_jax.eval.run.pictured`.
+      references: right answers, or what the score compares with.
+      score: of an answer, in [0, 1].
+      cell: of a needle, its prompt's length in tokens and its depth in percent.
     """
 
     id: str
@@ -63,6 +63,9 @@ class Request(NamedTuple):
     stop: tuple[str, ...] = ()
     group: str = ""
     conversation: Conversation | None = None
+    references: tuple[str, ...] = ()
+    score: Callable[[str], float] = lambda answer: 0.0
+    cell: tuple[int, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +76,12 @@ class Runner:
       lm: the model with its tokenizer; its identity is part of a request's hash.
       decoding: settings; each request overrides `length`.
       progress: show a progress bar.
-      part: of the requests that are answered; an entry of another one says that it is answered elsewhere.
       warm_up: the first batch of each shape runs twice, and the second time counts: no answer is cold.
     """
 
     lm: LanguageModel
     decoding: Decoding
     progress: bool = False
-    part: Part = Part()
     warm_up: bool = False
 
     def key(self, request: Request) -> str:
@@ -93,8 +94,9 @@ class Runner:
     def run(
         self,
         requests: Sequence[Request],
-        journal: Ledger | None = None,
+        journal: Journal | None = None,
         warm: set[BatchShape] | None = None,
+        finished: Callable[[list[Entry]], object] = lambda entries: None,
     ) -> list[Entry]:
         """An entry per request, in order; see `answers`.
 
@@ -103,20 +105,13 @@ class Runner:
           journal: see `answers`.
           warm: shapes of batches whose programs earlier calls compiled; those of this one are added. None:
             nothing was compiled.
+          finished: see `answers`.
         """
         warm = set() if warm is None else warm
-        keys = list(map(self.key, requests))
-        own = [(key, request) for key, request in zip(keys, requests, strict=True) if self.part.holds(key)]
-        found = answers(
-            own,
-            lambda chunk: self._decode(chunk, warm),
-            self.decoding.batch,
-            self._shape,
-            journal,
-            "decoding" if self.progress else None,
-        )
-        entries = {key: entry for (key, _), entry in zip(own, found, strict=True)}
-        return [entries.get(key) or elsewhere(key) for key in keys]
+        keyed = [(self.key(request), request) for request in requests]
+        title = "decoding" if self.progress else None
+        decode = lambda chunk: self._decode(chunk, warm)
+        return answers(keyed, decode, self.decoding.batch, self._shape, journal, title, finished)
 
     def _decoding(self, request: Request) -> dict[str, Any]:
         try:
@@ -137,7 +132,6 @@ class Runner:
         length, width, *others = self._shape(chunk[0][1])
         requests, shape = [request for _, request in chunk], (width, length, *others)
         self._check_sizes(requests, length)
-        model = self.lm.model
         options: dict[str, Any] = dict(
             **self._inputs(requests, width),
             key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
@@ -145,10 +139,10 @@ class Runner:
             **self.decoding.at(length).options(),
         )
         if self.warm_up and shape not in warm:
-            jax.block_until_ready(generate(model, **options))
+            jax.block_until_ready(generate(self.lm.model, **options))
             warm.add(shape)
         start = time.perf_counter()
-        out = generate(model, **options)
+        out = generate(self.lm.model, **options)
         tokens, stats = jax.device_get((out.tokens, out.stats))
         seconds, cold = (time.perf_counter() - start) / len(chunk), shape not in warm
         warm.add(shape)
@@ -162,13 +156,13 @@ class Runner:
 
     def _check_sizes(self, requests: Sequence[Request], length: int):
         """Raises ValueError for a prompt without tokens, or one that is too long with its response."""
-        limit = self.decoding.max_positions
-        prompts = [request.prompt for request in requests]
-        if not all(prompts):
+        sizes, limit = [len(request.prompt) for request in requests], self.decoding.max_positions
+        if not all(sizes):
             raise ValueError("the prompt is empty")
-        longest = max(map(len, prompts)) + length
-        if limit is not None and longest > limit:
-            raise ValueError(f"prompt and response take {longest} positions; max_positions={limit}")
+        if limit is not None and max(sizes) + length > limit:
+            raise ValueError(
+                f"prompt and response take {max(sizes) + length} positions; max_positions={limit}"
+            )
 
     def _inputs(self, requests: Sequence[Request], width: int) -> dict[str, Any]:
         """The arguments of `generate` that the prompts of a batch make, padded to a width."""
@@ -188,7 +182,7 @@ class Runner:
         return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
 
-def costs(stats: Stats, sequence: int, seconds: float, cold: bool) -> DecodingCosts:
+def costs(stats: Stats, sequence: int, seconds: float, cold: bool) -> Costs:
     """Costs of one sequence of a batch."""
     widened = stats.widened[sequence].item()
     return {

@@ -55,13 +55,11 @@ class Decoding:
         check_argument("policy", self.policy, Policy, ", such as DualCache()")
         check_argument("sampler", self.sampler, Sampler, ", such as Confidence()")
         check_argument("stop_at_eos", self.stop_at_eos, bool)
-        if self.length is None:
-            return
-        Layout.of(1, self.length, self.block, self.steps)
-        if self.steps is not None and self.steps > self.length:
-            raise ValueError(
-                f"steps={self.steps} must be at most length={self.length}: a step decodes a token or more"
-            )
+        if self.length is not None:
+            Layout.of(1, self.length, self.block, self.steps)
+            if self.steps is not None and self.steps > self.length:
+                reason = f"must be at most length={self.length}: a step decodes a token or more"
+                raise ValueError(f"steps={self.steps} {reason}")
 
     def at(self, length: int) -> "Decoding":
         """These settings for a request's length: a block no longer than the answer; steps see above.
@@ -106,8 +104,6 @@ def rescaled(steps: int, length: int, wanted: int) -> int:
       ValueError: they are not whole.
     """
     if steps * wanted % length:
-        raise ValueError(
-            f"steps={steps} for length={length} are no whole number of steps for {wanted} positions: "
-            f"{steps * wanted / length:g}"
-        )
+        reason = f"are no whole number of steps for {wanted} positions: {steps * wanted / length:g}"
+        raise ValueError(f"steps={steps} for length={length} {reason}")
     return steps * wanted // length

@@ -1,9 +1,8 @@
 """What is walked: settings of policy, sampler, block and steps, and a grid of them for every policy."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -18,7 +17,8 @@ from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
 
-LONGEST_BLOCK, SHORTEST_BLOCK = 32, 4  # positions, where the caller names no block
+IN_PARALLEL = (p.Policy, p.PrefixCache, p.DualCache, p.SparseDLLM)  # walked with `Threshold` too
+IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)  # walked in one block too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +39,15 @@ class Candidate(Options):
 
     @override
     def __str__(self) -> str:
-        sampler = () if self.sampler is None else (call(self.sampler),)
-        block = () if self.block is None else (f"block {self.block}",)
-        steps = () if self.steps is None else (f"{self.steps} steps",)
-        return ", ".join((call(self.policy), *sampler, *block, *steps))
+        sampler = None if self.sampler is None else call(self.sampler)
+        block = None if self.block is None else f"block {self.block}"
+        steps = None if self.steps is None else f"{self.steps} steps"
+        return ", ".join(filter(None, (call(self.policy), sampler, block, steps)))
 
     def beside(self, exact: "Candidate") -> str:
         """What sets this candidate apart from the exact decoder, in words; the policy in any case."""
-        other = lambda own, same: None if own == same else own
-        return str(
-            Candidate(
-                self.policy,
-                other(self.sampler, exact.sampler),
-                other(self.block, exact.block),
-                other(self.steps, exact.steps),
-            )
-        )
+        alike = {name: None for name, value in vars(self).items() if value == getattr(exact, name)}
+        return str(dataclasses.replace(self, **alike | {"policy": self.policy}))
 
     def filled(self, exact: Decoding) -> "Candidate":
         """This candidate with the exact decoder's settings where it has none of its own."""
@@ -68,11 +61,7 @@ class Candidate(Options):
         Raises:
           ValueError: block or steps do not divide the response.
         """
-        own = self.filled(exact)
-        assert own.sampler is not None
-        return dataclasses.replace(
-            exact, policy=own.policy, sampler=own.sampler, block=own.block, steps=own.steps
-        )
+        return dataclasses.replace(exact, **vars(self.filled(exact)))
 
     def check(self, model: Model, exact: Decoding, prompt: int):
         """Raises ValueError, naming the candidate, if a model cannot decode with it; nothing is compiled.
@@ -93,182 +82,108 @@ class Candidate(Options):
             raise ValueError(f"candidate {self}: {error}") from error
 
 
-class Shape(NamedTuple):
-    """What a grid is derived from.
-
-    Attributes:
-      prompt: positions of the longest prompt.
-      exact: the exact decoder's settings: length, block, steps and sampler are set.
-    """
-
-    prompt: int
-    exact: Decoding
-
-    @property
-    def length(self) -> int:
-        """Response positions."""
-        assert self.exact.length is not None
-        return self.exact.length
-
-    @property
-    def block(self) -> int:
-        """Positions per block."""
-        return self.exact.block or self.length
-
-    @property
-    def steps(self) -> int:
-        """Denoising steps."""
-        return self.exact.steps or self.length
-
-    def parallel(self, kind: type[Sampler]) -> Sampler:
-        """A sampler of another kind that draws tokens as the exact decoder's does."""
-        shared = {f.name: getattr(self.exact.sampler, f.name) for f in dataclasses.fields(Sampler)}
-        return kind(**shared)
-
-    def of_prompt(self) -> list[int]:
-        """Budgets of an eighth, a quarter and a half of the prompt."""
-        return sorted({max(1, self.prompt // share) for share in (8, 4, 2)})
-
-    def intervals(self, steps: int) -> list[int]:
-        """Refresh intervals of 2, 4 and 8 steps, as far as they are shorter than so many steps."""
-        return [every for every in (2, 4, 8) if every < steps] or [max(1, steps)]
-
-    def blocks(self) -> list[int | None]:
-        """The exact decoder's block, and the response as one block."""
-        return [None] if self.block == self.length else [None, self.length]
-
-    def fewer_steps(self) -> list[int]:
-        """Half and a quarter of the steps, where every block still has whole ones."""
-        blocks = self.length // self.block
-        return [self.steps // n for n in (2, 4) if self.steps % n == 0 and self.steps // n % blocks == 0]
-
-
 def default_block(length: int) -> int:
     """A block of 32 positions at most that leaves four blocks or more, but 4 positions at least.
 
     A response that no such block divides is one block.
     """
-    most = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, length // 4))
+    most = min(32, max(4, length // 4))
     return next((b for b in (32, 16, 8, 4) if b <= most and length % b == 0), length)
 
 
-def _exact(at: Shape) -> Iterator[Candidate]:
-    """Fewer steps, and several tokens per step."""
-    yield from (Candidate(steps=steps) for steps in at.fewer_steps())
-    yield Candidate(sampler=at.parallel(Threshold))
-    yield Candidate(sampler=at.parallel(Factor))
+def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
+    """Settings of a policy for requests of a shape: its variants, some in one block or in parallel too.
+
+    Args:
+      kind: the policy; one that the library does not know has its defaults.
+      exact: the exact decoder's settings: length, block, steps and sampler are set.
+      prompt: positions of the longest prompt.
+    """
+    length, block, steps = exact.length or 0, exact.block or 0, exact.steps or 0
+    # Samplers of another kind draw tokens as the exact decoder's does.
+    shared = {field.name: getattr(exact.sampler, field.name) for field in dataclasses.fields(Sampler)}
+    policies = _variants(kind, length, steps, steps * block // length, prompt)
+
+    # dKV-Cache-Greedy needs a random order, which cannot put end-of-text last; Elastic-Cache has a window of
+    # its own, for which the response is one block.
+    if kind is p.DKVGreedy:
+        last = exact.sampler.confidence_eos_eot_inf
+        return [] if last else [Candidate(policy, RandomOrder(**shared)) for policy in policies]
+    if kind is p.ElasticCache:
+        return [Candidate(policy, block=length) for policy in policies]
+
+    found = [Candidate(policy) for policy in policies]
+    if kind in IN_ONE_BLOCK and block < length:
+        prior = CertaintyPrior(**shared) if kind is p.D2Cache else None  # d2Cache's stand-in for blocks
+        found.append(Candidate(policies[-1], prior, block=length))
+    if kind in IN_PARALLEL:
+        found.append(Candidate(policies[0], Threshold(**shared)))
+    if kind is p.Policy:
+        # Half and a quarter of the steps, where every block still has whole ones.
+        fewer = [n for n in (2, 4) if steps % n == 0 and steps // n % (length // block) == 0]
+        found += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
+    return found
 
 
-def _fast_dllm(at: Shape, policy: p.Policy) -> Iterator[Candidate]:
-    """Blocks of both lengths, and in parallel as the paper decodes."""
-    yield from (Candidate(policy, block=block) for block in at.blocks())
-    yield from (Candidate(policy, steps=steps) for steps in at.fewer_steps()[:1])
-    yield Candidate(policy, at.parallel(Threshold))
+def _variants(kind: type[p.Policy], length: int, steps: int, in_block: int, prompt: int) -> list[p.Policy]:
+    """A policy with budgets, intervals and windows that fit requests.
 
-
-def _delayed(at: Shape, kind: type[p.DKVDecode] | type[p.DKVPD]) -> Iterator[Candidate]:
-    """Refreshes are counted in the steps of a block: one long block has room for rarer ones."""
-    within = max(at.intervals(at.steps * at.block // at.length))
-    yield Candidate(kind(refresh_every=within))
-    if at.block < at.length:
-        yield from (Candidate(kind(refresh_every=n), block=at.length) for n in at.intervals(at.steps)[-2:])
-
-
-def _greedy(at: Shape) -> Iterator[Candidate]:
-    """In random order, which it needs, and which cannot put end-of-text last."""
-    if at.exact.sampler.confidence_eos_eot_inf:
-        return
-    for every in at.intervals(at.steps * at.block // at.length)[:2]:
-        yield Candidate(p.DKVGreedy(refresh_every=every), at.parallel(RandomOrder))
-
-
-def _branches(at: Shape) -> Iterator[Candidate]:
-    """The prompt rarely or often, the response every few steps: the paper's 100 and 7 of 256 are in reach."""
-    rare, often = max(2, at.steps // 2), max(2, at.steps // 8)
-    pairs = [(often, 2), (rare, 2), (rare, 4), (rare, 7)]
-    yield from (Candidate(p.DLLMCache(*pair)) for pair in pairs if pair[1] <= pair[0])
-
-
-def _sparse(at: Shape) -> Iterator[Candidate]:
-    """A block of one step has no time for a delay."""
-    delay = int(at.steps * at.block // at.length > 1)
-    yield from (Candidate(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.25, 0.5, 0.75))
-    yield Candidate(p.SparseDLLM(keep=0.5, delay=delay), at.parallel(Threshold))
-
-
-def _mask_kv(at: Shape) -> Iterator[Candidate]:
-    """The paper's intervals of 50 and 5 are a fifth and a fiftieth of its steps."""
-    prompt, response = max(4, at.steps // 5), max(1, at.steps // 50)
-    yield from (
-        Candidate(p.MaskKV(prompt_every=prompt, response_every=response, budget=budget))
-        for budget in at.of_prompt()
-    )
-
-
-def _elastic(at: Shape) -> Iterator[Candidate]:
-    """The method has a window of its own, for which the response is one block."""
-    window = min(16, max(2, at.length // 4))
-    yield from (Candidate(p.ElasticCache(window, gamma), block=at.length) for gamma in (0.5, 0.9, 0.98))
-
-
-def _d2cache(at: Shape) -> Iterator[Candidate]:
-    k = min(32, max(2, at.length // 4))
-    yield from (Candidate(p.D2Cache(k, p=mass)) for mass in (0.05, 0.1, 0.3))
-    if at.block < at.length:
-        yield Candidate(p.D2Cache(k), at.parallel(CertaintyPrior), block=at.length)
-
-
-GRIDS: Mapping[type[p.Policy], Callable[[Shape], Iterable[Candidate]]] = MappingProxyType(
-    {
-        p.Policy: _exact,
-        p.PrefixCache: lambda at: _fast_dllm(at, p.PrefixCache()),
-        p.DualCache: lambda at: _fast_dllm(at, p.DualCache()),
-        p.DKVDecode: lambda at: _delayed(at, p.DKVDecode),
-        p.DKVPD: lambda at: _delayed(at, p.DKVPD),
-        p.DKVGreedy: _greedy,
-        p.DLLMCache: _branches,
-        p.SparseDLLM: _sparse,
-        p.MaskKV: _mask_kv,
-        p.ElasticCache: _elastic,
-        p.D2Cache: _d2cache,
-        p.EvictPrompt: lambda at: [Candidate(p.EvictPrompt(budget=b)) for b in at.of_prompt()],
+    Args:
+      kind: the policy.
+      length: response positions.
+      steps: denoising steps.
+      in_block: of them, those of a block.
+      prompt: prompt positions.
+    """
+    budgets = sorted({max(1, prompt // share) for share in (8, 4, 2)})
+    intervals = [every for every in (2, 4, 8) if every < in_block] or [in_block]
+    # dLLM-Cache refreshes the prompt rarely or often, the response every few steps: the paper's 100 and 7 of
+    # 256 are in reach. MaskKV's intervals of 50 and 5 are a fifth and a fiftieth of its paper's steps.
+    rare, often = max(2, steps // 2), max(2, steps // 8)
+    pairs = [pair for pair in ((often, 2), (rare, 2), (rare, 4), (rare, 7)) if pair[1] <= pair[0]]
+    masked: dict[str, Any] = {"prompt_every": max(4, steps // 5), "response_every": max(1, steps // 50)}
+    delay = int(in_block > 1)  # a block of one step has no time for a delay
+    window = min(32, max(2, length // 4))
+    known: dict[type[p.Policy], list[Any]] = {
+        p.DKVDecode: [p.DKVDecode(refresh_every=every) for every in intervals],
+        p.DKVPD: [p.DKVPD(refresh_every=every) for every in intervals],
+        p.DKVGreedy: [p.DKVGreedy(refresh_every=every) for every in intervals[:2]],
+        p.DLLMCache: [p.DLLMCache(*pair) for pair in pairs],
+        p.SparseDLLM: [p.SparseDLLM(keep=keep, delay=delay) for keep in (0.5, 0.25, 0.75)],
+        p.MaskKV: [p.MaskKV(**masked, budget=budget) for budget in budgets],
+        p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],
+        p.D2Cache: [p.D2Cache(window, p=mass) for mass in (0.05, 0.3, 0.1)],
+        p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
     }
-)
-"""The grid of each method; a policy without an entry has its defaults."""
+    return known.get(kind) or [kind()]
 
 
-def candidates(
-    asked: Iterable[object] | None, at: Shape, ranks: Callable[[p.Policy], bool] = lambda policy: True
-) -> tuple[Candidate, ...]:
+def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> tuple[Candidate, ...]:
     """The settings to compare, each once, without the exact decoder's own.
 
     Args:
       asked: candidates; policies, in the exact decoder's blocks and steps; policy classes, which stand for
         their grids. None: the grids of all policies.
-      at: the shape of the requests.
-      ranks: whether the objective ranks a policy. Grids leave out what it does not.
+      exact: the exact decoder's settings, with length, block and steps.
+      prompt: positions of the longest prompt.
 
     Raises:
-      ValueError: something else, nothing, or a policy that the objective does not rank.
+      ValueError: something else, or nothing.
     """
-    if asked is None:
-        asked = [type(policy) for policy in p.ALL]
+    asked = [type(policy) for policy in p.ALL] if asked is None else asked
     if isinstance(asked, str | p.Policy | Candidate | type) or not isinstance(asked, Iterable):
         raise ValueError(f"policies={shown(asked)} must be a list of policies, their classes, or candidates")
-    found = [one.filled(at.exact) for item in asked for one in _of(item, at, ranks)]
-    unique = tuple(one for one in dict.fromkeys(found) if one != Candidate().filled(at.exact))
+    found: list[Candidate] = []
+    for item in asked:
+        if isinstance(item, type) and issubclass(item, p.Policy):
+            found += grid(item, exact, prompt)
+        elif isinstance(item, p.Policy | Candidate):
+            found.append(Candidate(item) if isinstance(item, p.Policy) else item)
+        else:
+            reason = "which is no policy, class of policies, or Candidate"
+            raise ValueError(f"policies hold {shown(item)}, {reason}")
+    unique = dict.fromkeys(one.filled(exact) for one in found)
+    unique.pop(Candidate().filled(exact), None)
     if not unique:
         raise ValueError("policies hold nothing but the exact decoder: there is nothing to compare with it")
-    return unique
-
-
-def _of(item: object, at: Shape, ranks: Callable[[p.Policy], bool]) -> list[Candidate]:
-    if isinstance(item, type) and issubclass(item, p.Policy):
-        grid = GRIDS[item](at) if item in GRIDS else [Candidate(item())]
-        return [one for one in grid if ranks(one.policy)]
-    one = Candidate(item) if isinstance(item, p.Policy) else item
-    if not isinstance(one, Candidate):
-        raise ValueError(f"policies hold {shown(item)}, which is no policy, class of policies, or Candidate")
-    if not ranks(one.policy):
-        raise ValueError(f"candidate {one}: the objective does not rank a policy that stores nothing")
-    return [one]
+    return tuple(unique)

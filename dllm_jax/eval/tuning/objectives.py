@@ -1,13 +1,11 @@
-"""What a setting costs: time on the device or predicted, bytes moved, bytes of the cache, or your own."""
+"""What a setting costs: time on the device or predicted, bytes moved, or your own."""
 
 import abc
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import jax
 from typing_extensions import override
 
 from dllm_jax.eval.results.schema import Decoded
@@ -16,11 +14,10 @@ from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate, exactly
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
-from dllm_jax.policies import Policy
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
 from dllm_jax.state.layout import Layout
 
-Name = Literal["time", "bytes", "memory"]
+Name = Literal["time", "bytes"]
 
 
 class Answered(NamedTuple):
@@ -43,12 +40,8 @@ class Objective(abc.ABC):
       timed: the entries' `seconds` are read, so compilation must not be among them.
     """
 
-    unit: ClassVar[str]
+    unit: str
     timed: ClassVar[bool] = False
-
-    def ranks(self, policy: Policy) -> bool:
-        """Whether the cost of such a policy is compared; the exact decoder is the reference in any case."""
-        return True
 
     @abc.abstractmethod
     def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
@@ -62,23 +55,52 @@ class Objective(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
-    """What requests have in common, from which their cost is predicted.
+class MeasuredTime(Objective):
+    """Wall time of an answer on this device over that of the exact decoder, whatever else the machine does.
+
+    The value is the median of the ratios of single questions that both answered with compiled programs; its
+    range is that of the ratios.
+    """
+
+    unit: str = "time over the exact decoder's"
+    timed: ClassVar[bool] = True
+
+    @override
+    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+        pairs = [(a.entry, b.entry) for a, b in zip(answered, exact, strict=True)]
+        ratios = [a["seconds"] / b["seconds"] for a, b in pairs if not (a["cold"] or b["cold"])]
+        if not ratios:
+            reason = "the journal's times of these answers include compilation: choose another journal"
+            raise ValueError(f"candidate {candidate}: {reason}")
+        return Estimate(statistics.median(ratios), min(ratios), max(ratios))
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted(Objective):
+    """What the roofline predicts for an answer, with as many steps as were measured.
 
     Attributes:
       spec: the model's shape.
       dtype: of parameters, activations and storage; matrices in int8 are counted as if they were of it.
-      decoding: length and batch are read.
+      decoding: of the exact decoder; length and batch are read.
+      unit: of the cost.
+      read: the cost of a batch.
     """
 
     spec: ModelSpec
     dtype: Any
     decoding: Decoding
+    unit: str
+    read: Callable[[Work], float]
 
-    def layout(self, candidate: Candidate, prompt: int) -> Layout:
-        """The geometry of a candidate's generations; the runner pads every batch."""
-        assert self.decoding.length is not None
-        return Layout.of(prompt, self.decoding.length, candidate.block, candidate.steps, padded=True)
+    @override
+    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+        total = 0.0
+        for prompt in {one.prompt for one in answered}:
+            entries = [one.entry for one in answered if one.prompt == prompt]
+            made, share = self.work(candidate, prompt, entries)
+            total += len(entries) * self.read(made) * share / self.decoding.batch
+        return exactly(total / len(answered))
 
     def work(self, candidate: Candidate, prompt: int, entries: Sequence[Decoded]) -> tuple[Work, float]:
         """The predicted work of a batch, and by how much its number of steps differs from the measured mean.
@@ -87,134 +109,29 @@ class Requests:
         steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of steps
         in proportion.
         """
-        layout, forwards = self.layout(candidate, prompt), _mean(entries, "forwards")
-        one_per_block = dataclasses.replace(layout, steps=layout.blocks)
+        mean = lambda name: statistics.fmean(entry[name] for entry in entries)
+        forwards, widened = mean("forwards"), mean("widened")
+        # The runner pads every batch.
+        layout = Layout.of(prompt, self.decoding.length or 0, candidate.block, candidate.steps, padded=True)
+        fastest = dataclasses.replace(layout, steps=layout.blocks)
         assert candidate.sampler is not None
-        if candidate.sampler.max_steps(one_per_block) > layout.blocks:
-            layout = dataclasses.replace(
-                layout, steps=layout.blocks * max(1, -int(-forwards // layout.blocks))
-            )
+        if candidate.sampler.max_steps(fastest) > layout.blocks:
+            per_block = max(1, -int(-forwards // layout.blocks))
+            layout = dataclasses.replace(layout, steps=layout.blocks * per_block)
 
         # Elastic-Cache's drift is measured: positions computed by some layers, of those left out by select.
-        widened = _mean(entries, "widened")
-        left_out = forwards * layout.length - (_mean(entries, "computed") - widened)
+        left_out = forwards * layout.length - (mean("computed") - widened)
         assumed = Assumed(widened=round(min(1.0, widened / left_out), 3) if left_out > 0 else 0)
         made = work(self.spec, candidate.policy, layout, self.decoding.batch, self.dtype, assumed)
         return made, forwards / layout.steps
 
 
-@dataclasses.dataclass(frozen=True)
-class MeasuredTime(Objective):
-    """Wall time of an answer on this device over that of the exact decoder, whatever else the machine does.
-
-    The value is the median of the ratios of single questions that both answered with compiled programs; its
-    range is that of the ratios.
-    """
-
-    unit: ClassVar[str] = "time over the exact decoder's"
-    timed: ClassVar[bool] = True
-
-    @override
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
-        pairs = [(a.entry, b.entry) for a, b in zip(answered, exact, strict=True)]
-        ratios = [a["seconds"] / b["seconds"] for a, b in pairs if not (a["cold"] or b["cold"])]
-        if not ratios:
-            raise ValueError(
-                f"candidate {candidate}: the journal's times of these answers include compilation: choose "
-                "another journal"
-            )
-        return Estimate(statistics.median(ratios), min(ratios), max(ratios))
+def bytes_moved(made: Work) -> float:
+    """Bytes that a batch moves to or from the main memory."""
+    return sum(kind.count * kind.cost.bytes for kind in made.steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Predicted(Objective):
-    """A cost that the roofline predicts for steps as many as were measured, per answer.
-
-    Attributes:
-      requests: shape of the model and the batches.
-    """
-
-    requests: Requests
-
-    @abc.abstractmethod
-    def of(self, made: Work) -> float:
-        """The cost of a batch."""
-
-    @override
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
-        by_prompt: dict[int, list[Decoded]] = {}
-        for prompt, entry in answered:
-            by_prompt.setdefault(prompt, []).append(entry)
-        total = 0.0
-        for prompt, entries in by_prompt.items():
-            made, share = self.requests.work(candidate, prompt, entries)
-            total += len(entries) * self.of(made) * share / self.requests.decoding.batch
-        return exactly(total / len(answered))
-
-
-@dataclasses.dataclass(frozen=True)
-class BytesMoved(_Predicted):
-    """Bytes that an answer moves to or from the main memory, see `dllm_jax.roofline`."""
-
-    unit: ClassVar[str] = "bytes moved per answer"
-
-    @override
-    def of(self, made: Work) -> float:
-        return sum(kind.count * kind.cost.bytes for kind in made.steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class PredictedTime(_Predicted):
-    """The least time an answer can take on an accelerator, see `dllm_jax.roofline`.
-
-    Attributes:
-      hardware: the accelerator.
-    """
-
-    hardware: Hardware
-    unit: ClassVar[str] = "predicted milliseconds per answer"
-
-    @override
-    def of(self, made: Work) -> float:
-        return 1e3 * made.on(self.hardware).seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheBytes(Objective):
-    """Bytes that the policy stores for a sequence with the longest prompt.
-
-    The exact decoder stores nothing, nor does it with fewer steps: the smallest cache is none. This compares
-    caches, and ranks no policy without one.
-
-    Attributes:
-      requests: shape of the model and the batches.
-    """
-
-    requests: Requests
-    unit: ClassVar[str] = "bytes of cache per sequence"
-
-    @override
-    def ranks(self, policy: Policy) -> bool:
-        return policy.reuses
-
-    @override
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
-        requests = self.requests
-        layout = requests.layout(candidate, max(one.prompt for one in answered))
-        made = jax.eval_shape(lambda: candidate.policy.init(requests.spec, layout, 1, requests.dtype))
-        return exactly(float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))))
-
-
-def _mean(entries: Sequence[Decoded], name: Literal["forwards", "widened", "computed"]) -> float:
-    return statistics.fmean(entry[name] for entry in entries)
-
-
-OBJECTIVES: Mapping[Name, Callable[[Requests], Objective]] = MappingProxyType(
-    {"time": lambda requests: MeasuredTime(), "bytes": BytesMoved, "memory": CacheBytes}
-)
-
-
-def check_objective(objective: Name | Objective, accelerator: str | Hardware | None) -> Hardware | None:
+def hardware_of(objective: Name | Objective, accelerator: str | Hardware | None) -> Hardware | None:
     """The hardware that an objective is predicted for, None if there is none to predict for.
 
     Raises:
@@ -222,11 +139,8 @@ def check_objective(objective: Name | Objective, accelerator: str | Hardware | N
     """
     if not isinstance(objective, Objective):
         check_argument("objective", objective, Name)
-    if accelerator is None or isinstance(accelerator, Hardware):
-        hardware = accelerator
-    elif isinstance(accelerator, str) and accelerator in HARDWARE:
-        hardware = HARDWARE[accelerator]
-    else:
+    hardware = HARDWARE.get(accelerator) if isinstance(accelerator, str) else accelerator
+    if accelerator is not None and not isinstance(hardware, Hardware):
         known = ", ".join(HARDWARE)
         raise ValueError(f"accelerator={shown(accelerator)} must be one of {known}, or a roofline.Hardware")
     if hardware is not None and objective != "time":
@@ -236,10 +150,20 @@ def check_objective(objective: Name | Objective, accelerator: str | Hardware | N
     return hardware
 
 
-def objective_for(objective: Name | Objective, hardware: Hardware | None, requests: Requests) -> Objective:
-    """The objective of that name for requests; with hardware, its time is predicted instead of measured."""
+def objective_for(
+    objective: Name | Objective,
+    accelerator: str | Hardware | None,
+    spec: ModelSpec,
+    dtype: Any,
+    decoding: Decoding,
+) -> Objective:
+    """The objective of that name for requests; time on an accelerator is predicted instead of measured."""
     if isinstance(objective, Objective):
         return objective
+    hardware = hardware_of(objective, accelerator)
     if hardware is not None:
-        return PredictedTime(requests, hardware)
-    return OBJECTIVES[objective](requests)
+        milliseconds = lambda made: 1e3 * made.on(hardware).seconds
+        return Predicted(spec, dtype, decoding, "predicted milliseconds per answer", milliseconds)
+    if objective == "bytes":
+        return Predicted(spec, dtype, decoding, "bytes moved per answer", bytes_moved)
+    return MeasuredTime()

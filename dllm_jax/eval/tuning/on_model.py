@@ -59,7 +59,7 @@ def tune(
         some forty programs to compile.
       accuracy_within: how much less accurate than the exact decoder the chosen setting may be, in [0, 1).
       objective: what is to be small: "time" (measured on this device, over the exact decoder's), "bytes"
-        (moved to and from main memory, predicted), "memory" (of the policy's cache), or an `Objective`.
+        (moved to and from main memory, predicted), or an `Objective`.
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
       length: response positions; None: what the longest right answer and its end need.
@@ -89,13 +89,7 @@ def tune(
     check_argument("progress", progress, bool)
     search = Search(accuracy_within, objective, accelerator, score, first, confidence)
     decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=batch)
-    if journal is None:
-        return search.run(
-            LanguageModel(name, model, tokenizer, ""), questions, decoding, policies, None, progress
-        )
-    answers = Journal(Path(journal))
-    lm = LanguageModel(name, model, tokenizer, identity_in_memory(model))
-    try:
-        return search.run(lm, questions, decoding, policies, answers, progress)
-    finally:
-        answers.close()
+    answers = None if journal is None else Journal(Path(journal))
+    identity = "" if journal is None else identity_in_memory(model)
+    lm = LanguageModel(name, model, tokenizer, identity)
+    return search.run(lm, questions, decoding, policies, answers, progress)

@@ -9,12 +9,14 @@
 A setting that is dropped after the first round costs `first` questions, one that is hard to judge costs all.
 """
 
+import collections
 import dataclasses
+import functools
 import pathlib
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import rich.console
@@ -22,36 +24,20 @@ from annotated_types import Ge, Gt, Lt
 
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.checkpoint import LanguageModel
-from dllm_jax.eval.run.journal import Ledger
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import BatchShape, Request, Runner
 from dllm_jax.eval.run.settings import Decoding, rounded_up
-from dllm_jax.eval.tuning import evidence
-from dllm_jax.eval.tuning.candidates import Candidate, Shape, candidates, default_block
+from dllm_jax.eval.tuning import evidence, objectives
+from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
 from dllm_jax.eval.tuning.evidence import Estimate
-from dllm_jax.eval.tuning.objectives import (
-    Answered,
-    Objective,
-    Requests,
-    check_objective,
-    objective_for,
-)
-from dllm_jax.eval.tuning.questions import (
-    Question,
-    Score,
-    as_questions,
-    exact_match,
-    prompt_ids,
-    response_length,
-    scored,
-)
+from dllm_jax.eval.tuning.objectives import Answered, Objective
+from dllm_jax.eval.tuning.questions import Score, as_questions, exact_match, prompt_ids, scored
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.policies import Policy
-from dllm_jax.roofline import Hardware
 
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
-FAILURE = "failed: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +63,7 @@ class Search(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "accelerator", check_objective(self.objective, self.accelerator))
+        objectives.hardware_of(self.objective, self.accelerator)
         if not callable(self.score):
             raise ValueError(f"score={self.score!r} must be a function of an answer and its question")
 
@@ -94,56 +80,62 @@ class Search(Options):
         questions: Iterable[Any],
         decoding: Decoding = Decoding(),
         policies: Iterable[object] | None = None,
-        journal: Ledger | None = None,
+        journal: Journal | None = None,
         progress: bool = False,
     ) -> Tuned:
-        """Walks the settings.
+        """Walks the settings; arguments and errors are those of `tune`.
 
         Args:
           lm: the model with its tokenizer.
           questions: see `dllm_jax.eval.tuning.questions.as_questions`.
           decoding: of the exact decoder; length and block may be None, see `exact_decoding`.
           policies: the settings, see `dllm_jax.eval.tuning.candidates.candidates`.
-          journal: answers of earlier runs, which are not computed again, and where new ones go.
+          journal: answers of earlier runs, which are not computed again, and where new ones go; closed.
           progress: report rounds and answers to standard error.
-
-        Raises:
-          ValueError: no questions, a setting that the model refuses, another run adding to the journal.
-          RuntimeError: the exact decoder failed to answer.
         """
         asked = as_questions(questions)
-        decoding = exact_decoding(decoding, lm.tokenizer, asked)
-        assert decoding.length is not None
+        exact = exact_decoding(decoding, lm.tokenizer, asked)
         requests = [
-            Request(f"{i}", prompt_ids(lm.tokenizer, question), decoding.length)
+            Request(
+                f"{i}",
+                prompt_ids(lm.tokenizer, question.prompt),
+                exact.length or 0,
+                score=functools.partial(scored, self.score, question),
+            )
             for i, question in enumerate(asked)
         ]
-        width = rounded_up(max(len(request.prompt) for request in requests), decoding.bucket)
-        hardware: Hardware | None = self.accelerator
-        of = objective_for(self.objective, hardware, Requests(lm.model.spec, lm.model.dtype, decoding))
-        settings = candidates(policies, Shape(width, decoding), of.ranks)
+        # Questions are asked in an order of their own: lists often begin with those of one kind.
+        random.Random(exact.seed).shuffle(requests)
+        width = max(rounded_up(len(request.prompt), exact.bucket) for request in requests)
+        settings = candidates(policies, exact, width)
         for setting in settings:
-            setting.check(lm.model, decoding, width)
-        return Walk(self, lm, asked, requests, decoding, of, settings, journal, progress).result()
+            setting.check(lm.model, exact, width)
+        objective = objectives.objective_for(
+            self.objective, self.accelerator, lm.model.spec, lm.model.dtype, exact
+        )
+        walk = Walk(self, lm, requests, exact, objective, settings, progress)
+        try:
+            return walk.result(journal)
+        finally:
+            if journal is not None:
+                journal.close()
 
 
-def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Question]) -> Decoding:
+def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any]) -> Decoding:
     """The exact decoder's settings with what the caller left open.
 
     The response is as long as the longest right answer and its end need, the block see `default_block`, and
     each step decodes one token.
     """
-    decoding = dataclasses.replace(decoding, policy=Policy())
     length = decoding.length
     if length is None:
-        length = response_length(tokenizer, questions, decoding.block or 4)
-    block = default_block(length) if decoding.block is None else decoding.block
-    steps = length if decoding.steps is None else decoding.steps
-    return dataclasses.replace(decoding, length=length, block=block, steps=steps)
+        longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
+        length = rounded_up(longest + 1, decoding.block or 4)
+    block, steps = decoding.block or default_block(length), decoding.steps or length
+    return dataclasses.replace(decoding, policy=Policy(), length=length, block=block, steps=steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """The answers of a setting, in the order in which questions are asked.
 
     Attributes:
@@ -162,135 +154,114 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A search of given settings, with what it needs to answer."""
+    """A search of given settings, with what it needs to answer; requests are in the order of asking."""
 
     search: Search
     lm: LanguageModel
-    questions: Sequence[Question]
     requests: Sequence[Request]
     exact: Decoding
     objective: Objective
     settings: tuple[Candidate, ...]
-    journal: Ledger | None
-    progress: bool
+    progress: bool = False
 
     @property
     def reference(self) -> Candidate:
         """The exact decoder."""
         return Candidate().filled(self.exact)
 
-    def result(self) -> Tuned:
+    def result(self, journal: Journal | None) -> Tuned:
         """Rows of all settings."""
-        # Questions are asked in an order of their own: lists often begin with those of one kind.
-        order = list(range(len(self.questions)))
-        random.Random(self.exact.seed).shuffle(order)
         given = {setting: Given() for setting in (self.reference, *self.settings)}
-        warm: dict[Candidate, set[BatchShape]] = {setting: set() for setting in given}
+        warm: dict[Candidate, set[BatchShape]] = collections.defaultdict(set)
         dropped: dict[Candidate, str] = {}
         console = rich.console.Console(stderr=True, quiet=not self.progress)
-        for asked in self.search.rounds(len(order)):
-            active = [setting for setting in self.settings if setting not in dropped]
-            if not active:
+        for asked in self.search.rounds(len(self.requests)):
+            active = [setting for setting in given if setting not in dropped]
+            if len(active) == 1:  # the exact decoder alone
                 break
-            for setting in (self.reference, *active):
-                self._forget_programs(warm)
-                given[setting] = self._answer(setting, given[setting], order[:asked], warm[setting])
-            verdicts = self.verdicts({s: given[s] for s in (self.reference, *active)}, order)
+            for setting in active:
+                # Compiled programs are dropped before they use up the process's memory maps.
+                if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+                    jax.clear_caches()
+                    warm.clear()
+                given[setting] = self._answer(setting, given[setting], asked, journal, warm[setting])
+            verdicts = self.verdicts({setting: given[setting] for setting in active})
             dropped |= verdicts
-            console.print(f"{asked} questions: {len(active)} settings, {len(verdicts)} dropped")
-        return self._tuned(given, dropped, order)
+            console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
+        rows = tuple(self._row(setting, given, dropped.get(setting)) for setting in given)
+        unit, within = self.objective.unit, self.search.accuracy_within
+        return Tuned(rows, self.lm.name, self.exact.length or 0, unit, within, self.search.confidence)
 
     def _answer(
-        self, setting: Candidate, so_far: Given, order: Sequence[int], warm: set[BatchShape]
+        self, setting: Candidate, so_far: Given, asked: int, journal: Journal | None, warm: set[BatchShape]
     ) -> Given:
-        """The answers of a setting to the first questions of the order, continued."""
-        new = order[len(so_far.entries) :]
-        decoding = setting.decoding(self.exact)
+        """The answers of a setting to the first `asked` questions, continued."""
+        new = slice(len(so_far.entries), asked)
         bar = self.progress and sys.stderr.isatty()
-        runner = Runner(self.lm, decoding, bar, warm_up=self.objective.timed)
-        entries = runner.run([self.requests[i] for i in new], self.journal, warm)
-        for i, entry in zip(new, entries, strict=True):
+        runner = Runner(self.lm, setting.decoding(self.exact), bar, warm_up=self.objective.timed)
+        entries, scores = runner.run(self.requests[new], journal, warm), list[float]()
+        for request, entry in zip(self.requests[new], entries, strict=True):
             if setting == self.reference and entry["error"] is not None:
-                raise RuntimeError(f"the exact decoder failed on question {i}: {entry['error']}")
-        score = self.search.score
-        scores = [scored(score, e["answer"], self.questions[i]) for i, e in zip(new, entries, strict=True)]
+                raise RuntimeError(f"the exact decoder failed on question {request.id}: {entry['error']}")
+            scores.append(0.0 if entry["answer"] is None else request.score(entry["answer"]))
         return Given((*so_far.entries, *entries), (*so_far.scores, *scores))
 
-    def verdicts(self, given: Mapping[Candidate, Given], order: Sequence[int]) -> dict[Candidate, str]:
+    def verdicts(self, given: Mapping[Candidate, Given]) -> dict[Candidate, str]:
         """Which settings are to be dropped, and why.
 
         Args:
           given: answers of the exact decoder and of every setting that is left, to the same questions.
-          order: of the questions.
         """
-        rounds, count = len(self.search.rounds(len(order))), len(self.settings)
+        # Every setting is compared with the exact decoder and every rival, in every round: what may go wrong
+        # is shared among all these one-sided bounds (Bonferroni).
+        rounds, count = len(self.search.rounds(len(self.requests))), len(self.settings)
         quantile = evidence.one_sided(self.search.confidence, rounds * count * count)
-        costs = {setting: self._cost(setting, given, order) for setting in given}
-        rivals = [s for s, own in given.items() if self.objective.ranks(s.policy) and own.failure is None]
-        found = {}
-        for setting, own in given.items():
-            if setting == self.reference:
-                continue
-            bound = lambda other, own=own: evidence.difference(own.scores, other.scores, quantile).high
-            below = bound(given[self.reference])
-            cheaper = (s for s in rivals if _cheaper(costs[s], costs[setting]))
-            if own.failure is not None:
-                found[setting] = f"{FAILURE}{own.failure}"
-            elif below < -self.search.accuracy_within:
-                found[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
-            elif rival := next((s for s in cheaper if bound(given[s]) < 0), None):
-                found[setting] = f"costs no less and is less accurate than {rival.beside(self.reference)}"
-        return found
+        costs = {setting: self._cost(setting, given) for setting in given}
+        verdicts = {s: self._verdict(s, given, costs, quantile) for s in given if s != self.reference}
+        return {setting: why for setting, why in verdicts.items() if why is not None}
 
-    def _cost(
-        self, setting: Candidate, given: Mapping[Candidate, Given], order: Sequence[int]
-    ) -> Estimate | None:
+    def _verdict(
+        self,
+        setting: Candidate,
+        given: Mapping[Candidate, Given],
+        costs: Mapping[Candidate, Estimate | None],
+        quantile: float,
+    ) -> str | None:
+        """Why a setting is to be dropped; None if it is not."""
+        own, cost = given[setting], costs[setting]
+        if own.failure is not None:
+            return f"failed: {own.failure}"
+
+        # Less accurate by more than the tolerance, whatever it costs: by the upper end of the difference.
+        bound = lambda other: evidence.difference(own.scores, given[other].scores, quantile).high
+        below = bound(self.reference)
+        if below < -self.search.accuracy_within:
+            return f"at least {-100 * below:.1f} points less accurate than the exact decoder"
+
+        # Dominated: ranges of costs that overlap leave a doubt, and so does equal accuracy.
+        for rival, its in costs.items():
+            cheaper = cost and its and its.high <= cost.low and given[rival].failure is None
+            if cheaper and bound(rival) < 0:
+                return f"costs no less and is less accurate than {rival.beside(self.reference)}"
+        return None
+
+    def _cost(self, setting: Candidate, given: Mapping[Candidate, Given]) -> Estimate | None:
         """What a setting costs, by the answers that it did not fail to give; None if it gave none."""
-        own, exact = given[setting].entries, given[self.reference].entries
-        good = [
-            (self._answered(i, entry), self._answered(i, other))
-            for i, entry, other in zip(order, own, exact, strict=False)  # dropped settings have fewer
-            if entry["error"] is None
-        ]
-        if not good:
-            return None
-        return self.objective.cost(setting, [one for one, _ in good], [other for _, other in good])
-
-    def _answered(self, question: int, entry: Entry) -> Answered:
-        prompt = rounded_up(len(self.requests[question].prompt), self.exact.bucket)
-        return Answered(prompt, cast(Decoded, entry))
-
-    def _tuned(
-        self, given: Mapping[Candidate, Given], dropped: Mapping[Candidate, str], order: Sequence[int]
-    ) -> Tuned:
-        quantile, rows = evidence.two_sided(self.search.confidence), []
-        exact = given[self.reference]
-        for setting, own in given.items():
-            others = exact.scores[: len(own.scores)]
-            rows.append(
-                Row(
-                    setting=setting,
-                    questions=len(own.scores),
-                    accuracy=evidence.accuracy(own.scores, quantile),
-                    difference=evidence.difference(own.scores, others, quantile),
-                    cost=self._cost(setting, given, order),
-                    dropped=dropped.get(setting),
-                    ranks=self.objective.ranks(setting.policy),
+        answered: list[tuple[Answered, Answered]] = []
+        pairs = zip(self.requests, given[setting].entries, given[self.reference].entries, strict=False)
+        for request, entry, exact in pairs:  # dropped settings have fewer
+            prompt = rounded_up(len(request.prompt), self.exact.bucket)
+            if entry["error"] is None:
+                answered.append(
+                    (Answered(prompt, cast(Decoded, entry)), Answered(prompt, cast(Decoded, exact)))
                 )
-            )
-        return Tuned(
-            tuple(rows), self.lm.name, self.requests[0].length, self.objective.unit,
-            self.search.accuracy_within, self.search.confidence,
-        )  # fmt: skip
+        own, others = [one for one, _ in answered], [other for _, other in answered]
+        return self.objective.cost(setting, own, others) if own else None
 
-    def _forget_programs(self, warm: Mapping[Candidate, set[BatchShape]]):
-        """Drops compiled programs before they use up the process's memory maps; none is warm any more."""
-        if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
-            jax.clear_caches()
-            for shapes in warm.values():
-                shapes.clear()
-
-
-def _cheaper(cost: Estimate | None, than: Estimate | None) -> bool:
-    """Whether a cost is at most another one beyond doubt."""
-    return cost is not None and than is not None and cost.high <= than.low
+    def _row(self, setting: Candidate, given: Mapping[Candidate, Given], dropped: str | None) -> Row:
+        """What is known of a setting, with two-sided intervals."""
+        quantile, scores = evidence.two_sided(self.search.confidence), given[setting].scores
+        others = given[self.reference].scores[: len(scores)]
+        accuracy = evidence.accuracy(scores, quantile)
+        difference = evidence.difference(scores, others, quantile)
+        return Row(setting, len(scores), accuracy, difference, self._cost(setting, given), dropped)

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
-import rich.markup
 import rich.table
+from rich.markup import escape
 
 from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate
@@ -13,10 +14,11 @@ from dllm_jax.published.expressions import call
 from dllm_jax.published.preset import Preset, parse
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SLACK = 1e-9  # of comparisons with the tolerance, which no float holds exactly
+PAPER = "dllm_jax tune"
+MARKERS = "osD^v<>Phd*X"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +30,8 @@ class Row:
       questions: how many it answered.
       accuracy: mean score, with Wilson's interval.
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
-      cost: by the objective; the exact decoder's is that of the reference.
+      cost: by the objective; None if it answered nothing.
       dropped: why it was dropped after these questions; None if it answered all.
-      ranks: whether the objective ranks it. The exact decoder is the reference in any case.
     """
 
     setting: Candidate
@@ -39,7 +40,11 @@ class Row:
     difference: Estimate
     cost: Estimate | None
     dropped: str | None = None
-    ranks: bool = True
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By cost; of equally cheap ones the more accurate comes first."""
+        return (math.inf if self.cost is None else self.cost.value), -self.accuracy.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Tuned:
         Of the settings that answered all questions; what was dropped is worse beyond doubt.
         """
         found: list[Row] = []
-        for row in sorted(self._ranked(), key=lambda row: (_value(row.cost), -row.accuracy.value)):
+        for row in sorted((row for row in self.rows if row.dropped is None), key=lambda row: row.rank):
             if not found or row.accuracy.value > found[-1].accuracy.value:
                 found.append(row)
         return tuple(found)
@@ -83,32 +88,22 @@ class Tuned:
     def chosen(self) -> Row:
         """The cheapest setting whose accuracy is within the tolerance of the exact decoder's.
 
-        Of equally cheap ones the most accurate, then the first. Its `difference` says how sure that is. The
-        exact decoder is chosen if nothing else qualifies.
+        Of equally cheap ones the most accurate, then the first. Its `difference` says how sure that is.
         """
-        within = [r for r in self._ranked() if r.difference.value >= -self.accuracy_within - SLACK]
-        return min(within, key=lambda row: (_value(row.cost), -row.accuracy.value), default=self.exact)
-
-    def _ranked(self) -> list[Row]:
-        return [row for row in self.rows if row.ranks and row.dropped is None]
+        floor = -self.accuracy_within - SLACK
+        within = [row for row in self.rows if row.dropped is None and row.difference.value >= floor]
+        return min(within, key=lambda row: row.rank)
 
     @property
     def preset(self) -> Preset:
         """The chosen setting: `dj.generate(model, prompt, **tuned.preset.options())`."""
-        row, setting = self.chosen, self.chosen.setting
+        row = self.chosen
         low, high = (f"{100 * end:+.1f}" for end in row.difference[1:])
         source = (
-            f"{row.questions} questions of {self.model}: {100 * row.accuracy.value:.1f} % right, "
+            f"{PAPER}, {row.questions} questions of {self.model}: {100 * row.accuracy.value:.1f} % right, "
             f"{100 * row.difference.value:+.1f} points ({low} to {high}) against the exact decoder"
         )
-        return Preset(
-            policy=setting.policy,
-            source=f"{PAPER}, {source}",
-            sampler=setting.sampler,
-            length=self.length,
-            block=setting.block,
-            steps=setting.steps,
-        )
+        return Preset(source=source, length=self.length, **vars(row.setting))
 
     def preset_toml(self, task: str = "tuned") -> str:
         """The chosen setting as a file that `dllm_jax.published.preset.read` reads, by "model/task".
@@ -119,39 +114,37 @@ class Tuned:
         Raises:
           ValueError: the policy or sampler is not one of the library's, and cannot be read back.
         """
-        preset = self.preset
-        assert preset.sampler is not None
-        fields = {
-            "source": preset.source.removeprefix(f"{PAPER}, "),
-            "checkpoints": [self.model],
-            "policy": call(preset.policy),
-            "sampler": call(preset.sampler),
-        }
+        preset, quoted = self.preset, lambda value: json.dumps(value, ensure_ascii=False)
         shape = ", ".join(f"{name} = {getattr(preset, name)}" for name in ("length", "block", "steps"))
-        lines = [
-            f"paper = {_toml(PAPER)}",
-            "",
-            "[tasks]",
-            f"{_toml(task)} = {{ {shape} }}",
-            "",
-            "[[settings]]",
-        ]
-        text = "\n".join([*lines, *(f"{name} = {_toml(value)}" for name, value in fields.items())]) + "\n"
+        text = (
+            f"paper = {quoted(PAPER)}\n\n[tasks]\n{quoted(task)} = {{ {shape} }}\n\n[[settings]]\n"
+            f"source = {quoted(preset.source.removeprefix(f'{PAPER}, '))}\n"
+            f"checkpoints = {quoted([self.model])}\n"
+            f"policy = {quoted(call(preset.policy))}\n"
+            f"sampler = {quoted(call(preset.sampler))}\n"
+        )
         if parse(text, "the preset") != {f"{self.model}/{task}": preset}:
             raise ValueError(f"{self.chosen.setting} cannot be read back from its text")
         return text
 
     def described(self) -> dict[str, Any]:
         """All of it as JSON values; policies and samplers as constructor calls."""
-        front = self.front
+
+        def shown(row: Row) -> dict[str, Any]:
+            setting = {
+                name: call(v) if name in ("policy", "sampler") else v for name, v in vars(row.setting).items()
+            }
+            fields = {name: v._asdict() if isinstance(v, Estimate) else v for name, v in vars(row).items()}
+            return setting | {name: value for name, value in fields.items() if name != "setting"}
+
         return {
             "length": self.length,
             "unit": self.unit,
             "accuracy_within": self.accuracy_within,
             "confidence": self.confidence,
             "chosen": self.rows.index(self.chosen),
-            "front": [self.rows.index(row) for row in front],
-            "rows": [_described(row) for row in self.rows],
+            "front": [self.rows.index(row) for row in self.front],
+            "rows": list(map(shown, self.rows)),
         }
 
     def table(self) -> rich.table.Table:
@@ -162,33 +155,25 @@ class Tuned:
             numeric = name not in ("setting", "")
             shown.add_column(name, justify="right" if numeric else "left", overflow="fold")
         front, chosen = self.front, self.chosen
-        rest = sorted(
-            (row for row in self.rows if row not in front), key=lambda r: (-r.questions, _value(r.cost))
-        )
-        for row in (*front, *rest):
-            note = (
-                "[bold]chosen[/]"
-                if row is chosen
-                else "front"
-                if row in front
-                else rich.markup.escape(row.dropped or "")
-            )
+        rest = [row for row in self.rows if row not in front]
+        for row in (*front, *sorted(rest, key=lambda row: (-row.questions, row.rank))):
             is_exact = row is self.exact
             name = f"the exact decoder: {row.setting}" if is_exact else row.setting.beside(self.exact.setting)
+            note = "front" if row in front else escape(row.dropped or "")
             shown.add_row(
-                rich.markup.escape(name),
+                escape(name),
                 str(row.questions),
                 _percent(row.accuracy),
                 _percent(row.difference, "+"),
-                _shown(row.cost),
-                note,
+                _cost(row.cost),
+                "[bold]chosen[/]" if row is chosen else note,
             )
         return shown
 
     def figure(self) -> "Figure":
         """Accuracy by cost with intervals: the front, the chosen setting, what was dropped in grey.
 
-        Needs matplotlib, of the `eval` extra.
+        Settings without a cost, which answered nothing, are left out. Needs matplotlib, of the `eval` extra.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -196,60 +181,33 @@ class Tuned:
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        _draw(axes, self)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        priced = [(row, row.cost, type(row.setting.policy).__name__) for row in self.rows if row.cost]
+        names = list(dict.fromkeys(name for *_, name in priced))
+        span = lambda e, scale: [[scale * max(0.0, e.value - e.low)], [scale * max(0.0, e.high - e.value)]]
+        for row, cost, name in priced:
+            i, dropped = names.index(name), row.dropped is not None
+            axes.errorbar(
+                cost.value, 100 * row.accuracy.value, span(row.accuracy, 100), span(cost, 1),
+                fmt=MARKERS[i % len(MARKERS)], elinewidth=0.7, color="0.75" if dropped else f"C{i % 10}",
+                label=name + ", dropped" * dropped,
+            )  # fmt: skip
+
+        # The front behind them, the tolerance, and a ring around the choice.
+        at = lambda rows: ([row.rank[0] for row in rows], [100 * row.accuracy.value for row in rows])
+        axes.plot(*at(self.front), "o-", ms=14, lw=4, color="black", alpha=0.15, label="Pareto front")
+        floor = 100 * (self.exact.accuracy.value - self.accuracy_within)
+        axes.axhline(floor, color="black", linestyle=":", linewidth=1, label="tolerance")
+        label = f"chosen: {self.chosen.setting.beside(self.exact.setting)}"
+        axes.scatter(*at([self.chosen]), s=180, facecolors="none", edgecolors="black", label=label)
+
+        if all(cost.value > 0 for _, cost, _ in priced):
+            axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+        axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=self.model)
+        handles, labels = axes.get_legend_handles_labels()
+        shown = dict(zip(labels, handles, strict=True))  # each once
+        figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
         return figure
-
-
-PAPER = "dllm_jax tune"
-MARKERS = "osD^v<>Phd*X"
-
-
-def _draw(axes: "Axes", tuned: Tuned):
-    """Draws the rows of a result; those without a cost, which failed, are left out."""
-    chosen = tuned.chosen
-    priced = [row for row in tuned.rows if row.cost is not None and (row.ranks or row.dropped)]
-    names = list(dict.fromkeys(type(row.setting.policy).__name__ for row in priced))
-    for i, name in enumerate(names):
-        rows = [row for row in priced if type(row.setting.policy).__name__ == name]
-        style: dict[str, Any] = {"fmt": MARKERS[i % len(MARKERS)], "elinewidth": 0.7}
-        _points(axes, [r for r in rows if r.dropped is None], label=name, color=f"C{i % 10}", **style)
-        _points(axes, [r for r in rows if r.dropped], label=f"{name}, dropped", color="0.75", **style)
-
-    # The front behind them, the tolerance, and a ring around the choice.
-    x, y = ([_value(r.cost) for r in tuned.front], [100 * r.accuracy.value for r in tuned.front])
-    axes.plot(x, y, "o-", markersize=14, color="black", linewidth=4, alpha=0.15, label="Pareto front")
-    floor = 100 * (tuned.exact.accuracy.value - tuned.accuracy_within)
-    axes.axhline(floor, color="black", linestyle=":", linewidth=1, label="tolerance")
-    label = f"chosen: {chosen.setting.beside(tuned.exact.setting)}"
-    at = [_value(chosen.cost), 100 * chosen.accuracy.value]
-    axes.scatter(at[:1], at[1:], s=180, facecolors="none", edgecolors="black", label=label)
-
-    if all(_value(row.cost) > 0 for row in (*priced, chosen)):
-        axes.set_xscale("log")
-    axes.grid(alpha=0.3)
-    axes.set(xlabel=tuned.unit, ylabel="accuracy in percent", title=tuned.model)
-
-
-def _points(axes: "Axes", rows: list[Row], **style: Any):
-    """Accuracy by cost with error bars."""
-    if not rows:
-        return
-    x, y = [row.cost for row in rows if row.cost], [row.accuracy for row in rows]
-    axes.errorbar(
-        [cost.value for cost in x], [100 * accuracy.value for accuracy in y],
-        xerr=_spans(x, 1), yerr=_spans(y, 100), **style,
-    )  # fmt: skip
-
-
-def _spans(estimates: list[Estimate], scale: float) -> tuple[list[float], list[float]]:
-    """Lengths of error bars below and above."""
-    low = [scale * max(0.0, e.value - e.low) for e in estimates]
-    return low, [scale * max(0.0, e.high - e.value) for e in estimates]
-
-
-def _value(cost: Estimate | None) -> float:
-    return float("inf") if cost is None else cost.value
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
@@ -257,28 +215,7 @@ def _percent(estimate: Estimate, sign: str = "") -> str:
     return f"{100 * estimate.value:{sign}.1f} ({low} to {high})"
 
 
-def _shown(cost: Estimate | None) -> str:
+def _cost(cost: Estimate | None) -> str:
     if cost is None:
         return "-"
-    span = f" ({cost.low:.3g} to {cost.high:.3g})" if cost.low < cost.high else ""
-    return f"{cost.value:.4g}{span}"
-
-
-def _toml(value: str | list[str]) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _described(row: Row) -> dict[str, Any]:
-    setting = row.setting
-    return {
-        "policy": call(setting.policy),
-        "sampler": call(setting.sampler),
-        "block": setting.block,
-        "steps": setting.steps,
-        "questions": row.questions,
-        "accuracy": row.accuracy._asdict(),
-        "difference": row.difference._asdict(),
-        "cost": None if row.cost is None else row.cost._asdict(),
-        "dropped": row.dropped,
-        "ranks": row.ranks,
-    }
+    return f"{cost.value:.4g}" + (f" ({cost.low:.3g} to {cost.high:.3g})" if cost.low < cost.high else "")

@@ -2,6 +2,6 @@
 
 from dllm_jax.eval.benchmarks.images.data import Sample as Sample
 from dllm_jax.eval.benchmarks.images.data import read as read
-from dllm_jax.eval.benchmarks.images.evaluation import evaluate as evaluate
 from dllm_jax.eval.benchmarks.images.tasks import ImageTask as ImageTask
 from dllm_jax.eval.benchmarks.images.tasks import published as published
+from dllm_jax.eval.benchmarks.images.tasks import requests as requests

@@ -1,12 +1,15 @@
 """How questions about images are put, where answers end, and how they are scored."""
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from dllm_jax.eval.benchmarks.images import metrics
 from dllm_jax.eval.benchmarks.images.data import Sample
+from dllm_jax.eval.run.pictured import PicturedRunner
+from dllm_jax.eval.run.runner import Request
 from dllm_jax.options import NoneMeans, Options
 from dllm_jax.published.presets import UnknownPreset, presets
 
@@ -74,18 +77,38 @@ def published(name: str) -> ImageTask:
     Raises:
       UnknownPreset: no such task; the message lists what there is.
     """
-    tasks = _published()
+    tasks = tomllib.loads((presets.folder() / "questions" / f"{FAMILY}.toml").read_text(encoding="utf-8"))
     if name not in tasks:
         raise UnknownPreset(f"task={name!r} is not among {FAMILY}'s: {', '.join(tasks)}")
-    return tasks[name]
-
-
-def _published() -> dict[str, ImageTask]:
-    content = tomllib.loads((presets.folder() / "questions" / f"{FAMILY}.toml").read_text(encoding="utf-8"))
-    stops = {name: tuple(fields.pop("stop", ())) for name, fields in content.items()}
-    return {name: ImageTask(**fields, stop=stops[name], name=name) for name, fields in content.items()}
+    return ImageTask(**tasks[name] | {"stop": tuple(tasks[name].get("stop", ())), "name": name})
 
 
 def changed(task: ImageTask, **given: str | Sequence[str] | None) -> ImageTask:
     """A task with the fields that are given, those that are not None."""
     return dataclasses.replace(task, **{name: value for name, value in given.items() if value is not None})
+
+
+def requests(runner: PicturedRunner, task: ImageTask, samples: Sequence[Sample]) -> list[Request]:
+    """The questions of a file, in one group; every image is opened to see that it can be.
+
+    Args:
+      runner: the model with its settings, which have a length.
+      task: how questions are put and scored.
+      samples: the questions.
+
+    Raises:
+      ValueError: settings without a length; an image that cannot be decoded, a question that does not suit
+        the task, or a prompt that is too long, with file and line.
+    """
+    length, found = runner.decoding.length, []
+    if length is None:
+        raise ValueError("the response's length is not known: give --length, or a published task")
+    for sample in samples:
+        text, images = task.text(sample), [str(path) for path in sample.images]
+        try:
+            one = runner.request(sample.id, text, images, length, task.stop, task.name)
+        except ValueError as error:
+            raise ValueError(f"{sample.where}: {error}") from None
+        score = functools.partial(task.score, sample=sample)
+        found.append(one._replace(references=sample.answers, score=score))
+    return found

@@ -1,6 +1,7 @@
 """Reads LongBench's data set from a local folder: `<task>.jsonl`, one JSON object per line."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,40 +39,30 @@ def read(path: Path) -> list[Sample]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: put LongBench's {path.name} there")
-    samples: list[Sample] = []
-    seen: dict[str, int] = {}
+    samples: dict[str, Sample] = {}
     for number, row in read_objects(path):
         sample = _sample(row, f"{path}:{number}", number)
-        if sample.id in seen:
-            raise ValueError(f"{path}:{number}: _id {sample.id!r} is that of line {seen[sample.id]} too")
-        seen[sample.id] = sample.line
-        samples.append(sample)
+        if sample.id in samples:
+            same = samples[sample.id].line
+            raise ValueError(f"{path}:{number}: _id {sample.id!r} is that of line {same} too")
+        samples[sample.id] = sample
     if not samples:
         raise ValueError(f"{path} holds no samples")
-    return samples
+    return list(samples.values())
 
 
 def _sample(row: dict[str, Any], where: str, number: int) -> Sample:
-    texts = {name: _text(row, name, where) for name in ("context", "input")}
-    answers = _strings(row, "answers", where)
+    def field(name: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+        if name not in row or not fits(row[name]):
+            raise ValueError(f"{where}: field {name!r} is {'no ' + kind if name in row else 'missing'}")
+        return row[name]
+
+    text = lambda value: isinstance(value, str)
+    texts = lambda value: isinstance(value, list) and all(map(text, value))
+    context, question = field("context", "string", text), field("input", "string", text)
+    answers = tuple(field("answers", "list of strings", texts))
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError(f"{where}: answers {list(answers)!r} hold no or an empty reference")
-    classes = _strings(row, "all_classes", where) if row.get("all_classes") is not None else ()
-    return Sample(
-        str(row.get("_id") or f"line {number}"), **texts, answers=answers, classes=classes, line=number
-    )
-
-
-def _text(row: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(row.get(name), str):
-        raise ValueError(f"{where}: field {name!r} is {'missing' if name not in row else 'no string'}")
-    return row[name]
-
-
-def _strings(row: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
-    value = row.get(name)
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ValueError(
-            f"{where}: field {name!r} is {'missing' if name not in row else 'no list of strings'}"
-        )
-    return tuple(value)
+    named = row.get("all_classes") is not None
+    classes = tuple(field("all_classes", "list of strings", texts)) if named else ()
+    return Sample(str(row.get("_id") or f"line {number}"), context, question, answers, classes, number)

@@ -1,20 +1,24 @@
-"""LongBench's prompts: the published templates, cut in the middle, and the chat template's exceptions.
+"""LongBench's requests: the published templates, cut in the middle, and the chat template's exceptions.
 
 The templates are read from the benchmark's own file, `dataset2prompt.json` (in `config/` of
-github.com/THUDM/LongBench), so that they are exactly the published ones.
+github.com/THUDM/LongBench), so that they are exactly the published ones. A prompt that is too long loses its
+middle, since questions stand at either end; published lengths (max_length in config/model2maxlen.json) are
+3500, 7500, 15500 and 31500 tokens: the model's window less 500 to 1000.
 """
 
 import dataclasses
+import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.benchmarks.longbench.data import Sample
+from dllm_jax.eval.benchmarks.longbench.data import Sample, read
 from dllm_jax.eval.benchmarks.longbench.tasks import TASKS, LongBenchTask
-from dllm_jax.eval.benchmarks.longbench.truncation import truncate
 from dllm_jax.eval.run.files import read_json
+from dllm_jax.eval.run.runner import Request, Runner
 
 FILE = "dataset2prompt.json"
 
@@ -40,9 +44,8 @@ class Prompts:
           ValueError: it is not UTF-8 or not an object of strings, or a template lacks {context}.
         """
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: take {FILE} from config/ of LongBench's repository"
-            )
+            reason = f"take {FILE} from config/ of LongBench's repository"
+            raise FileNotFoundError(f"{path} does not exist: {reason}")
         templates = read_json(path)
         if not isinstance(templates, dict) or not all(isinstance(t, str) for t in templates.values()):
             raise ValueError(f"{path}: expected an object of task names and templates")
@@ -71,3 +74,67 @@ class Prompts:
         if task.chat and tokenizer.chat_template is not None:
             return chat_ids(tokenizer, [{"role": "user", "content": text}])
         return list(tokenizer(text)["input_ids"])
+
+
+def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
+    """The text without its middle, about `truncate_to` tokens long (the paper's max_length).
+
+    The first and the last int(truncate_to / 2) tokens are decoded separately, without special tokens, and
+    joined; as published, the result may be a few tokens longer or shorter.
+
+    Raises:
+      ValueError: truncate_to below 2.
+    """
+    if truncate_to < 2:
+        raise ValueError(f"truncate_to={truncate_to} must be at least 2")
+    ids = tokenizer(text)["input_ids"]
+    if len(ids) <= truncate_to:
+        return text
+    half = truncate_to // 2
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+
+
+def requests(
+    runner: Runner,
+    data: Path,
+    prompts: Prompts,
+    chosen: Sequence[LongBenchTask],
+    truncate_to: int | None = None,
+    limit: int | None = None,
+    length: int | None = None,
+) -> list[Request]:
+    """The samples of tasks, a group per task; all of them can be scored.
+
+    Args:
+      runner: the model with its settings.
+      data: the folder with `<task>.jsonl`.
+      prompts: the published templates.
+      chosen: the tasks.
+      truncate_to: longer prompts lose their middle, see `truncate`; in tokens. None: never.
+      limit: only the first samples of each task.
+      length: response positions of every task, instead of the published ones (LongLLaDA decodes 512).
+
+    Raises:
+      FileNotFoundError: a data file is missing.
+      ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
+    """
+    found: list[Request] = []
+    for task in chosen:
+        try:
+            runner.decoding.at(length or task.length)
+        except ValueError as error:
+            raise ValueError(f"{task.name}, answers of {length or task.length} positions: {error}") from None
+    for task in chosen:
+        path = data / f"{task.name}.jsonl"
+        samples = read(path)
+        for sample in samples:
+            try:
+                task.check(sample.answers, sample.classes)
+            except ValueError as error:
+                raise ValueError(f"{path}:{sample.line}: sample {sample.id!r}: {error}") from None
+        for sample in samples[:limit]:
+            ids = tuple(prompts.ids(task, sample, runner.lm.tokenizer, truncate_to))
+            one = Request(sample.id, ids, length or task.length, task.stop, task.name)
+            score = functools.partial(task.score, references=sample.answers, classes=sample.classes)
+            found.append(one._replace(references=sample.answers, score=score))
+    return found

@@ -35,6 +35,13 @@ class LongBenchTask:
         """Strings that end an answer."""
         return ("\n",) if self.name == "samsum" else ()
 
+    def check(self, references: Sequence[str], classes: Sequence[str]):
+        """Raises ValueError, saying why, if answers to a sample could not be scored."""
+        if self.kind == "classification" and not classes:
+            raise ValueError(f"it lacks all_classes, which {self.name} needs")
+        if self.kind == "retrieval":
+            self.score("", references)
+
     def score(self, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
         """Score of a sample in [0, 1].
 
@@ -77,3 +84,15 @@ TASKS: dict[str, LongBenchTask] = {
         LongBenchTask("repobench-p", "code", 64),
     )
 }
+
+
+def tasks_named(names: Sequence[str]) -> list[LongBenchTask]:
+    """The tasks of these names, or all of them if there are none.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not among LongBench's English tasks: {', '.join(TASKS)}")
+    return [TASKS[name] for name in names] or list(TASKS.values())
