@@ -56,7 +56,7 @@ def _taking(function, asked: list):
     ("option", "text", "reason"),
     [
         ("--policy", "NoSuch", "NoSuch is not one of"),
-        ("--policy", "DKVDecode({[]: 1})", "unhashable type"),
+        ("--policy", "DKVDecode({[]: 1})", "{[]: 1} is no literal"),
     ],
 )
 def test_errors_of_the_user_are_one_line(option, text, reason, monkeypatch, capsys):

@@ -129,14 +129,17 @@ def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_i
 ):
     arguments = dict(journal=str(tmp_path / "journal.jsonl"), max_positions=10, draws=32)
     pairs = [(("a", "m"), [40, 41], [42]), (("b", "m"), [40], [43]), (("c", "m"), [40] * 10, [42])]
+    pairs.append((("another a", "m"), [40, 41], [42]))  # the same request under another name
     first, seen = model(**arguments), []
     first.cache_hook.add_partial = lambda kind, args, found: seen.append((kind, args, found))
-    with pytest.raises(RuntimeError, match=r"1 of 3 requests failed.*11 positions; max_positions=10"):
+    with pytest.raises(RuntimeError, match=r"1 of 4 requests failed.*11 positions; max_positions=10"):
         first._loglikelihood_tokens(pairs)
-    assert [(kind, args) for kind, args, _ in seen] == [("loglikelihood", pairs[i][0]) for i in (0, 1)]
+    found = {args: answer for kind, args, answer in seen if kind == "loglikelihood"}
+    assert found.keys() == {pairs[i][0] for i in (0, 1, 3)}
     monkeypatch.setattr("dllm_jax.eval.run.likelihoods.log_likelihood", None)  # nothing is computed any more
     again = model(**arguments, failures="empty")
-    assert again._loglikelihood_tokens(pairs) == [found for *_, found in seen] + [(-math.inf, False)]
+    impossible = {pairs[2][0]: (-math.inf, False)}
+    assert again._loglikelihood_tokens(pairs) == [(found | impossible)[args] for args, *_ in pairs]
     assert again.get_model_info()["dllm_jax"]["totals"]["loglikelihood"]["failed"] == 1
 
 
@@ -192,12 +195,13 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
     chosen = read(given | {"length": 128, "steps": 64, "sampler": "Threshold(0.8;temperature=0.5)"}).decoding
     assert (chosen.length, chosen.block, chosen.steps) == (128, 8, 64)
     assert chosen.sampler == samplers.Threshold(0.8, temperature=0.5)
+    assert read(given | {"dtype": "bf16"}).checkpoint.dtype == "bf16"
     for wrong, reason in (
         (dict(failures="ignore"), "failures='ignore'"),
         (dict(preset="gsm8k"), "preset='gsm8k'"),
         (dict(draws=100), "draws=100"),
         (dict(bucket=0), "bucket=0 must be at least 1"),
-        (dict(dtype="float16"), "dtype='float16' must be 'float32' or 'bfloat16'"),
+        (dict(dtype="float16"), "dtype=float16 is not supported; supported: float32, bfloat16"),
     ):
         with pytest.raises(ValueError, match=reason):
             read(given | wrong)

@@ -6,7 +6,7 @@ import rich.progress
 from dllm_jax.eval.results.record import cost_totals
 from dllm_jax.eval.run import likelihoods
 from dllm_jax.eval.run.checkpoint import LanguageModel
-from dllm_jax.eval.run.journal import CacheLedger, Journal
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import tiny
@@ -75,24 +75,6 @@ def test_what_determines_a_result_is_in_its_key():
     others = [scorer(draws=8), scorer(strata=4), scorer(cfg_scale=1.0)]
     keys = {one.key(PAIRS[0], True), one.key(PAIRS[1], True), one.key(PAIRS[0], False)}
     assert len(keys | {other.key(PAIRS[0], True) for other in others}) == 6
-
-
-def test_the_cache_gets_every_request_of_a_hash_but_no_failure():
-    class Hook:
-        def __init__(self):
-            self.seen = []
-
-        def add_partial(self, *found):
-            self.seen.append(found)
-
-    hook = Hook()
-    ledger = CacheLedger(None, hook, "loglikelihood", ["a", "a", "b"], [("x", 1), ("x", 2), ("y", 3)])
-    good, bad = (
-        {"key": "a", "answer": [-1.0, True], "error": None},
-        {"key": "b", "answer": None, "error": "E"},
-    )
-    ledger.add([good, bad])
-    assert hook.seen == [("loglikelihood", ("x", i), (-1.0, True)) for i in (1, 2)]
 
 
 @pytest.mark.parametrize("shown", [True, False])

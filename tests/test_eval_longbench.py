@@ -151,7 +151,7 @@ def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "_id": "0", "all_classes": ["m"]}, "", ROW)
-    with pytest.raises(ValueError, match=r"trec\.jsonl:3: sample '1' lacks all_classes"):
+    with pytest.raises(ValueError, match=r"trec\.jsonl:3: sample '1': it lacks all_classes"):
         cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("trec",))
     write(tmp_path / "passage_retrieval_en.jsonl", ROW)
     with pytest.raises(ValueError, match=r"en\.jsonl:1: sample '1': reference 'm' does not name a paragraph"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.eval import cli
-from dllm_jax.eval.benchmarks import needle, recall
+from dllm_jax.eval.benchmarks import needle, synthetic
 from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def test_texts_and_needles_from_files(tmp_path):
 
 
 def test_recall_asks_for_the_pair_at_the_depth():
-    cells = recall.grid((64, 130), (0, 50, 100), 2, seed=0)
+    cells = synthetic.grid((64, 130), (0, 50, 100), 2, seed=0)
     assert len(cells) == 12
     for length, depth, example in cells:
         pairs = length // 8
@@ -85,15 +85,15 @@ def test_recall_asks_for_the_pair_at_the_depth():
         assert example.prompt.count(";") == pairs
         assert asked_pair(example) == {0: 0, 50: round((pairs - 1) / 2), 100: pairs - 1}[depth]
         assert Recall().split_of(example) == "held_out"
-    assert cells == recall.grid((64, 130), (0, 50, 100), 2, seed=0)
-    alone = recall.grid((64,), (50.0,), 2, seed=0)  # a cell's questions do not depend on the other cells
+    assert cells == synthetic.grid((64, 130), (0, 50, 100), 2, seed=0)
+    alone = synthetic.grid((64,), (50.0,), 2, seed=0)  # a cell's questions do not depend on the other cells
     assert [example for *_, example in alone] == [e for n, d, e in cells if (n, d) == (64, 50)]
     with pytest.raises(ValueError, match="depths="):
-        recall.grid((64,), (120,), 1, 0)
+        synthetic.grid((64,), (120,), 1, 0)
     with pytest.raises(ValueError, match="nothing to evaluate"):
-        recall.grid((), (0,), 1, 0)
+        synthetic.grid((), (0,), 1, 0)
     with pytest.raises(ValueError, match="tokens=20 must be at least 42"):
-        recall.grid((20,), (0,), 1, 0)
+        synthetic.grid((20,), (0,), 1, 0)
 
 
 def test_cells_of_the_picture_are_means(tmp_path):

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dllm_jax import embedded, policies, samplers, tasks
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax import policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import provenance, totals
@@ -34,7 +33,8 @@ def runner(lm, **changes) -> Runner:
     return Runner(lm, Decoding(**{"length": 4, "block": 2, "batch": 2, **changes}))
 
 
-def requests(lm) -> list[Request]:
+@pytest.fixture(scope="module")
+def asked(lm) -> list[Request]:
     ids = lambda text: tuple(chat_ids(lm.tokenizer, [{"role": "user", "content": text}]))
     return [Request(name, ids(text), 4) for name, text in QUESTIONS.items()]
 
@@ -43,8 +43,8 @@ def answers(entries) -> list[str]:
     return [entry["answer"] for entry in entries]
 
 
-def test_answers_come_in_order_and_are_measured(lm):
-    entries = runner(lm).run(requests(lm))
+def test_answers_come_in_order_and_are_measured(lm, asked):
+    entries = runner(lm).run(asked)
     assert answers(entries) == ANSWERS
     for entry in entries:
         assert 1 <= entry["forwards"] <= 4
@@ -56,19 +56,18 @@ def test_answers_come_in_order_and_are_measured(lm):
     assert totals(entries[:2])["tokens_per_second"] is None
 
 
-def test_with_a_warm_up_no_answer_is_cold(lm, monkeypatch):
-    usual = answers(runner(lm).run(requests(lm)))
+def test_with_a_warm_up_no_answer_is_cold(lm, asked, monkeypatch):
     calls, generate = [], runner_module.generate
     spy = lambda *args, **options: calls.append(1) or generate(*args, **options)
     monkeypatch.setattr(runner_module, "generate", spy)
     warm, ready = set(), dataclasses.replace(runner(lm), warm_up=True)
-    entries = ready.run(requests(lm), None, warm)
-    assert answers(entries) == usual
+    entries = ready.run(asked, None, warm)
+    assert answers(entries) == ANSWERS
     assert not any(entry["cold"] for entry in entries)
     assert (len(calls), warm) == (3, {(64, 4)})  # two batches, the first of them twice
-    assert not any(entry["cold"] for entry in ready.run(requests(lm), None, warm))
+    assert not any(entry["cold"] for entry in ready.run(asked, None, warm))
     assert len(calls) == 5
-    assert [e["cold"] for e in runner(lm).run(requests(lm), None, warm)] == [False] * 3
+    assert [e["cold"] for e in runner(lm).run(asked, None, warm)] == [False] * 3
 
 
 def test_positions_that_single_layers_computed_count():
@@ -83,15 +82,15 @@ def test_positions_that_single_layers_computed_count():
     assert totals([{"key": "a", "answer": "a", "error": None, **found}])["computed"] == 14.5
 
 
-def test_a_draw_depends_on_the_seed_and_the_request_only(lm):
+def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
     hot = samplers.Confidence(temperature=3.0)
-    together = answers(runner(lm, sampler=hot).run(requests(lm)))
-    alone = [answers(runner(lm, sampler=hot, batch=2).run([r]))[0] for r in reversed(requests(lm))]
+    together = answers(runner(lm, sampler=hot).run(asked))
+    alone = [answers(runner(lm, sampler=hot).run([request]))[0] for request in reversed(asked)]
     assert together == alone[::-1]
-    assert together != answers(runner(lm, sampler=hot, seed=1).run(requests(lm)))
+    assert together != answers(runner(lm, sampler=hot, seed=1).run(asked))
 
 
-def test_an_interrupted_run_resumes_with_the_rest(lm, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal.jsonl")
     ran = []
 
@@ -104,17 +103,17 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, tmp_path, monkeypatch):
     generate = runner_module.generate
     monkeypatch.setattr(runner_module, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner(lm).run(requests(lm), journal)
+        runner(lm).run(asked, journal)
     assert len(Journal(journal.path).entries) == 2
     ran.append(1)
-    assert answers(runner(lm).run(requests(lm), Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(asked, Journal(journal.path))) == ANSWERS
     assert len(ran) == 3  # the first batch, the mark, the second batch
     monkeypatch.setattr(runner_module, "generate", None)  # nothing is decoded any more
-    assert answers(runner(lm).run(requests(lm), Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(asked, Journal(journal.path))) == ANSWERS
 
 
-def test_other_settings_are_other_requests(lm):
-    one = requests(lm)[0]
+def test_other_settings_are_other_requests(lm, asked):
+    one = asked[0]
     keys = {
         runner(lm).key(one),
         runner(lm, seed=1).key(one),
@@ -127,31 +126,19 @@ def test_other_settings_are_other_requests(lm):
     assert runner(lm).key(one) == runner(lm, batch=4).key(one._replace(id="another", group="task"))
 
 
-def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, tmp_path):
+def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, asked, tmp_path):
     journal = Journal(tmp_path / "journal.jsonl")
-    asked = requests(lm)
-    broken = [asked[0], Request("mask", (lm.model.spec.mask_id,), 4), Request("empty", (), 4), *asked[1:]]
-    entries = runner(lm, batch=8).run(broken, journal)
-    assert [entry["answer"] for entry in entries] == [ANSWERS[0], None, None, *ANSWERS[1:]]
-    assert "mask id" in entries[1]["error"]
-    assert "prompt is empty" in entries[2]["error"]
-    assert totals(entries)["failed"] == 2
-    assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 2
-
-
-def test_impossible_lengths_fail_by_request(lm):
-    asked = requests(lm)
+    mask, empty = asked[0]._replace(prompt=(lm.model.spec.mask_id,)), asked[0]._replace(prompt=())
     most = len(asked[0].prompt) + 4
-    entries = runner(lm, max_positions=most).run([asked[0], asked[1], asked[0]._replace(length=3)])
+    broken = [asked[0], mask, empty, asked[1], asked[0]._replace(length=3)]
+    entries = runner(lm, max_positions=most).run(broken, journal)
     assert entries[0]["answer"] == ANSWERS[0]
-    assert f"max_positions={most}" in entries[1]["error"]
-    assert "block=2" in entries[2]["error"]
-
-
-def test_a_model_type_unknown_to_transformers_is_no_cause_for_a_warning(caplog):
-    tokenizer = read_tokenizer(embedded.path("tiny-llada"))
-    assert tokenizer.chat_template
-    assert not caplog.records
+    reasons = ("mask id", "prompt is empty", f"max_positions={most}", "block=2")
+    for entry, reason in zip(entries[1:], reasons, strict=True):
+        assert entry["answer"] is None
+        assert reason in entry["error"]
+    assert totals(entries)["failed"] == 4
+    assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 4
 
 
 def test_answers_are_cut_at_the_first_stop_string():
@@ -159,7 +146,7 @@ def test_answers_are_cut_at_the_first_stop_string():
     assert cut("one", ("x", "")) == "one"
 
 
-def test_provenance_is_complete(lm):
+def test_provenance_is_complete(lm, tmp_path):
     found = provenance(runner(lm))
     assert found["decoding"]["policy"] == "Policy()"
     assert "temperature=0.0" in found["decoding"]["sampler"]
@@ -167,8 +154,7 @@ def test_provenance_is_complete(lm):
     assert found["model"]["dtype"] == "float32"
     assert {"jax", "jaxlib", "python", "dllm-jax"} <= set(found["versions"])
 
-
-def test_the_fingerprint_is_of_what_the_model_computes(tmp_path):
+    # The fingerprint is of what the model computes.
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     first = fingerprint(tmp_path)
     (tmp_path / "README.md").write_text("a card")
@@ -177,21 +163,13 @@ def test_the_fingerprint_is_of_what_the_model_computes(tmp_path):
     assert fingerprint(tmp_path) != first
 
 
-@pytest.mark.parametrize(
-    ("text", "made"),
-    [
-        ("DualCache", policies.DualCache()),
-        ("Policy()", policies.Policy()),
-        (" PrefixCache( ) ", policies.PrefixCache()),
-    ],
-)
-def test_policies_are_read_from_text(text, made):
-    assert expressions.policy(text) == made
-
-
-def test_samplers_and_tasks_are_read_from_text():
+def test_policies_samplers_and_tasks_are_read_from_text():
+    assert expressions.policy("DualCache") == policies.DualCache()
+    assert expressions.policy(" PrefixCache( ) ") == policies.PrefixCache()
     assert expressions.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
     assert expressions.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        expressions.sampler("Confidence(temperature=-1)")
 
 
 @pytest.mark.parametrize(
@@ -202,33 +180,29 @@ def test_samplers_and_tasks_are_read_from_text():
         ("DualCache(", "not a constructor call"),
         ("__import__('os')", "is not one of"),
         ("DualCache(open('x'))", "open is not one of"),
+        ("DKVDecode({[]: 1})", "is no literal"),
         ("1", "is not one of"),
     ],
 )
 def test_anything_else_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         expressions.policy(text)
-    with pytest.raises(ValueError, match="temperature=-1"):
-        expressions.sampler("Confidence(temperature=-1)")
 
 
-def test_with_a_length_other_lengths_keep_steps_per_position():
+def test_steps_are_literal_without_a_length_and_per_position_with_one():
     decoding = Decoding(length=64, block=32, steps=32)
     assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
     assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
-    with pytest.raises(ValueError, match="length=48 must be a multiple of block=32"):
-        decoding.at(48)
-    with pytest.raises(ValueError, match=r"steps=4 for length=64 are no whole number .* 8 positions: 0\.5"):
-        Decoding(length=64, block=64, steps=4).at(8)
-
-
-def test_without_a_length_steps_are_literal():
-    decoding = Decoding(block=8, steps=16)
-    assert (decoding.at(16).steps, decoding.at(128).steps) == (16, 16)
-    with pytest.raises(ValueError, match="steps=16 must be at most length=8"):
-        decoding.at(8)
-    with pytest.raises(ValueError, match=r"steps=16 must be a multiple of .* 24 / 8 = 3"):
-        decoding.at(24)
+    literal = Decoding(block=8, steps=16)
+    assert (literal.at(16).steps, literal.at(128).steps) == (16, 16)
+    for made, length, reason in (
+        (decoding, 48, "length=48 must be a multiple of block=32"),
+        (Decoding(length=64, block=64, steps=4), 8, r"no whole number of steps for 8 positions: 0\.5"),
+        (literal, 8, "steps=16 must be at most length=8"),
+        (literal, 24, r"steps=16 must be a multiple of .* 24 / 8 = 3"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            made.at(length)
     with pytest.raises(ValueError, match="steps=512 must be at most length=128"):
         Decoding(length=128, block=32, steps=512)
     with pytest.raises(ValueError, match="steps=0"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.dtypes import DtypeName
+from dllm_jax.checkpoint.dtypes import DtypeName, supported
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
@@ -57,8 +57,8 @@ class Checkpoint:
     vocab: int | None = None
 
     def __post_init__(self):
-        if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
+        if self.dtype is not None:
+            supported(self.dtype)
         if self.weights not in (None, "int8"):
             raise ValueError(f"weights={self.weights!r} must be None (as they are stored) or 'int8'")
 
