@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dllm_jax import policies, samplers, tasks
+from dllm_jax import embedded, policies, samplers, tasks
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import provenance, totals
@@ -139,6 +140,11 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, aske
         assert reason in entry["error"]
     assert totals(entries)["failed"] == 4
     assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 4
+
+
+def test_a_model_type_unknown_to_transformers_is_no_cause_for_a_warning(caplog):
+    assert read_tokenizer(embedded.path("tiny-llada")).chat_template
+    assert not caplog.records
 
 
 def test_answers_are_cut_at_the_first_stop_string():
