@@ -122,12 +122,12 @@ def pictured(measured: dict[str, Any], model: str) -> str:
         low, high = row["interval"]
         return f"{row['accuracy']:.1%} ({100 * low:.0f}-{100 * high:.0f})"
 
-    rows = {
-        setting: [find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES]
-        for setting in grid.PICTURED
-    }
-    known = {setting: row for setting, row in rows.items() if None not in row}
-    cells = [_cells(call(s.policy), s.variant, found, found[-1], rate) for s, found in known.items()]
+    cells = []
+    for setting in grid.PICTURED:
+        found = (find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES)
+        rows = [row for row in found if row is not None]
+        if len(rows) == len(ASKED_OF_PICTURES):
+            cells.append(_cells(call(setting.policy), setting.variant, rows, rows[-1], rate))
     return _table([*ASKED_OF_PICTURES], cells)
 
 
