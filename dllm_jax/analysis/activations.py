@@ -149,6 +149,7 @@ def capture(
     at = _positions(positions, batch, length)
     fitting = checked(interventions, model.spec, batch, length, int(found.taken.max()) + 1)
 
+    # Chunks of one width share a program: the last one is filled up with its last canvas.
     parts, width = [], min(chunk, len(found.steps))
     for start in range(0, len(found.steps), width):
         tokens, count = filled(found.tokens[start : start + width], width)
@@ -157,6 +158,7 @@ def capture(
         parts.append({name: host.everywhere(array)[:count] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
+    # What was captured of a sequence is at these positions; the head's shift says what each predicts.
     at = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length)) if at is None else at
     valid = np.ones((batch, length), bool) if found.valid is None else found.valid
     return Capture(
@@ -182,6 +184,7 @@ def _names(what: Any) -> tuple[What, ...]:
 
 def _chosen(what: tuple[What, ...], layers: Indices | None, spec: ModelSpec) -> Chosen:
     """Where a pass looks for what is to be captured."""
+    # The residual stream has one place more than there are layers: what the last one returns.
     nothing, only = np.zeros(0, np.int32), what == ("residual",)
     stream = chosen_layers(layers, spec.layers + (only or layers is None))
     of_layers = nothing if only else chosen_layers(layers, spec.layers)
@@ -212,6 +215,7 @@ def _captured(
 ) -> dict[str, Float[Array, "c n b ..."]]:
     """What is captured of a chunk of canvases, by name."""
     count, batch = tokens.shape[:2]
+    # All canvases of a chunk are sequences of one batch.
     flat, valid, at = in_one_batch(tokens, valid, at)
     changed = Changed(for_sequences(interventions, batch, count), jnp.swapaxes(taken, 0, 1).reshape(-1))
 
@@ -227,6 +231,7 @@ def _captured(
 def _attention(seen: Seen, at: Int[Array, "b j"] | None) -> Float[Array, "b h j l"]:
     """Weights of the chosen queries alone."""
     mask = seen.mask
+    # Queries are chosen before scores are made: attention is j l numbers a head, not l l.
     if mask is not None and mask.shape[2] > 1:
         mask = jnp.swapaxes(_taken(jnp.swapaxes(mask, 1, 2), at), 1, 2)
     return weights(_taken(seen.q, at), seen.k, mask)

@@ -133,6 +133,7 @@ def keep(
       canvases: how many of each sequence there are, one after another; a mesh keeps them together, so that
         `by_canvas` can take them apart.
     """
+    # Canvases of a sequence stay on one device, so that `by_canvas` moves nothing.
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0] // canvases)
     run = lambda *arrays: _keep(*arrays, of_layer=of_layer, of_stream=of_stream)
@@ -160,6 +161,7 @@ def _keep(
         _empty(len(chosen.stream), jax.eval_shape(of_stream, x)),
     )
 
+    # What enters a layer is kept before it runs, what it computes behind it.
     def run(layer: Layer, carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
         x, kept = carry
         layer = intervened(layer, changed.interventions, position, changed.step)
@@ -202,6 +204,7 @@ def _put(
     """The store with what `make` returns in the entry of a layer; nothing is made for one not chosen."""
     if not chosen.shape[0]:
         return store
+    # A conditional: what is not chosen is neither computed nor written.
     here = chosen == index
     put = lambda store: jax.tree.map(lambda a, new: a.at[jnp.argmax(here)].set(new), store, make())
     return when(jnp.any(here), put, store, name="keep")

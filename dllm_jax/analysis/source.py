@@ -64,6 +64,7 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
                 "passed as prompt_embeds=, without which its canvases cannot be computed again; "
                 "hidden_states(.., embeds=) takes it"
             )
+        # A sequence that waits for its batch mates takes part in no step: interventions count its own.
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):

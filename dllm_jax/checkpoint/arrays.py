@@ -61,6 +61,7 @@ def piece(axes: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
       shape: of the array.
       itemsize: bytes of a number.
     """
+    # Axes that tensor parallelism splits are cut first, as fine as pieces may be; then the width, for fsdp.
     most = max(1, int(np.prod(shape)) * itemsize // LEAST)
     lengths = list(shape)
     for letter, limit in PIECES.items():

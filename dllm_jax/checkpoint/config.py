@@ -112,6 +112,7 @@ class Config:
             if key not in self.values:
                 if requirement.needed:
                     lines.append(f"{key} is missing; supported: {supported}")
+            # 1 == True in Python, but not in a config.
             elif not any(_same(self.values[key], value) for value in requirement.allowed):
                 lines.append(f"{key}={self.values[key]!r} is not supported; supported: {supported}")
         if lines:

@@ -70,6 +70,7 @@ def convert(
         for unit, arrays in stream(checkpoint, written, held, check_finite):
             write_unit(partial, unit, arrays)
             advance(unit)
+        # spec.json comes last but for the hashes, which are of everything before them.
         copy_auxiliary_files(found, partial)
         write_spec(partial, spec, written, held)
         history = _provenance(checkpoint, str(source), written, held, rope_factor)

@@ -47,6 +47,7 @@ def open_converted(path: Path) -> Source:
     found = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
     if (layers := layers_in_all(spec)) > len(found):  # before a list of that many is made
         raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
+    # The spec is a claim of a file: nothing is allocated before names, shapes and dtypes agree with it.
     units = units_of(spec)
     if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
         raise ValueError(f"{params} lacks {', '.join(missing)}")

@@ -114,6 +114,7 @@ def save_hf(
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
     target, original = Path(destination), None
+    # A model knows the directory it was loaded from; one that a program made knows none.
     if keep_from is None and model.origin is not None and model.origin.is_dir():
         keep_from = model.origin
     if keep_from is not None and (Path(keep_from) / "config.json").is_file():
@@ -139,6 +140,7 @@ def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors
     Raises:
       OSError: on the other processes, if the first one could not; there, what stopped it.
     """
+    # Fetching a parameter is a collective: all processes must go through all of them, whoever writes.
     failure: Exception | None = None
     if jax.process_index() == 0:
         try:
@@ -192,6 +194,7 @@ def _write(
     path: Path, source: Source, original: Config | None, shard_bytes: int, tensors: Iterator[np.ndarray]
 ):
     spec, dtype = source.spec, _one_dtype(source)
+    # Bytes of an unchanged config.json stay as they came.
     values = spec_to_config(spec, str(dtype), original)
     if original is None or values != original.values:
         (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -121,6 +121,7 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
         if differences(spec, config_to_spec(original)):
             values |= family.write(spec)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
+    # What was written is read again: what does not come back cannot be said in this family's keys.
     lost = differences(spec, config_to_spec(Config(f"a {family.model_type} config.json", values)))
     if lost:
         raise ValueError(f"a {family.model_type} config.json cannot hold this spec: {'; '.join(lost)}")

@@ -85,6 +85,7 @@ def open_hf(path: Path) -> Source:
             if name in stored:
                 raise ValueError(f"{path}: {name} is in both {stored[name].file.name} and {file.name}")
             stored[name] = tensor
+    # Headers alone: names, shapes and dtypes are judged before any weight is read.
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     names = family_of(spec).names
     check(spec, names, IGNORED, shapes, str(path))
@@ -110,6 +111,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         index = read_config(path / INDEX).values.get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(f"{path / INDEX} has no weight_map from tensor to file")
+        # An index may name anything: files of this directory only.
         names = sorted(set(index.values()))
         missing = [name for name in names if _is_missing(path, name)]
         if missing:

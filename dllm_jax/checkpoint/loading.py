@@ -96,6 +96,7 @@ def load(
     vocab = check_argument("vocab", vocab, PositiveInt | None)
     source = open_checkpoint(path)
     source = source if vocab is None else resized(source, vocab)
+    # Everything that can be refused is refused before a weight is read.
     empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
@@ -167,6 +168,7 @@ def fill(
     spec, towers = source.spec, source.spec.vision is not None
     shapes = lambda: (abstract(spec, dtype, weights), abstract_vision(spec, dtype))
     stack = lambda described: described and _Stack(described["layers"], where)
+    # Stacked layers are allocated once and filled in place; separate ones are kept as they come.
     layers, of_vision = (_List(), _List()) if separate_layers else map(stack, shapes())
     lone: Params = {}
     lone_of_vision: Params = {}

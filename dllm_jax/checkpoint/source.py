@@ -118,6 +118,7 @@ def opened(
     Raises:
       ValueError: when it is read, a tensor with NaN or infinity that therefore cannot be int8.
     """
+    # One unit after the other: nothing holds more than a layer, the embedding or the head.
     for unit in units_of(source.spec):
         stored = source.parameters(unit)
         where = {entry.leaf: f"{entry.name} of {source.path}" for entry in unit.entries}

@@ -35,6 +35,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
     destination = resolved(destination)
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
+    # Under the parent's lock, so that two runs do not take each other's leftovers for dead.
     with _locked(parent):
         _clear_up(destination)
         _check_free(destination, overwrite)
@@ -43,6 +44,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
         lock = _lock(partial)
     try:
         yield partial
+        # Everything is on the disk before it has its name.
         _flush(partial)
         with _locked(parent):
             _check_free(destination, overwrite)
@@ -92,6 +94,7 @@ def _swap(partial: Path, destination: Path):
     old = destination.parent / f"{_prefix(destination, 'replaced')}{uuid.uuid4().hex}"
     if destination.exists():
         destination.rename(old)
+    # Two renames: a kill between them leaves the old directory aside, which the next run puts back.
     try:
         partial.rename(destination)
     except BaseException:

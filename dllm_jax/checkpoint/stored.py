@@ -42,6 +42,7 @@ class Stored:
         """
         if where is None:
             return jax.device_put(self.whole())
+        # Devices that hold the same part, as along a data axis, share one read.
         parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
         def part(index: Ranges | None) -> np.ndarray:
@@ -106,6 +107,7 @@ def held(
 
 def _quantised(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matrix:
     """The int8 matrix of a stored one: a part of its channels is read with all that these sum over."""
+    # A scale is the largest number of an output channel: all inputs of a channel must be read for it.
     of_outputs = [axes.index(axis) for axis in outputs]
 
     @functools.cache  # values and scale are read one after the other

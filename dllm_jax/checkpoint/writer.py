@@ -45,6 +45,7 @@ class Shard:
             entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
             start = end
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Data begins at a multiple of 8 bytes, which memory maps need.
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
@@ -59,6 +60,7 @@ def plan(spec: ModelSpec, dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
         raise ValueError(f"shard_bytes={limit} must be at least 1")
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = 0
+    # In order, the next file when one is full, so that shards are read one after the other.
     for entry in (entry for unit in units_of(spec) for entry in unit.entries):
         shape = hf_shape(spec, entry)
         if shards[-1] and filled + _size(shape, dtype) > limit:

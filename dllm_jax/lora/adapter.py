@@ -105,6 +105,7 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
     def of_layer(layer: dict[str, Any], index: int) -> dict[str, Any]:
         return layer | {name: update(name, layer[name], factors(name, index), False) for name in inner}
 
+    # The head is one matrix; the others are there in every layer, stacked or apart.
     inner = [name for name in lora.in_order if name != "head"]
     params = dict(model.params)
     if "head" in lora.matrices:
@@ -126,8 +127,10 @@ def _first_factors(
     length = sizes(model.spec)
     inputs, outputs = (axes.removeprefix("n").replace("-", "") for axes in factor_axes(name))
     fan_in = math.prod(length[axis] for axis in inputs)
+    # A key per matrix and layer: A does not depend on which others have adapters, nor on the form of layers.
     own = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
     shape = (*(length[axis] for axis in inputs), lora.rank)
+    # PEFT's kaiming_uniform(a = sqrt(5)) of A; with B = 0 the model begins as it was.
     bound = 1 / math.sqrt(fan_in)
     a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
     return a, jnp.zeros((lora.rank, *(length[axis] for axis in outputs)), dtype)
@@ -144,6 +147,7 @@ def _placed(model: Model, factor: Array, axes: str) -> Array:
 def trainable(params: Params) -> PyTree[bool]:
     """What `train(trainable=lora.trainable)` trains: the factors, nothing else."""
     frozen = lambda leaf: jax.tree.map(lambda _: False, leaf)
+    # `alpha` is static: a tree of labels must have the same one.
     label = lambda leaf: (
         LowRankMatrix(frozen(leaf.base), True, True, leaf.alpha) if is_low_rank(leaf) else frozen(leaf)
     )
@@ -222,5 +226,6 @@ def _merged(name: str, matrix: LowRankMatrix) -> Array:
 def _sum(formula: str, matrix: LowRankMatrix) -> Array:
     with number_modes():
         a, b = (factor.astype(jnp.float32) for factor in (matrix.a, matrix.b))
+        # W + (alpha / r) A B, in float32: an update is often smaller than the spacing of bfloat16.
         update = jnp.einsum(formula, a, b, precision="highest")
         return (matrix.base.astype(jnp.float32) + matrix.scale * update).astype(matrix.base.dtype)

@@ -120,6 +120,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     found = _read(file_inside(path, WEIGHTS))
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
     modules = _modules(model.spec, names)
+    # Which matrices: those of which the file has a factor; target_modules may be a pattern or a list.
     present: Any = tuple(
         name
         for name in names
@@ -160,6 +161,7 @@ def _shapes(spec: ModelSpec, name: str, rank: int) -> tuple[tuple[int, int], tup
 
 
 def _to_peft(matrix: LowRankMatrix) -> tuple[np.ndarray, np.ndarray]:
+    # Merged axes, then transposed: PyTorch's linear layers are [outputs, inputs].
     a, b = (host.everywhere(factor) for factor in (matrix.a, matrix.b))
     return a.reshape(-1, matrix.rank).T, b.reshape(matrix.rank, -1).T
 
@@ -203,6 +205,7 @@ def _targets(spec: ModelSpec, lora: LoRA) -> list[str] | str:
 
     LLaDA calls the MLP's last matrix and the vocabulary head both `ff_out`.
     """
+    # A list matches the ends of module names, a text the whole of them.
     last = lambda module: module.rsplit(".", 1)[-1]
     wanted = set(_modules(spec, lora.in_order).values())
     every = _modules(spec, tuple(name for name in OUTPUTS if name != "head" or not spec.tied))
@@ -237,6 +240,7 @@ def _compare(
     spec: ModelSpec, lora: LoRA, modules: dict[Place, str], found: dict[str, np.ndarray], where: str
 ):
     """Raises ValueError that lists every missing, misshaped and unknown tensor, or one of another dtype."""
+    # Every tensor that does not fit is named, not the first one alone.
     expected = {
         f"{PREFIX}{module}.lora_{letter}.weight": shape
         for (name, _), module in modules.items()

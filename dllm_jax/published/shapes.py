@@ -66,6 +66,7 @@ def abstract(
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     if separate_layers is None:
         separate_layers = parameters.separate_is_faster(platform)
+    # Shapes as the checkpoint has them, in the form and at the places that `load` gives.
     stacked = parameters.abstract(spec, target, held)
     params = jax.eval_shape(parameters.separate, stacked) if separate_layers else stacked
 

@@ -103,6 +103,7 @@ class TrainConfig(Options):
 def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
     """Learning rate by step: warm-up, constant, decay; `peak` replaces the config's learning rate."""
     peak = config.learning_rate if peak is None else peak
+    # Warm-up, stable, decay: extending a run changes no rate of its past.
     up = optax.linear_schedule(0.0, peak, max(config.warmup_steps, 1))
     down = optax.linear_schedule(peak, 0.0, max(config.decay, 1))
     return optax.join_schedules(
@@ -124,6 +125,7 @@ def optimiser(config: TrainConfig) -> optax.GradientTransformation:
     )
     if config.muon is None:
         return optax.chain(clip, adamw)
+    # Muon orthogonalises the momentum of a matrix: of what it reduces, against what it produces.
     muon = optax.contrib.muon(
         schedule(config, config.muon),
         weight_decay=config.weight_decay,

@@ -149,6 +149,7 @@ def response_log_probs(
     shape = _learnt(batch).shape
     if not isinstance(masks, Masks):
         raise ValueError(f"masks={shown(masks)} must be Masks, such as elbo_masks(key, batch)")
+    # Masks of another batch would index and broadcast in silence.
     draws = masks.answer.shape[0] if masks.answer.ndim == 3 else 0
     expected = {"answer": (draws, *shape), "weight": (draws, shape[0])}
     if masks.prompt is not None:
@@ -172,10 +173,12 @@ def _mean_over_draws(model: Model, batch: Batch, masks: Masks, chunk: int, remat
     mask_id, valid = model.spec.mask_id, valid_tokens(batch)
     answer = batch.answer.astype(jnp.int32)
 
+    # One draw of the sum: the answer (and for d1 the prompt) noised, its masked tokens weighed by r / m.
     def one_draw(draw: Masks) -> Float[Array, "b r"]:
         prompt = batch.prompt if draw.prompt is None else jnp.where(draw.prompt, mask_id, batch.prompt)
         noised = jnp.concatenate([prompt, jnp.where(draw.answer, mask_id, answer)], axis=1)
         logits = answer_logits(model, noised.astype(jnp.int32), answer.shape[1], valid, remat)
+        # The log-softmax of the true tokens alone: the others' [b r v] are never stored.
         truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
         log_prob = truth - jax.nn.logsumexp(logits, axis=-1)
         return jnp.where(draw.answer, draw.weight[:, None] * log_prob, 0.0)

@@ -101,6 +101,7 @@ def train(
     trained, frozen = setup.split(parameters(model))
     record = record_of(setup, optimizer is not None, labels(parameters(model), trainable), trained, frozen)
     allowed = check_names(allow_changes, record)
+    # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
     with contextlib.ExitStack() as stack:
         checkpoints, entries = None, []
         if root is not None:
@@ -111,6 +112,7 @@ def train(
             state, memory = checkpoints.latest(abstract_state(model, setup))
         else:
             state, memory = begin(model, setup), source.begin()
+        # Entries behind the checkpoint were written before a kill: they come again.
         if root is not None:
             entries = rewind_log(root / LOG, int(state.step))
         bar = stack.enter_context(_bar(progress))
@@ -153,6 +155,7 @@ def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[LogEntry]
         state, metrics = train_step(state, batch, setup)
         window.append(metrics)
         done = step + 1
+        # The log is on the disk before the checkpoint of its step, which a resumed run rewinds it to.
         if done % config.review_every == 0 or done == config.steps:
             memory = loop.source.review(memory, model_of(loop.model, state, setup), done)
             entry = _entry(done, window, tokens, time.monotonic() - start, memory, entries)

@@ -154,13 +154,16 @@ def draw(
     """
     b, r = batch.answer.shape
     learnt = batch.learnt
+    # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
     t, masked = draw_masks(key, learnt, batch.t_min)
     hidden = masked
     if blocks is not None:
+        # Blockwise SFT: the loss is of one block; what follows it is masked, as in decoding, but not learnt.
         within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), b, r, blocks)
         learnt, masked = learnt & within, masked & within
         hidden = masked | behind
     tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, mask_id, batch.answer)], axis=1)
+    # A key of its own, so that noise levels and masks are those of a batch without isolation.
     isolated = None
     if prompt_isolation:
         isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
@@ -178,6 +181,7 @@ def masked_loss(
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
+    # An answer without tokens that count adds 0, not NaN.
     counted = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
     loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * counted))
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
@@ -210,6 +214,7 @@ def answer_logits(
     """
     hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
     position = jnp.arange(tokens.shape[1] - answer, tokens.shape[1])
+    # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
     source = jnp.maximum(position - int(model.spec.shifted), 0)
     return unembed(model.params, model.spec, hidden[:, source]).astype(jnp.float32)
 
@@ -239,6 +244,7 @@ def draw_blocks(
     divide r.
     """
     of_lengths, of_blocks = jax.random.split(key)
+    # First a length, then one of its blocks: else short blocks, which are more, would be drawn more often.
     length = jax.random.choice(of_lengths, jnp.array(lengths), (b,))
     blocks = -(-r // length)
     start = length * jax.random.randint(of_blocks, (b,), 0, blocks)

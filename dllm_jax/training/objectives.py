@@ -82,6 +82,7 @@ def dpo_loss(
         reference_chosen=reference_chosen,
         reference_rejected=reference_rejected,
     )
+    # The implicit reward of a response is beta log(pi / pi_ref); its margin over the other one's is learnt.
     reference = jax.lax.stop_gradient(reference_chosen - reference_rejected)
     margin = beta * (chosen - rejected - reference)
     loss = -jnp.mean(jax.nn.log_sigmoid(margin))
@@ -129,6 +130,7 @@ def vrpo_loss(
       ValueError: an argument out of range, or that does not fit the others.
     """
     check_argument("supervised", supervised, NonNegativeFloat)
+    # Antithetic sampling: policy and reference see the same draws, so that their errors cancel.
     fixed = jax.lax.stop_gradient(reference)
     pairs = []
     for batch, own in zip((chosen, rejected), jax.random.split(key), strict=True):
@@ -140,6 +142,7 @@ def vrpo_loss(
         pairs.append(elbo)
     (of_chosen, reference_chosen), (of_rejected, reference_rejected) = pairs
     loss, metrics = dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
+    # The ELBO per token that counts, as a loss of its own: it keeps chosen responses likely.
     loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(chosen.learnt, axis=1), 1))
     return loss, metrics._replace(loss=loss)
 
@@ -164,6 +167,7 @@ def group_advantages(
     if rewards.ndim != 1 or rewards.size % group or not rewards.size:
         raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
     grouped = rewards.reshape(-1, group)
+    # A_i = (r_i - mean) / std over the responses to one prompt; a group of equal rewards teaches nothing.
     centred = grouped - jnp.mean(grouped, axis=1, keepdims=True)
     if normalise:
         spread = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
@@ -219,6 +223,7 @@ def grpo_loss(
     # The pessimistic one of the clipped and the unclipped surrogate, token by token.
     ratio = jnp.exp(log_prob - old)
     surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    # Equation 4: an unbiased estimate of KL(pi || pi_ref) that is never negative.
     divergence = jnp.zeros_like(log_prob)
     if reference is not None:
         divergence = jnp.exp(reference - log_prob) - (reference - log_prob) - 1

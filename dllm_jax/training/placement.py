@@ -130,6 +130,7 @@ def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTr
       state: the optimiser's state (or its shapes). An array mirrors the parameter of its shape at the end of
         its path, which is how the states of optax's transformations are built.
     """
+    # Adam's mu and nu have the tree of the parameters inside of theirs: the ends of their paths are equal.
     leaves = jax.tree_util.tree_leaves_with_path(params)
     where = zip(leaves, jax.tree.leaves(shardings), strict=True)
     mirrored = {(_names(path), leaf.shape): sharding for (path, leaf), sharding in where}
@@ -181,6 +182,7 @@ def layer_pass(
         whole = {name: gathered(placement, spec, name, weight) for name, weight in weights.items()}
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
+    # The backward pass gathers a layer's weights again, or every device would end up with all of them.
     if placement.gathers:
         run = jax.checkpoint(run, policy=_all_but_gathered)
     return run(layer.weights, x)
@@ -194,6 +196,7 @@ def _all_but_gathered(primitive: Any, *_, **__) -> bool:
 def gathered(placement: Placement, spec: ModelSpec, name: str, weight: Any) -> Any:
     """A parameter of a layer, or of none, gathered over fsdp; its gradient is reduced and scattered again."""
 
+    # Forward all-gather, backward reduce-scatter: the two constraints of `_gather`.
     def of(axes: str, array: Array) -> Array:
         axes = axes.removeprefix("n")
         split, whole = placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True)
@@ -227,6 +230,7 @@ def mesh_of(model: Model, mesh: Mesh | None) -> Mesh | None:
     """The mesh to train on: the one given, the one the model lies on, or that of `jax.set_mesh`."""
     if mesh is not None:
         return mesh
+    # A model that lies on a mesh is trained there.
     for leaf in jax.tree.leaves(model.params):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

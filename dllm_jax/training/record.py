@@ -61,6 +61,7 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
     Raises:
       ValueError: what differs, with both values.
     """
+    # What cannot have changed a step that was done is free; the schedule is compared by the rates it gave.
     changed = [name for name in new if name in old and old[name] != new[name] and name not in FREE]
     if _constant_until(old) < step or _constant_until(new) < step:
         changed += [name for name in ("steps", "decay") if old.get(name) != new[name]]

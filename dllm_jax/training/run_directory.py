@@ -85,6 +85,7 @@ class Checkpoints:
         Raises:
           ValueError: the checkpoint holds other arrays (another model, optimizer or trainable).
         """
+        # Names, shapes and dtypes are compared first: Orbax would cast and broadcast in silence.
         abstract = _abstract(like)
         self._check(abstract)
         args = {STATE: ocp.args.StandardRestore(abstract), SOURCE: ocp.args.JsonRestore()}
@@ -146,6 +147,7 @@ def read_log(file: Path) -> list[LogEntry]:
         return []
     entries = []
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        # A line without an end is the one that a kill tore.
         if not line.endswith(b"\n"):
             break
         try:
@@ -166,6 +168,7 @@ def rewind_log(file: Path, step: int) -> list[LogEntry]:
     """
     entries = [entry for entry in read_log(file) if entry["step"] <= step]
     if jax.process_index() == 0:
+        # Written beside and renamed: a kill leaves the old log or the new one, never half of it.
         rewound = file.with_name(f"{file.name}.rewound")
         with rewound.open("w", encoding="utf-8") as out:
             out.writelines(json.dumps(entry) + "\n" for entry in entries)

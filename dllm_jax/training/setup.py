@@ -72,6 +72,7 @@ class Setup:
         model = with_parameters(Model({}, self.spec), params)
         if self.placement is None:
             return model, None
+        # FSDP: embedding, norm and head are gathered once, layers one by one as they run.
         ends = place.gathered_ends(self.placement, self.spec, model.params)
         layer_pass = functools.partial(place.layer_pass, self.placement, self.spec)
         return dataclasses.replace(model, params=ends), layer_pass
@@ -120,10 +121,12 @@ def prepare(
         )
     if optimizer is not None:
         _refuse_without_effect(config)
+    # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.
     mask, chosen = assigned(
         labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
     )
     chosen_mesh = place.mesh_of(model, mesh)
+    # The mesh that the user gave, the one that the model lies on, or that of jax.set_mesh.
     placement = None if chosen_mesh is None else Placement(chosen_mesh, model.rules)
     if placement is not None and (unsplit := placement.unsplit(model.spec)):
         warnings.warn(f"not split over the mesh, but copied: {'; '.join(unsplit)}", stacklevel=2)
@@ -149,6 +152,7 @@ def shardings(setup: Setup, trained: PyTree) -> tuple[PyTree, PyTree]:
     """
     assert setup.placement is not None, "without a mesh nothing has to be said"
     where = place.parameters(setup.placement, setup.spec, trained)
+    # Shapes alone: moments are placed like the parameters whose shape and path they have.
     params = jax.eval_shape(setup.masters, trained)
     state = jax.eval_shape(setup.optimizer.init, params)
     return where, place.moments(setup.placement, params, where, state)

@@ -71,6 +71,7 @@ def _first(setup: Setup, trained: PyTree[Array]) -> TrainState:
 def _distinct(state: TrainState) -> TrainState:
     """The state with a buffer per leaf, so that it can be donated; some optimisers begin with one twice."""
     leaves, tree = jax.tree.flatten(state)
+    # Donating one buffer twice is an error: whoever comes second gets a copy.
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
     own = (leaf if first[id(leaf)] == i else jnp.copy(leaf) for i, leaf in enumerate(leaves))
     return jax.tree.unflatten(tree, own)
@@ -112,6 +113,7 @@ def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainStat
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
 def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
     """The program of `train_step`."""
+    # Masks depend on seed and step alone, so that a resumed run draws what the interrupted one would have.
     key = jax.random.fold_in(state.key, state.step)
     drawn = draw(batch, key, setup.spec.mask_id, setup.config.prompt_isolation, setup.config.blocks)
 
@@ -119,7 +121,9 @@ def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -
         model, layer_pass = setup.ready(setup.weights(params, frozen))
         return masked_loss(model, part, setup.config.remat, layer_pass)
 
+    # The loss is of a copy in the model's dtype, its gradient that of the float32 masters.
     gradient, metrics = _gradient(loss, state.params, drawn, setup.config.accumulate)
+    # Line searches (lbfgs) ask for the loss again, at other parameters and the same masks.
     updates, moments = optax.with_extra_args_support(setup.optimizer).update(
         gradient,
         state.moments,

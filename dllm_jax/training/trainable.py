@@ -40,6 +40,7 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
     Raises:
       ValueError: a tree of another structure, or a leaf that is neither a boolean nor a name.
     """
+    # The tree may be a prefix of the parameters' tree: a label holds for all that is below it.
     tree = trainable(params) if callable(trainable) else trainable
     if tree is None:
         tree = {name: name != TOWER for name in params}
@@ -84,6 +85,7 @@ def assigned(
                 f"optimizer= has the names {sorted(optimizer)}, trainable= has {found}: they must be the "
                 "same, beside False for what is frozen"
             )
+        # A name whose transformation is None is frozen, like False.
         used: dict[Hashable, optax.GradientTransformation] = {
             name: _checked(f"optimizer[{name!r}]", given)
             for name, given in optimizer.items()
