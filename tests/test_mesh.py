@@ -212,12 +212,12 @@ def test_sequences_that_fill_a_batch_compute_nothing():
 
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(policies.Policy(), marks=pytest.mark.exhaustive), policies.DualCache()],
+    [policies.Policy(), pytest.param(policies.DualCache(), marks=pytest.mark.exhaustive)],
     ids=short,
 )
 def test_work_per_device_falls_with_the_batch_it_holds(policy, optimised):
     """Floating-point operations of the program of one device, by the compiler's account."""
-    alone = tiny("llada", layers=2, width=64, hidden=128, **SPLITS)
+    alone = tiny("llada", layers=1, width=64, hidden=128, **SPLITS)
     prompt, _ = prompts(alone, (24,) * 8)
 
     def flops(model: dj.Model) -> float:
@@ -227,9 +227,8 @@ def test_work_per_device_falls_with_the_batch_it_holds(policy, optimised):
         return lowered.compile().cost_analysis()["flops"]
 
     whole = flops(alone)
-    for mesh, ways in ((MORE_DATA, 8), ("dp=2", 2)):
-        part = flops(on_mesh(alone, mesh_of(mesh)))
-        assert whole / ways <= part < 1.15 * whole / ways, (mesh, part, whole)
+    part = flops(on_mesh(alone, mesh_of(MORE_DATA)))
+    assert whole / 8 <= part < 1.15 * whole / 8, (part, whole)
 
 
 def test_warmup_compiles_what_a_batch_over_a_mesh_needs():
@@ -244,7 +243,7 @@ def test_warmup_compiles_what_a_batch_over_a_mesh_needs():
 
 
 def test_loading_takes_the_mesh_of_the_context_and_any_names(tmp_path):
-    path = write_hf(tmp_path / "llada", tiny_spec())
+    path = write_hf(tmp_path / "llada", tiny_spec(layers=1))
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh):
         model = dj.load(path)
@@ -256,7 +255,7 @@ def test_loading_takes_the_mesh_of_the_context_and_any_names(tmp_path):
     sharded = dj.load(path, mesh=jax.make_mesh((8,), ("fsdp",)), separate_layers=True)
     assert sharded.params["layers"][0]["gate"].sharding.spec == PartitionSpec("fsdp", None)
     prompt, _ = prompts(model, (5, 5))
-    run = lambda model: np.asarray(dj.generate(model, prompt, length=4).tokens)
+    run = lambda model: np.asarray(dj.generate(model, prompt, length=2).tokens)
     want = run(dj.load(path))
     for placed in (model, other, sharded):
         np.testing.assert_array_equal(run(placed), want)

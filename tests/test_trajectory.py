@@ -70,18 +70,15 @@ def test_chunks_layers_and_what_is_recomputed_change_nothing():
         dj.trajectory_log_probs(model, out, prompt_mask=MASK, **options).log_prob
     )
     expected, gradient = jax.value_and_grad(value)(model)
-    for other, options in (
-        (model, dict(chunk=3, remat=True)),
-        (separate(model), dict(most_per_step=LENGTH)),
-    ):
-        ours, changed = jax.value_and_grad(functools.partial(value, **options))(other)
-        np.testing.assert_allclose(ours, expected, rtol=1e-5)
-        np.testing.assert_allclose(changed.params["head"], gradient.params["head"], rtol=1e-3, atol=1e-4)
+    other = functools.partial(value, chunk=3, remat=True, most_per_step=LENGTH)
+    ours, changed = jax.value_and_grad(other)(separate(model))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    np.testing.assert_allclose(changed.params["head"], gradient.params["head"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_gradient_is_that_of_finite_differences(family):
-    model, out = tiny(family), run(family, "blocks")
+def test_the_gradient_is_that_of_finite_differences():
+    """Of the family whose head is shifted."""
+    model, out = tiny("dream"), run("dream", "blocks")
     total = jax.jit(
         lambda model: jnp.sum(dj.trajectory_log_probs(model, out, prompt_mask=MASK, most_per_step=4).log_prob)
     )
@@ -154,12 +151,12 @@ def test_of_remasked_tokens_the_last_decoding_counts():
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(optimised):
-    model = tiny("llada")
+    model = tiny("llada", layers=1)
 
     def temporary(steps: int) -> int:
         tokens = jnp.full((steps + 1, 1, 64), 3, jnp.int32).at[:-1].set(model.spec.mask_id)
         empty = jnp.zeros((steps, 1, 64))
-        trace = Trace(tokens, empty, empty, empty, empty[..., 0], empty[..., :2], jnp.int32(steps))
+        trace = Trace(tokens, empty, empty, empty, empty[..., 0], empty[..., :1], jnp.int32(steps))
         total = lambda model, trace: jnp.sum(dj.trajectory_log_probs(model, trace, most_per_step=4).log_prob)
         compiled = jax.jit(jax.grad(total)).lower(model, trace).compile()
         return compiled.memory_analysis().temp_size_in_bytes
