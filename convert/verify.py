@@ -15,8 +15,8 @@ from dllm_jax.checkpoint.families import differences, units_of
 from dllm_jax.checkpoint.integrity import check_integrity
 from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
+from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
-from dllm_jax.checkpoint.stored import Source
 from dllm_jax.command_line import plain_errors
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward

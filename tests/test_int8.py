@@ -282,7 +282,7 @@ def test_scales_that_no_conversion_writes(tmp_path, monkeypatch, scale):
         found.scale.flat[-1] = scale if outputs == "v" else 1
         return found
 
-    monkeypatch.setattr("dllm_jax.checkpoint.stored.quantise", damaged)
+    monkeypatch.setattr("dllm_jax.checkpoint.sharded.quantise", damaged)
     ours = convert(source, tmp_path / "jax", weights="int8")
     with pytest.raises(ValueError, match=r"head: head\.scale holds numbers that are not positive and finite"):
         dj.load(ours)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from dllm_jax.checkpoint.stored import Ranges, Stored
+from dllm_jax.checkpoint.sharded import Ranges, Stored
 
 UNIT = "unit"  # the key of a unit's name
 FILE = 64 * 2**20  # bytes; larger ones are buffered whole in memory

@@ -13,10 +13,10 @@ from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
 from dllm_jax.checkpoint.hf import INDEX, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
+from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.spec_file import write_spec
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
-from dllm_jax.checkpoint.stored import Source
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
 

@@ -22,8 +22,8 @@ from dllm_jax.checkpoint.arrays import names, open_array, unit_of, write
 from dllm_jax.checkpoint.directory import check_tree
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
+from dllm_jax.checkpoint.sharded import Ranges, Source, StoredParameter
 from dllm_jax.checkpoint.spec_file import SPEC, read_spec
-from dllm_jax.checkpoint.stored import Ranges, Source, StoredParameter
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, axes_of, is_int8
 from dllm_jax.nn.sharding import within_layer
 

@@ -17,9 +17,9 @@ from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.families import spec_to_config
 from dllm_jax.checkpoint.files import copy_auxiliary_files
 from dllm_jax.checkpoint.names.table import Unit, to_hf
+from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
-from dllm_jax.checkpoint.stored import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.int8 import HostArray
 from dllm_jax.nn.low_rank import adapted

@@ -12,7 +12,7 @@ from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
-from dllm_jax.checkpoint.stored import Ranges, Source, Stored, StoredParameter
+from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.sharding import shape
 from dllm_jax.nn.spec import ModelSpec
 

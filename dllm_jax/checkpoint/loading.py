@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.integrity import check_integrity
+from dllm_jax.checkpoint.sharded import Source, StoredParameter
 from dllm_jax.checkpoint.source import not_finite, open_checkpoint, opened, refuse, resized
-from dllm_jax.checkpoint.stored import Source, StoredParameter
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model

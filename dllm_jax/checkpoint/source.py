@@ -15,8 +15,8 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.checkpoint.staging import left_behind
-from dllm_jax.checkpoint.stored import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -1,4 +1,4 @@
-"""Parameters where they are stored: any part can be read, so that a process reads what its devices hold."""
+"""Sharded loading: parameters where they are stored, of which a process reads what its own devices hold."""
 
 import dataclasses
 import functools

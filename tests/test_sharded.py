@@ -14,8 +14,8 @@ import dllm_jax as dj
 from convert.verify import verify
 from dllm_jax.checkpoint import arrays, convert, save_hf
 from dllm_jax.checkpoint.families import units_of
+from dllm_jax.checkpoint.sharded import Stored, whole
 from dllm_jax.checkpoint.source import open_checkpoint, opened, read
-from dllm_jax.checkpoint.stored import Stored, whole
 from dllm_jax.nn.int8 import Int8Matrix
 from tests.checkpoints import tiny, write_hf
 
