@@ -1,4 +1,4 @@
-"""What the generic tests need to know of each policy; every type in `policies.ALL` has an entry."""
+"""What the generic tests need to know of each policy in `policies.ALL`, and samplers to go with them."""
 
 import dataclasses
 
@@ -6,6 +6,8 @@ import hypothesis
 import jax
 
 from dllm_jax import policies, samplers
+from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from tests.models import frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,7 @@ class PolicyCase:
         even then, for the reason in `lossy`.
       lossy: why there are no lossless settings.
       random_order: it must know which positions are decoded next, so it goes with `RandomOrder` only.
+      family: of the model on which it is tested every day; --exhaustive takes the other too.
     """
 
     policy: policies.Policy
@@ -28,6 +31,7 @@ class PolicyCase:
     lossless: policies.Policy | None
     lossy: str = ""
     random_order: bool = False
+    family: str = "llada"
 
 
 def overridable(interface: type) -> set[str]:
@@ -54,19 +58,32 @@ def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampl
     )
 
 
+def short(value) -> str:
+    """The name of a case in a test's id."""
+    return type(value).__name__
+
+
 ONE_STEP = dict(length=8, block=8, steps=1)
 ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.PrefixCache: PolicyCase(
-        policies.PrefixCache(), policies.PrefixCache(), ONE_STEP_PER_BLOCK, policies.PrefixCache()
+        policies.PrefixCache(),
+        policies.PrefixCache(),
+        ONE_STEP_PER_BLOCK,
+        policies.PrefixCache(),
+        family="dream",
     ),
     policies.DualCache: PolicyCase(
         policies.DualCache(), policies.DualCache(), ONE_STEP_PER_BLOCK, policies.DualCache()
     ),
     policies.SparseDLLM: PolicyCase(
-        policies.SparseDLLM(), policies.SparseDLLM(), ONE_STEP_PER_BLOCK, policies.SparseDLLM(keep=1.0)
+        policies.SparseDLLM(),
+        policies.SparseDLLM(),
+        ONE_STEP_PER_BLOCK,
+        policies.SparseDLLM(keep=1.0),
+        family="dream",
     ),
     policies.DLLMCache: PolicyCase(
         policies.DLLMCache(prompt_every=5, response_every=3),
@@ -80,6 +97,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         None,
         lossy="the prompt's pairs are evicted after the first step",
+        family="dream",
     ),
     policies.ElasticCache: PolicyCase(
         policies.ElasticCache(window=4, gamma=0.97),
@@ -92,6 +110,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.D2Cache(k=1, p=1.0),
         ONE_TOKEN_PER_STEP,
         policies.D2Cache(k=4),
+        family="dream",
     ),
     policies.DKVDecode: PolicyCase(
         policies.DKVDecode(), policies.DKVDecode(refresh_every=1), ONE_TOKEN_PER_STEP, policies.DKVDecode()
@@ -103,11 +122,18 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         None,
         "scores of a random order are no outputs of the model; see test_policy_dkv_greedy.py",
         random_order=True,
+        family="dream",
     ),
     policies.DKVPrefill: PolicyCase(
         policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()
     ),
-    policies.DKVPD: PolicyCase(policies.DKVPD(), policies.DKVPD(), ONE_STEP, policies.DKVPD()),
+    policies.DKVPD: PolicyCase(
+        policies.DKVPD(),
+        policies.DKVPD(),
+        ONE_STEP,
+        policies.DKVPD(),
+        family="dream",
+    ),
     policies.EvictPrompt: PolicyCase(
         policies.EvictPrompt(budget=4),
         policies.EvictPrompt(budget=2, policy=policies.DKVDecode(refresh_every=1)),
@@ -118,3 +144,17 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
 
 CACHED = tuple(case.policy for case in CASES.values())
 EVERY = (policies.Policy(), *CACHED)
+
+SAMPLER_CASES = (
+    samplers.Confidence(),
+    samplers.RandomOrder(),
+    samplers.CertaintyPrior(),
+    samplers.CertaintyPrior(tokens_per_step=2),
+    samplers.Factor(),
+    samplers.EBSampler(3.0),
+    samplers.PCSampler(frequencies()),
+    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
+    SEVERAL_AT_ONCE,
+    samplers.DreamSchedule(),
+    samplers.DreamSchedule(alg="origin"),
+)

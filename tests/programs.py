@@ -1,28 +1,11 @@
 """Compiled programs hold memory maps, of which a Linux process has 65 530 at most."""
 
-import contextlib
 import itertools
 import pathlib
-from collections.abc import Iterator
 
 import jax
 
 MAPS = pathlib.Path("/proc/self/maps")
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[float]]:
-    """The seconds of every program that XLA is asked for inside of the context, however small."""
-    seconds = []
-    listener = lambda event, duration, **_: seconds.append(duration) if event == COMPILED else None
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield seconds
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-
 
 TESTS = itertools.count(1)
 

@@ -9,9 +9,8 @@ import dllm_jax as dj
 from dllm_jax.analysis import activations
 from dllm_jax.nn.layer import walk
 from dllm_jax.nn.model import full_pass
-from tests.models import FAMILIES, random_tokens, separate, tiny
-from tests.programs import compilations
-from tests.test_policies import prompts
+from dllm_jax.testing.runs import compilations
+from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
 
 LENGTH = 4
 

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "policies": POLICIES,
     "decoding": POLICIES | {"samplers", "decoding"},
     "analysis": POLICIES | {"decoding", "analysis"},
+    "testing": POLICIES | {"samplers", "decoding", "testing"},
     "vision": STATE | {"checkpoint", "vision"},
 }
 

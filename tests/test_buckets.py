@@ -10,9 +10,8 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder, geometric
 from dllm_jax.decoding.loop import denoise
-from tests.models import tiny
-from tests.programs import compilations
-from tests.test_policies import prompts
+from dllm_jax.testing.runs import compilations
+from tests.models import prompts, tiny
 
 OPTIONS = dict(length=8, block=4)
 

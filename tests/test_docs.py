@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from dllm_jax.testing.runs import assert_same_run, finite, of_sequence, partial_steps
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
-from tests.models import FAMILIES, tiny
-from tests.test_policies import SEVERAL_AT_ONCE, finite, prompts
-from tests.traces import assert_same_run, of_sequence, partial_steps
+from tests.models import FAMILIES, prompts, tiny
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "writing-a-policy.md").read_text()
@@ -81,6 +81,10 @@ def test_the_default_layer_is_printed_in_full():
     printed = (part for block in examples(TEXT) for part in ast.parse(block).body)
     (theirs,) = (part for part in printed if getattr(part, "name", None) == "layer")
     assert list(map(ast.dump, ours.body[1:])) == list(map(ast.dump, theirs.body))
+
+
+def test_the_printed_check_passes(printed):
+    printed["test_windowed_dual_cache"]()
 
 
 def test_an_eviction_that_keeps_everything_is_dual_cache(printed):

@@ -9,19 +9,18 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.state.inputs import PositionsWarning
-from tests.models import FAMILIES, tiny
-from tests.test_policies import prompts
-from tests.test_policies_as_programs import lowered
-from tests.traces import assert_same_run, of_sequence
+from dllm_jax.testing.checks import PROGRAM, Subject, traced
+from dllm_jax.testing.runs import assert_same_run, of_sequence
+from tests.models import FAMILIES, prompts, tiny
 
 
 def test_the_vocabulary_meets_only_candidate_rows():
     """No array of the program has canvas x vocabulary elements: only positions of the block are projected."""
-    traced, spec, layout = lowered(policies.Policy(), samplers.Confidence())
-    text = traced.lower().as_text()
-    assert f"tensor<2x{layout.block}x{spec.vocab}xf32>" in text
-    assert f"{layout.length}x{spec.vocab}x" not in text
-    assert f"{layout.response}x{spec.vocab}x" not in text
+    of = Subject(policies.Policy(), samplers.Confidence())
+    text, vocab = traced(of).lower().as_text(), of.model.spec.vocab
+    assert f"tensor<2x{PROGRAM.block}x{vocab}xf32>" in text
+    assert f"{PROGRAM.length}x{vocab}x" not in text
+    assert f"{PROGRAM.response}x{vocab}x" not in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,7 +23,8 @@ def test_heads_that_compete_share_the_layer_s_budget_and_are_sure_of_their_floor
     budget, real = min(budget, length), np.arange(WIDTH) >= WIDTH - length
     votes = np.where(real, np.asarray(votes, np.float32).reshape(1, HEADS, WIDTH), -np.inf)
     sizes = jnp.asarray([budget]), jnp.asarray([length])
-    each = np.asarray(eviction.AdaKV(floor).budgets(jnp.asarray(votes), jnp.ones((1, HEADS)), *sizes)[0])
+    seen = eviction.Evidence(jnp.asarray(votes), jnp.ones((1, HEADS)))
+    each = np.asarray(eviction.AdaKV(floor).budgets(seen, *sizes)[0])
     assert each.sum() == HEADS * budget
     assert (each >= int(budget * floor)).all()
     assert each.max() <= eviction.AdaKV(floor).widest(budget, HEADS, length)

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies
-from tests.models import FAMILIES, tiny
+from tests.models import families, prompts, tiny
 from tests.policy_cases import WIDE
-from tests.test_policies import prompts
-
-pytestmark = pytest.mark.rotate
 
 FIRST = eviction.BoundaryMiddle(first=1, last=0)  # of the tiny models' two layers
 ONLINE = eviction.OnlineLayers(FIRST)
@@ -62,8 +59,8 @@ def run(layers, family, prompt, mask=None, **options):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("row", [0, 1])
+@families("dream")
+@pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     model = tiny(family)
     prompt, mask = prompts(model, (12, 7))
@@ -79,7 +76,7 @@ def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     assert offline.stats.widened[0] == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_the_exact_limit(family):
     model = tiny(family)
     prompt, mask = prompts(model, (12, 7))

@@ -7,8 +7,7 @@ import pytest
 import dllm_jax as dj
 from examples import figures, similarity
 from examples.similarity import KINDS, pairwise_similarity, step_similarity
-from tests.models import FAMILIES, random_tokens, tiny
-from tests.test_policies import prompts
+from tests.models import FAMILIES, prompts, random_tokens, tiny
 
 PROMPT, LENGTH = 6, 4
 

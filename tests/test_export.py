@@ -8,9 +8,8 @@ from jax import export
 import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.nn.exported import CHECKS
-from tests.models import in_int8, separate, tiny
-from tests.policy_cases import EVERY, KEY, suited
-from tests.test_policies import prompts, short
+from tests.models import in_int8, prompts, separate, tiny
+from tests.policy_cases import EVERY, KEY, short, suited
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
 

@@ -10,11 +10,10 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import denoise
-from tests.models import FAMILIES, random_tokens, separate, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, suited
-from tests.programs import compilations
-from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
-from tests.traces import assert_same_run, of_sequence
+from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from dllm_jax.testing.runs import assert_same_run, compilations, of_sequence
+from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
+from tests.policy_cases import EVERY, KEY, WIDE, short, suited
 
 Intervention = dj.Intervention
 PLACES = ("residual", "attention_output", "mlp_output", "k", "v")
@@ -359,6 +358,28 @@ def test_numbers_outside_of_a_policy_are_part_of_the_program(monkeypatch):
     one = run()
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     assert not np.array_equal(one, run())
+
+
+SCALES = {"residual": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsADictionary(policies.Policy):
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, x * SCALES["residual"], cache, rows, canvas)
+
+
+def test_a_dictionary_of_the_module_is_read_as_it_is():
+    """What it holds is part of the program, so it may even change; an array in it is refused."""
+    model, prompt = tiny("llada"), np.ones((1, 3), int)
+    run = lambda: dj.generate(model, prompt, length=2, policy=ReadsADictionary(), trace=True).trace.score
+    one = run()
+    SCALES["residual"] = 2.0
+    assert not np.array_equal(one, run())
+    SCALES["residual"] = np.ones(3)
+    with pytest.raises(ValueError, match=r"ReadsADictionary.layer reads SCALES, an array float64\[3\]"):
+        run()
+    SCALES["residual"] = 1.0
 
 
 def test_a_sampler_with_a_shadow_block_is_refused():

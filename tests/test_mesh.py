@@ -16,12 +16,11 @@ from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.nn.sharding import replicas
+from dllm_jax.testing.runs import compilations
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
-from tests.models import FAMILIES, frequencies, separate, spec, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, suited
-from tests.programs import compilations
-from tests.test_policies import SAMPLER_CASES, prompts, short
+from tests.models import FAMILIES, frequencies, prompts, separate, spec, tiny
+from tests.policy_cases import EVERY, KEY, SAMPLER_CASES, WIDE, short, suited
 
 TP, DP, BOTH, MORE_DATA = "tp=8", "dp=8", "dp=2 tp=4", "dp=4 tp=2"
 MESHES = (TP, DP, BOTH, MORE_DATA)

@@ -9,9 +9,8 @@ import dllm_jax as dj
 from dllm_jax import samplers
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import prepare
-from tests.models import tiny
-from tests.policy_cases import EVERY, KEY, suited
-from tests.test_policies import SAMPLER_CASES, prompts, short
+from tests.models import prompts, tiny
+from tests.policy_cases import EVERY, KEY, SAMPLER_CASES, short, suited
 
 TRACED = {
     "x64": lambda: jax.enable_x64(True),

@@ -17,10 +17,9 @@ from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, frequencies, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, suited
-from tests.test_policies import short
-from tests.traces import assert_same_run, of_sequence
+from tests.policy_cases import EVERY, KEY, WIDE, short, suited
 
 POISON = 50  # a token that no random prompt holds
 KINDS = (

@@ -1,4 +1,8 @@
-"""Properties every cache policy must have, over `policies.ALL` x both families x samplers."""
+"""What `dllm_jax.testing` asks of every policy and sampler, asked of ours; and what the engine owes them all.
+
+Every day each policy runs on one family (`PolicyCase.family`), through `BASIC` and what `FURTHER` names for
+it; with --exhaustive through every check, on both families.
+"""
 
 import dataclasses
 
@@ -9,148 +13,161 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from tests.models import FAMILIES, cast, frequencies, in_int8, separate, tiny
-from tests.policy_cases import CACHED, CASES, EVERY, KEY, WIDE, suited
-from tests.traces import assert_same_run, of_sequence, partial_steps
+from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.decoding.widths import step_widths
+from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_sampler, checks
+from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
+from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
+from tests.models import FAMILIES, in_int8, prompts, separate, tiny
+from tests.policy_cases import CASES, EVERY, KEY, SAMPLER_CASES, WIDE, short, suited
 
-SEVERAL_AT_ONCE = samplers.Threshold(0.25)  # blocks of 4 take one to four steps, sequences differ
-SAMPLERS = (samplers.Confidence(), SEVERAL_AT_ONCE, samplers.DreamSchedule(alg="topk_margin"))
-SAMPLER_CASES = (
-    samplers.Confidence(),
-    samplers.RandomOrder(),
-    samplers.CertaintyPrior(),
-    samplers.CertaintyPrior(tokens_per_step=2),
-    samplers.Factor(),
-    samplers.EBSampler(3.0),
-    samplers.PCSampler(frequencies()),
-    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
-    SEVERAL_AT_ONCE,
-    samplers.DreamSchedule(),
-    samplers.DreamSchedule(alg="origin"),
+p, EXHAUSTIVE = policies, pytest.mark.exhaustive
+BASIC = (
+    checks.exact_limit,
+    checks.batch_mates_change_nothing,
+    checks.padding_is_inert,
+    checks.one_program_per_setting,
 )
+FURTHER = {
+    checks.reuse_is_exact_while_nothing_changes: (p.DLLMCache, p.ElasticCache),
+    checks.widths_change_nothing: (p.DualCache, p.D2Cache, p.MaskKV),
+    checks.separate_layers_decode_as_stacked_ones: (p.ElasticCache, p.MaskKV),
+    checks.half_precision_decodes_everything: (p.SparseDLLM, p.DKVGreedy),
+    checks.guidance_has_streams_of_its_own: (p.Policy, p.D2Cache, p.EvictPrompt),
+    checks.stopping_keeps_the_answer: (p.PrefixCache, p.DKVDecode),
+    checks.infilling_fills_the_masks_and_nothing_else: (p.SparseDLLM, p.DKVPD, p.DKVPrefill),
+    checks.nothing_leaves_the_device_inside: (p.DualCache, p.DLLMCache, p.ElasticCache),
+}
 
 
 def test_every_policy_of_the_library_is_tested():
-    assert {type(p) for p in policies.ALL} == {policies.Policy, *CASES}
+    assert {type(policy) for policy in policies.ALL} == {policies.Policy, *CASES}
+    assert {check for check in POLICY_CHECKS if check not in BASIC} == {*FURTHER, COPIES}
 
 
-def prompts(model: dj.Model, lengths=(9, 9), seed=0) -> tuple[np.ndarray, np.ndarray]:
-    """Random prompts, left-padded with the end-of-text id, and their mask."""
-    rng = np.random.default_rng(seed)
-    width = max(lengths)
-    ids = rng.integers(0, model.spec.vocab - 20, (len(lengths), width))
-    mask = np.arange(width) >= width - np.asarray(lengths)[:, None]
-    return np.where(mask, ids, model.spec.eos_id), mask
+def by_day(type_: type, family: str):
+    """Marks what runs with --exhaustive only: all but the policy's own family."""
+    own = CASES[type_].family if type_ in CASES else "llada"
+    return () if family == own else EXHAUSTIVE
 
 
-def short(value) -> str:
-    return type(value).__name__
+POLICIES = [
+    pytest.param(policy, family, id=f"{short(policy)}-{family}", marks=by_day(type(policy), family))
+    for policy in EVERY
+    for family in FAMILIES
+]
 
 
-@pytest.mark.rotate(every=2)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=short)
-@pytest.mark.parametrize("policy", CACHED, ids=short)
-def test_exact_limit_reproduces_the_exact_decoder(policy, sampler, family):
-    limit, layout = CASES[type(policy)].limit, CASES[type(policy)].limit_layout
-    one_step_per_block = layout["steps"] * layout["block"] == layout["length"]
-    if isinstance(sampler, samplers.Threshold) and one_step_per_block:  # everything is sure enough
-        sampler = samplers.Threshold(0.0)
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(prompt_mask=mask, sampler=suited(policy, sampler), key=KEY, trace=True, widths=WIDE)
-    run = lambda p: dj.generate(model, prompt, policy=p, **options, **layout)
-    ours, exact = run(limit), run(policies.Policy())
-    assert_same_run(ours.trace, exact.trace)
-
-
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", CACHED, ids=short)
-def test_a_cached_policy_differs_from_exact_outside_its_limit(policy, family):
-    """Guards the limit test: if caching never changed anything, equality above would prove nothing."""
-    model = tiny(family)
-    prompt, _ = prompts(model)
-    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True, widths=WIDE)
-    run = lambda p: dj.generate(model, prompt, length=16, block=8, policy=p, **options)
-    ours, exact = run(policy), run(policies.Policy())
-    assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-5
-
-
-@pytest.mark.rotate(every=6)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", SAMPLERS[:2], ids=short)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-@pytest.mark.parametrize("sequence", [0, 1], ids=["longest", "padded"])
-def test_a_sequence_of_a_batch_equals_the_sequence_alone(sequence, policy, sampler, family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 4), seed=1)
-    options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), trace=True)
-    keys = jax.random.split(KEY, 2)
-    batch = dj.generate(model, prompt, prompt_mask=mask, key=keys, **options)
-    width = mask[sequence].sum()
-    alone = dj.generate(
-        model, prompt[sequence : sequence + 1, -width:], key=keys[sequence : sequence + 1], **options
+@pytest.mark.parametrize(("policy", "family"), POLICIES)
+def test_policy(policy, family, request):
+    every_day = (*BASIC, *(check for check, types in FURTHER.items() if type(policy) in types))
+    asked = [check for check in POLICY_CHECKS if check is not COPIES]
+    case = CASES.get(type(policy))
+    known = (
+        {}
+        if case is None
+        else dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
     )
-    assert_same_run(of_sequence(batch.trace, sequence, width + 8), alone.trace, computed=True)
-    for ours, single in zip(batch.stats, alone.stats, strict=True):
-        np.testing.assert_allclose(ours[sequence], single[0], rtol=1e-6)
-    assert bool(partial_steps(batch)) == policy.reuses
-
-
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", CACHED, ids=short)
-def test_widths_change_nothing(policy, family):
-    model = tiny(family)
-    prompt, _ = prompts(model)
-    run = lambda widths: dj.generate(
-        model,
-        prompt,
-        length=12,
-        block=4,
-        policy=policy,
+    check_policy(
+        policy,
+        **known,
         sampler=suited(policy, SEVERAL_AT_ONCE),
-        key=KEY,
-        trace=True,
-        widths=widths,
+        families=(family,),
+        checks=asked if request.config.getoption("exhaustive") else every_day,
     )
-    own, narrow, many = run(None), run((2,)), run((4, 5, 9, 21))
-    assert partial_steps(own)
-    for other in (narrow, many):
-        assert_same_run(other.trace, own.trace, computed=True)
-        np.testing.assert_allclose(finite(own.trace.score), finite(other.trace.score), atol=1e-5)
-        np.testing.assert_array_equal(own.stats.computed, other.stats.computed)
 
 
-@pytest.mark.rotate(every=8)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_separate_layers_decode_as_stacked_ones(policy, family):
-    prompt, mask = prompts(tiny(family), (9, 7))
-    runs = [
-        dj.generate(
-            model,
-            prompt,
-            prompt_mask=mask,
-            length=12,
-            block=4,
-            policy=policy,
-            sampler=suited(policy, SEVERAL_AT_ONCE),
-            key=KEY,
-            trace=True,
-            widths=WIDE,
+def by_day_but(case, type_: type):
+    """The marks of a test that takes one policy every day."""
+    return case.marks if isinstance(case.values[0], type_) else EXHAUSTIVE
+
+
+COPIES = checks.no_copy_of_the_cache_inside_the_loop
+COPIED_EVERY_DAY = {(p.DualCache, False), (p.DLLMCache, True), (p.MaskKV, False), (p.ElasticCache, True)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "apart"),
+    [
+        pytest.param(
+            policy, apart, id=f"{short(policy)}-{'separate' if apart else 'stacked'}",
+            marks=() if (type(policy), apart) in COPIED_EVERY_DAY else EXHAUSTIVE,
         )
-        for model in (tiny(family), separate(tiny(family)))
-    ]
-    assert_same_run(runs[1].trace, runs[0].trace, computed=True)
-    for separate_layers, stacked in zip(runs[1].stats, runs[0].stats, strict=True):
-        np.testing.assert_allclose(separate_layers, stacked, rtol=1e-6)
+        for policy in EVERY
+        for apart in (False, True)
+    ],
+)  # fmt: skip
+def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimised, request):
+    """With guidance too if exhaustive; apart from the others, as it compiles as users do."""
+    for scale in (0.0, 1.0) if request.config.getoption("exhaustive") else (1.0 * apart,):
+        sampler = suited(policy, samplers.Confidence(cfg_scale=scale))
+        COPIES(Subject(policy, sampler), apart)
 
 
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
+def test_the_copy_counter_finds_a_copy():
+    """Guards the test above: a `cond` with two writing branches is known to copy on jax 0.10."""
+    text = """
+%body (p: f32[2,2]) -> f32[2,2] {
+  %copy.1 = f32[2,2]{1,0} copy(%p)
+}
+ENTRY %main (p: f32[2,2]) -> f32[2,2] {
+  %copy.2 = f32[2,2]{1,0} copy(%p)
+}
+"""
+    assert len(cache_copies_in_loops(text, "f32[2,2]")) == 1
+
+
+SAMPLERS_EVERY_DAY = (checks.only_scored_masks_are_decoded, *BASIC[1:])
+UNDER = (policies.Policy(), policies.DualCache(), CASES[policies.D2Cache].policy)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "policy", "family"),
+    [
+        pytest.param(
+            sampler, policy, family, id=f"{i}-{short(sampler)}-{short(policy)}-{family}",
+            marks=() if (family, policy) == (FAMILIES[i % 2], UNDER[i % 3]) else EXHAUSTIVE,
+        )
+        for i, sampler in enumerate(SAMPLER_CASES)
+        for policy in UNDER
+        for family in FAMILIES
+    ],
+)  # fmt: skip
+def test_sampler(sampler, policy, family, request):
+    """Every day the i-th sampler runs under the (i mod 3)-th policy, in the (i mod 2)-th family."""
+    asked = SAMPLER_CHECKS if request.config.getoption("exhaustive") else SAMPLERS_EVERY_DAY
+    check_sampler(sampler, policies=(policy,), families=(family,), checks=asked)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampler", "family"),
+    [
+        pytest.param(
+            policy, sampler, family, id=f"{short(policy)}-{i}-{short(sampler)}-{family}",
+            marks=() if i == j and family == FAMILIES[i % 2] else EXHAUSTIVE,
+        )
+        for j, policy in enumerate(EVERY)
+        for i, sampler in enumerate(SAMPLER_CASES)
+        for family in FAMILIES
+    ],
+)  # fmt: skip
+def test_nothing_is_left_masked(policy, sampler, family):
+    """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
+    model = tiny(family)
+    prompt, _ = prompts(model)
+    options = dict(policy=policy, sampler=sampler, key=KEY, widths=WIDE)
+    run = lambda: dj.generate(model, prompt, length=8, steps=5, **options)
+    if suited(policy, sampler) != sampler and not isinstance(sampler, samplers.RandomOrder):
+        with pytest.raises(ValueError, match="use RandomOrder"):
+            run()
+    else:
+        assert not (np.asarray(run().tokens) == model.spec.mask_id).any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [pytest.param(*case.values, id=case.id, marks=by_day_but(case, p.MaskKV)) for case in POLICIES],
+)
 def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
     """And not as the original, bit by bit: else nothing would have been int8."""
     model = tiny(family)
@@ -195,74 +212,6 @@ def test_a_sequence_that_is_due_leaves_its_batch_mates_alone(policy):
         np.testing.assert_array_equal(batch.stats.computed[sequence], alone.stats.computed[0])
 
 
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_padding_is_inert(policy, family):
-    """Another pad id whose embedding is NaN changes nothing."""
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 5))
-    options = dict(policy=policy, sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True)
-    run = lambda m, p: dj.generate(m, p, prompt_mask=mask, length=8, block=4, **options)
-    plain = run(model, prompt)
-    poison = min(set(range(model.spec.vocab)) - set(np.unique(plain.tokens).tolist()))
-    embed = model.params["embed"].at[poison].set(jnp.nan)
-    poisoned = dataclasses.replace(model, params={**model.params, "embed": embed})
-    other = run(poisoned, np.where(mask, prompt, poison))
-    np.testing.assert_array_equal(plain.trace.tokens[..., 9:], other.trace.tokens[..., 9:])
-    np.testing.assert_allclose(finite(plain.trace.score), finite(other.trace.score), atol=1e-6)
-
-
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", [c.lossless for c in CASES.values() if c.lossless], ids=short)
-def test_reuse_is_exact_when_nothing_changed(policy, family):
-    """A step that decodes nothing leaves the canvas as it was, so cached K/V are what new ones would be."""
-    model = tiny(family)
-    prompt, _ = prompts(model)
-    options = dict(length=4, block=4, steps=4, trace=True, widths=WIDE)
-    out = dj.generate(model, prompt, policy=policy, sampler=Frozen(), **options)
-    exact = dj.generate(model, prompt, sampler=Frozen(), **options)
-    np.testing.assert_allclose(finite(out.trace.score), finite(exact.trace.score), atol=2e-6)
-    assert out.stats.computed.sum() < exact.stats.computed.sum()
-
-
-class Frozen(samplers.Confidence):
-    """Never decodes anything."""
-
-    def transfer(self, score, index, canvas, noise):
-        return jnp.zeros(score.shape, bool)
-
-
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_bfloat16_runs_and_commits_everything(policy, family):
-    model = cast(tiny(family), jnp.bfloat16)
-    prompt, mask = prompts(model, (9, 5))
-    sampler = suited(policy, samplers.Confidence())
-    options = dict(policy=policy, sampler=sampler, key=KEY, widths=WIDE)
-    out = dj.generate(model, prompt, prompt_mask=mask, length=8, block=4, **options)
-    assert not np.any(np.asarray(out.tokens) == model.spec.mask_id)
-
-
-@pytest.mark.rotate(every=6)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_nothing_is_left_masked(policy, sampler, family):
-    """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
-    model = tiny(family)
-    prompt, _ = prompts(model)
-    options = dict(policy=policy, sampler=sampler, key=KEY, widths=WIDE)
-    run = lambda: dj.generate(model, prompt, length=8, steps=5, **options)
-    if suited(policy, sampler) != sampler and not isinstance(sampler, samplers.RandomOrder):
-        with pytest.raises(ValueError, match="use RandomOrder"):
-            run()
-    else:
-        assert not (np.asarray(run().tokens) == model.spec.mask_id).any()
-
-
 @dataclasses.dataclass(frozen=True)
 class OneAtATime(policies.Policy):
     """Offers the leftmost mask only."""
@@ -281,35 +230,6 @@ def test_a_block_goes_on_after_its_schedule_until_it_is_done(sampler):
     np.testing.assert_array_equal(out.stats.nfe, 8)
     usual = dj.generate(model, prompt, length=8, block=4, steps=4, sampler=sampler)
     np.testing.assert_array_equal(usual.stats.nfe, 4)
-
-
-@pytest.mark.rotate(every=13)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_guidance_goes_with_every_policy(policy, family):
-    """With cfg_scale the streams have the rule in common but not the cache; scale 0 gives the plain run."""
-    model = tiny(family)
-    prompt, _ = prompts(model)
-    run = lambda scale: dj.generate(
-        model,
-        prompt,
-        length=8,
-        block=4,
-        policy=policy,
-        sampler=suited(policy, samplers.Confidence(cfg_scale=scale)),
-        key=KEY,
-        trace=True,
-        widths=WIDE,
-    )
-    plain, faint, strong = run(0.0), run(1e-12), run(3.0)
-    # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding
-    np.testing.assert_allclose(finite(plain.trace.score), finite(faint.trace.score), atol=1e-5)
-    if (
-        suited(policy, SAMPLERS[0]) != SAMPLERS[0]
-    ):  # scores of a random order are no outputs of the model, candidates are
-        assert not np.array_equal(plain.trace.proposed, strong.trace.proposed)
-    else:
-        assert np.abs(finite(plain.trace.score)[0] - finite(strong.trace.score)[0]).max() > 1e-3
 
 
 def test_prefix_cache_computes_the_suffix_and_dual_cache_the_block():
@@ -346,5 +266,49 @@ def test_the_exact_decoder_stores_nothing():
     )
 
 
-def finite(score) -> np.ndarray:
-    return np.nan_to_num(np.asarray(score), neginf=0.0)
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [pytest.param(*case.values, id=case.id, marks=by_day_but(case, p.D2Cache)) for case in POLICIES],
+)
+def test_the_bucket_changes_nothing(policy, family):
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True, length=8, block=4)
+    run = lambda buckets=None: dj.generate(
+        model, prompt, prompt_mask=mask, policy=policy, buckets=buckets, **options
+    )
+    plain = run()
+    for other in (run(Ladder((9, 32))), run(Ladder((4, 16)))):
+        np.testing.assert_array_equal(plain.tokens, other.tokens)
+        np.testing.assert_array_equal(plain.trace.tokens, other.trace.tokens)
+        np.testing.assert_array_equal(plain.trace.computed & real(mask), other.trace.computed & real(mask))
+        np.testing.assert_array_equal(plain.stats.computed, other.stats.computed)
+
+
+def real(mask) -> np.ndarray:
+    """Where the canvas is no padding."""
+    return np.pad(mask, ((0, 0), (0, 8)), constant_values=True)
+
+
+def test_which_static_widths_a_generation_compiles():
+    """Full steps are no width, as they compute any set in place; a layer of one's own keeps its widest."""
+    layout = dj.Layout(prompt=1024, response=256, block=32, steps=256)
+    widths = lambda policy, override=None: step_widths(policy, tiny("llada").spec, layout, override)
+    assert widths(policies.Policy()) == ()
+    assert widths(policies.DualCache()) == widths(policies.SparseDLLM()) == (32,)
+    assert widths(policies.DLLMCache()) == widths(policies.MaskKV()) == (256,)
+    assert widths(policies.D2Cache()) == (40, 160, 320, 640)
+    assert widths(policies.DualCache(), (8, 1280)) == (8,)
+    assert widths(policies.SparseDLLM(), (8, 1280)) == (8, 32)
+    assert widths(policies.DualCache(), (10**6,)) == ()
+    assert widths(LayerOfItsOwn())[-1] == 1280, "nothing is known of when its full steps are whole"
+
+
+class LayerOfItsOwn(policies.Policy):
+    """The default widths hold the canvas."""
+
+    def select(self, cache, canvas):
+        return canvas.due(2) | canvas.block
+
+    def layer(self, layer, x, cache, rows, canvas):
+        return super().layer(layer, x, cache, rows, canvas)

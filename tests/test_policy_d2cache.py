@@ -17,12 +17,11 @@ from dllm_jax.policies.parts import rollout
 from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact, full_rows
-from tests.models import FAMILIES, canvas, spec, tiny
+from dllm_jax.testing.runs import finite
+from tests.models import candidates as scored
+from tests.models import canvas, families, prompts, spec, tiny
 from tests.policy_cases import WIDE
 from tests.replay.d2cache import topped_up
-from tests.test_policies import finite, prompts
-
-pytestmark = pytest.mark.rotate
 
 LENGTH = 11
 few = settings(max_examples=25)
@@ -170,7 +169,7 @@ def test_topping_up():
     np.testing.assert_array_equal(topped_up(chosen, influence, score, frozen)[1], chosen[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_selection_is_the_union(family):
     """Everything at first; then the positions that predict M*, those just decoded, and the nucleus."""
     policy, c = D2Cache(k=2, p=0.0, sigma=1.0), selection_canvas(family)
@@ -199,7 +198,7 @@ def reachable(trace, shifted: bool) -> np.ndarray:
     return np.roll(computed, 1, axis=-1) if shifted else computed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_a_position_without_logits_is_never_decoded(family):
     """A sampler that wants more positions per step than were computed gets the computed ones only."""
     model = tiny(family)
@@ -288,7 +287,7 @@ def test_tokens_per_step_of_the_certainty_prior():
     c = canvas(np.ones((1, 6), bool), prompt=0)
     score = jnp.asarray([[0.1, 0.9, 0.2, 0.8, 0.3, -jnp.inf]])
     index = jnp.arange(6)[None]
-    assert CertaintyPrior(tokens_per_step=3).transfer(score, index, c, None).sum() == 3
+    assert CertaintyPrior(tokens_per_step=3).transfer(scored(score, index), c, None).sum() == 3
     both = CertaintyPrior(tokens_per_step=1, threshold=0.0)
-    assert both.transfer(score, index, c, None).sum() == 5
+    assert both.transfer(scored(score, index), c, None).sum() == 5
     assert CertaintyPrior(tokens_per_step=3).max_steps(c.layout) == 6

@@ -13,11 +13,9 @@ import dllm_jax as dj
 from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
 from dllm_jax.samplers import Confidence, DreamSchedule
 from dllm_jax.state.cache import Cache
-from tests.models import FAMILIES, canvas, tiny
+from dllm_jax.testing.runs import finite
+from tests.models import FAMILIES, canvas, families, prompts, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
-from tests.test_policies import finite, prompts
-
-pytestmark = pytest.mark.rotate
 
 few = settings(max_examples=15)
 intervals = st.sampled_from([None, 1, 2, 3, 5])
@@ -165,7 +163,7 @@ def assert_same_run(ours, theirs):
     np.testing.assert_allclose(finite(ours.trace.score), finite(theirs.trace.score), atol=2e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_pd_that_always_refreshes_is_prefill(family):
     run = lambda policy: decode(family, policy, **ONE_TOKEN_PER_STEP)
     assert_same_run(run(DKVPD(refresh_every=1)), run(DKVPrefill()))
@@ -181,7 +179,7 @@ def test_an_endless_delay_is_exact_where_caching_waits_for_it():
     assert_same_run(run(DKVDecode(refresh_every=None, delay=8)), run(dj.policies.Policy()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     model = tiny(family)
     template, mask = prompts(model, (14, 10))
@@ -205,7 +203,7 @@ def test_variants_treat_a_batch_as_its_rows(policy):
     assert batch.stats.computed[1] == alone.stats.computed[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_delay_costs_one_row_per_decoded_token(family):
     computed = lambda delay: decode(family, DKVDecode(None, delay), length=8).trace.computed
     late, at_once = (np.asarray(computed(delay)).sum(axis=(1, 2)) for delay in (1, 0))
@@ -215,7 +213,7 @@ def test_delay_costs_one_row_per_decoded_token(family):
 # -- storage and refusals ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_prefill_stores_the_prompt_alone(family):
     spec, layout = tiny(family).spec, dj.Layout(prompt=7, response=8, block=8, steps=8)
     kept = 7 - (family == "dream")

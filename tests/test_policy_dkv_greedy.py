@@ -12,11 +12,8 @@ from dllm_jax.policies import DKVGreedy
 from dllm_jax.policies.dkv_greedy import neighbours
 from dllm_jax.samplers import Confidence, DreamSchedule, RandomOrder, Threshold
 from dllm_jax.state.cache import Cache
-from tests.models import FAMILIES, canvas, tiny
+from tests.models import canvas, families, prompts, tiny
 from tests.policy_cases import KEY
-from tests.test_policies import prompts
-
-pytestmark = pytest.mark.rotate
 
 L = 12
 few = settings(max_examples=40)
@@ -68,7 +65,7 @@ def decode(family: str, policy, **options):
     return dj.generate(model, prompt, prompt_mask=mask, policy=policy, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_what_is_planned_is_what_is_decoded(family):
     """The order is that of the exact decoder, and a step computes just D_t, D_{t-1} and what predicts D_t."""
     options = dict(block=4, steps=4)
@@ -86,7 +83,7 @@ def test_what_is_planned_is_what_is_decoded(family):
         np.testing.assert_array_equal(computed[step], expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_the_cost_of_a_step_does_not_grow_with_the_canvas(family):
     for length in (8, 24):
         out = decode(family, DKVGreedy(refresh_every=None, window=3), length=length)
@@ -112,7 +109,7 @@ def test_the_window_of_the_last_tokens_stands_around_them():
     assert chosen("last") == [7, 8, 9, 11]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_reuse_is_exact_when_nothing_changed(family):
     """The proposals of planned positions are those of the exact decoder while nothing is decoded."""
     frozen = dict(sampler=FrozenOrder(), steps=8)
@@ -126,8 +123,8 @@ def test_reuse_is_exact_when_nothing_changed(family):
 class FrozenOrder(RandomOrder):
     """Plans as usual, but never decodes."""
 
-    def transfer(self, score, index, canvas, noise):
-        return jnp.zeros(score.shape, bool)
+    def transfer(self, candidates, canvas, noise):
+        return jnp.zeros(candidates.score.shape, bool)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from dllm_jax import policies
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.rows import Rows
-from tests.models import FAMILIES, tiny
+from tests.models import families, prompts, tiny
 from tests.replay.stepping import states
-from tests.test_policies import prompts
 
 PROMPT, RESPONSE = 6, 6
 LENGTH = PROMPT + RESPONSE
@@ -28,8 +27,7 @@ def renewed(before, after, name: str) -> np.ndarray:
     return np.pad(changed, (LENGTH - len(changed), 0))
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 @pytest.mark.parametrize("ratio", [0.0, 0.34])
 def test_what_the_four_kinds_of_step_renew(ratio, family):
     """Kp = 2 and Kr = 3: step 0 refreshes both, 1 neither, 2 and 4 the prompt, 3 the response."""

@@ -13,11 +13,8 @@ from dllm_jax.nn.memory import read_before_write
 from dllm_jax.policies.parts.control import when
 from dllm_jax.policies.parts.drift import members, most_attended
 from dllm_jax.state.canvas import behind_first_eos
-from tests.models import FAMILIES, canvas, spec, tiny
+from tests.models import canvas, families, prompts, spec, tiny
 from tests.policy_cases import WIDE
-from tests.test_policies import prompts
-
-pytestmark = pytest.mark.rotate
 
 LAYOUT = dj.Layout(prompt=4, response=8, block=8, steps=8)
 
@@ -189,8 +186,7 @@ def test_tracking_the_whole_canvas_is_exact():
     )
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     """Above 1 every step after the first refreshes from layer 1 on: half of a two-layer model."""
     model = tiny(family)

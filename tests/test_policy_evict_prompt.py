@@ -13,9 +13,9 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.tasks import FewShot, accuracy, examples
-from tests.models import FAMILIES, tiny
-from tests.policy_cases import suited
-from tests.traces import assert_same_run
+from dllm_jax.testing.runs import assert_same_run
+from tests.models import families, tiny
+from tests.policy_cases import short, suited
 
 KEY = jax.random.key(3)
 UNDER = (
@@ -27,6 +27,7 @@ UNDER = (
 )
 
 
+EVERY_DAY = (policies.DualCache, policies.DKVDecode)
 MASK = np.arange(9) >= np.array([[0], [4]])
 
 
@@ -55,9 +56,14 @@ def scores(out: dj.Output) -> np.ndarray:
     return np.where(np.isfinite(out.trace.score), out.trace.score, 0)
 
 
-@pytest.mark.rotate(every=7)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("under", UNDER, ids=lambda policy: type(policy).__name__)
+@families("llada")
+@pytest.mark.parametrize(
+    "under",
+    [
+        pytest.param(u, marks=() if type(u) in EVERY_DAY else pytest.mark.exhaustive, id=short(u))
+        for u in UNDER
+    ],
+)
 def test_a_budget_for_the_whole_prompt_is_the_policy_without_eviction(under, family):
     model = tiny(family)
     alone = run(model, under, under)

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.eviction.rounding import round_to_total
-from tests.models import canvas, tiny
+from tests.models import canvas, families, prompts, tiny
 from tests.policy_cases import WIDE
-from tests.test_policies import prompts
-
-pytestmark = pytest.mark.rotate
 
 
 @settings(max_examples=50)
@@ -58,14 +55,14 @@ def test_heads_that_prefer_the_prompt_keep_more():
     heads = eviction.PromptPreference(alpha=0.5)
     preference, n, p = jnp.asarray([[0.9, 0.3]]), jnp.asarray([8]), jnp.asarray([20])
     votes = jnp.zeros((1, 2, 20))
-    np.testing.assert_array_equal(heads.budgets(votes, preference, n, p), [[10, 6]])
-    assert int(heads.budgets(votes, preference, n, jnp.asarray([9])).sum()) == 16
+    np.testing.assert_array_equal(heads.budgets(eviction.Evidence(votes, preference), n, p), [[10, 6]])
+    assert int(heads.budgets(eviction.Evidence(votes, preference), n, jnp.asarray([9])).sum()) == 16
 
 
 def test_heads_compete_by_their_votes_and_ties_go_to_the_lower_head():
     votes = jnp.asarray([[[5.0, 4.0, 3.0, 0.0], [3.0, 3.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]]])
     budgets = lambda floor: eviction.AdaKV(floor).budgets(
-        votes, jnp.ones((1, 3)), jnp.asarray([2]), jnp.asarray([4])
+        eviction.Evidence(votes, jnp.ones((1, 3))), jnp.asarray([2]), jnp.asarray([4])
     )
     np.testing.assert_array_equal(budgets(0.0), [[3, 3, 0]])
     np.testing.assert_array_equal(budgets(0.5), [[3, 2, 1]])
@@ -134,7 +131,7 @@ def test_a_full_budget_is_dllm_cache_on_a_shifted_head_but_for_the_first_respons
     np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@families("dream")
 def test_baselines_are_values_of_the_fields(family):
     baseline = policies.MaskKV(
         prompt_every=4,

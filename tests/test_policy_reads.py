@@ -14,9 +14,8 @@ from dllm_jax import policies
 from dllm_jax.samplers import WINO
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
-from tests.models import FAMILIES, tiny
-from tests.test_policies import finite, prompts
-from tests.traces import assert_same_run
+from dllm_jax.testing.runs import assert_same_run, finite
+from tests.models import FAMILIES, prompts, tiny
 
 LENGTH, BLOCK, BEFORE = 12, 4, 6
 

@@ -14,12 +14,9 @@ from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
 from dllm_jax.state.cache import LayerCache, Stacked
 from dllm_jax.state.rows import Rows, full_rows
-from tests.models import FAMILIES, canvas, spec, tiny
+from dllm_jax.testing.runs import assert_same_run, finite, of_sequence, partial_steps
+from tests.models import canvas, families, prompts, spec, tiny
 from tests.policy_cases import WIDE
-from tests.test_policies import finite, prompts
-from tests.traces import assert_same_run, of_sequence, partial_steps
-
-pytestmark = pytest.mark.rotate
 
 SIDES = ("both", "prefix")
 PROMPT, RESPONSE, BLOCK = 7, 12, 4
@@ -68,7 +65,7 @@ def expected_kept(policy, q, k, start, pad, shifted) -> set[int]:
     return always | {rest[i] for i in order[: int(len(rest) * policy.keep)]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("keep", "kernel"), [(0.5, 3), (0.3, 1), (0.7, 5), (0.0, 3), (1.0, 3)])
 def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
@@ -131,7 +128,7 @@ def test_the_cache_has_room_for_the_kept_pairs_only(family, policy, slots):
     assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize("side", SIDES)
 def test_kept_pairs_always_fit(side, family):
     """Also where a template has no prompt and padding reaches into its first blocks."""
@@ -163,8 +160,7 @@ def filled(policy, c, family="llada"):
     return (q, k, layer.value(x)), cache.storage.layers
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize("side", SIDES)
 def test_the_cache_holds_the_kept_pairs_in_order(side, family):
     policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
@@ -187,8 +183,7 @@ def test_only_rows_whose_step_it_is_write():
         assert (np.asarray(store.k) == -1).all()
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
     model = tiny(family)
@@ -201,8 +196,7 @@ def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
         np.testing.assert_array_equal(computed[step, 0], (step % 4 <= delay) | block)
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize("side", SIDES)
 def test_keeping_everything_without_delay_is_dual_cache(side, family):
     model = tiny(family)
@@ -216,7 +210,7 @@ def test_keeping_everything_without_delay_is_dual_cache(side, family):
     np.testing.assert_allclose(finite(ours.score), finite(dual.score), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_a_delay_as_long_as_the_block_is_exact(family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4))
@@ -224,10 +218,9 @@ def test_a_delay_as_long_as_the_block_is_exact(family):
     np.testing.assert_array_equal(run(SparseDLLM(delay=3)).trace.tokens, run(Policy()).trace.tokens)
 
 
-@pytest.mark.rotate
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 @pytest.mark.parametrize(("keep", "side"), [(0.3, "prefix"), (0.0, "both"), (1.0, "both")])
-@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(row, keep, side, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 4), seed=1)
@@ -243,7 +236,7 @@ def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(row, keep, side
     assert_same_run(of_sequence(batch.trace, row, width + 12), alone.trace, computed=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_templates_are_filled_in_blocks(family):
     model = tiny(family)
     template, mask = prompts(model, (12, 8))

@@ -8,10 +8,10 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, random_tokens, tiny
 from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.test_watch import data
-from tests.traces import assert_same_run, of_sequence
 
 LENGTHS = (9, 5)
 OPTIONS = dict(length=8, block=4, steps=4, key=KEY, trace=True, widths=WIDE)

@@ -16,7 +16,7 @@ from dllm_jax.roofline.steps import layer_size, pair_size
 from dllm_jax.roofline.tower import tower_size
 from dllm_jax.vision import AnyRes, Pad
 from dllm_jax.vision.tower import encode, project
-from tests.models import random_tokens, spec, tiny
+from tests.models import families, random_tokens, spec, tiny
 from tests.policy_cases import suited
 
 LLADA, DREAM = (dj.presets.model_spec(name) for name in ("llada-8b", "dream-7b"))
@@ -147,9 +147,14 @@ def variants(policy: dj.policies.Policy, spec: dj.ModelSpec, computed: np.ndarra
     return sorted(math.inf if need == SIZE.length else fits(need) for need in rows)
 
 
-@pytest.mark.rotate(every=3)
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("policy", SCHEDULED, ids=lambda p: type(p).__name__)
+@families("llada")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(p, marks=() if i % 3 == 1 else pytest.mark.exhaustive, id=type(p).__name__)
+        for i, p in enumerate(SCHEDULED)
+    ],
+)
 def test_schedule_is_the_engine_s(policy, family):
     """As many steps over the canvas and of each width; of D2Cache, whose nucleus is data, no wider ones."""
     model = tiny(family)

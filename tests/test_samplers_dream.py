@@ -10,7 +10,7 @@ import pytest
 
 from dllm_jax.samplers import DreamSchedule, transfer
 from tests import numpy_sampler as plain
-from tests.models import canvas
+from tests.models import candidates, canvas
 
 
 def dream_counts(masks: int, steps: int, eps: float = 1e-3) -> list[int]:
@@ -18,7 +18,7 @@ def dream_counts(masks: int, steps: int, eps: float = 1e-3) -> list[int]:
     sampler, left, counts = DreamSchedule(eps=eps), masks, []
     scores = jnp.zeros((1, masks))
     c = canvas(np.ones((1, masks)), steps=steps)
-    run = jax.jit(lambda c: jnp.sum(sampler.transfer(scores, jnp.arange(masks)[None], c, None)))
+    run = jax.jit(lambda c: jnp.sum(sampler.transfer(candidates(scores, jnp.arange(masks)[None]), c, None)))
     for step in range(steps):
         tokens = jnp.where(jnp.arange(masks) < left, c.spec.mask_id, 0)[None].astype(jnp.int32)
         counts.append(
@@ -74,7 +74,7 @@ def test_dream_counts_floor_the_share_of_all_eligible_positions():
     for step in range(4):
         fraction = plain.dream_fraction(step, 4, 1e-3)
         at = dataclasses.replace(c, block_step=jnp.asarray([step], jnp.int32))
-        chosen = DreamSchedule().transfer(scores, index, at, None)
+        chosen = DreamSchedule().transfer(candidates(scores, index), at, None)
         surest = np.flatnonzero(masked).tolist()[-math.floor(6 * fraction) :]
         assert np.flatnonzero(np.asarray(chosen)[0]).tolist() == surest
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.samplers.eb import bounded_prefix
+from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests import numpy_sampler as plain
-from tests.models import tiny
-from tests.test_policies import KEY, prompts
-from tests.traces import assert_same_run, of_sequence
+from tests.models import prompts, tiny
+from tests.policy_cases import KEY
 
 C = 8
 counted = jax.jit(bounded_prefix)

@@ -11,12 +11,12 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.samplers import KLASS, Candidates, Threshold
 from dllm_jax.samplers.klass import kl_divergence
+from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, traced
+from dllm_jax.testing.runs import assert_same_run
 from tests import numpy_sampler as plain
-from tests.models import canvas, tiny
+from tests.models import canvas, prompts, tiny
+from tests.policy_cases import short
 from tests.replay.stepping import states
-from tests.test_policies import prompts, short
-from tests.test_policies_as_programs import cache_copies_in_loops, lowered
-from tests.traces import assert_same_run, of_sequence
 
 V = 61
 SOME = KLASS(confidence_threshold=0.06, divergence=0.5)  # several at once in tiny models, not all
@@ -77,25 +77,6 @@ def test_without_any_divergence_allowed_the_surest_is_decoded(family):
     assert (np.asarray(dj.generate(model, prompt, sampler=SOME, **options).stats.nfe) < 8).any()
 
 
-@pytest.mark.rotate(every=2)
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize(
-    "policy",
-    [policies.Policy(), policies.PrefixCache(), policies.DualCache(), policies.D2Cache(k=5, p=0.2)],
-    ids=short,
-)
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_sequence_of_a_batch_equals_the_sequence_alone(row, policy, family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 4), seed=1)
-    options = dict(length=8, block=4, policy=policy, sampler=SOME, trace=True)
-    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
-    assert (np.asarray(batch.stats.nfe) < 8).any(), "nothing was decoded together"
-    width = (9, 4)[row]
-    alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
-    assert_same_run(of_sequence(batch.trace, row, width + 8), alone.trace, computed=True)
-
-
 def test_predictions_of_later_blocks_count():
     """The second block's masks were predicted along with the first, so some are stable at its first step."""
     model = tiny("llada")
@@ -119,8 +100,8 @@ def test_other_samplers_remember_nothing():
 
 @pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
 def test_what_is_remembered_is_not_copied_in_the_loop(policy, optimised):
-    traced, spec, layout = lowered(policy, SOME)
-    text = traced.lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": True}).as_text()
-    shape = f"f32[2,{layout.response},{spec.vocab}]"
+    program = traced(Subject(policy, SOME)).lower()
+    text = program.compile(compiler_options={"xla_cpu_use_fusion_emitters": True}).as_text()
+    shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text
     assert not cache_copies_in_loops(text, shape)

@@ -12,9 +12,8 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Confidence, PCSampler, TokenFrequencies
-from tests.models import canvas, frequencies, tiny
-from tests.test_policies import prompts
-from tests.traces import assert_same_run, of_sequence
+from dllm_jax.testing.runs import assert_same_run, of_sequence
+from tests.models import candidates, canvas, frequencies, prompts, tiny
 
 EVEN = TokenFrequencies(np.full(61, 1 / 61))
 
@@ -51,7 +50,8 @@ def test_far_positions_keep_their_order():
     score = score.at[0, 905].set(5.0)
     at = canvas(masked, steps=length)
     at = dataclasses.replace(at, block_masks=jnp.asarray([2 * length]))
-    chosen = PCSampler(frequencies(), decay=0.25).transfer(score, jnp.arange(length)[None], at, None)
+    offered = candidates(score, jnp.arange(length)[None])
+    chosen = PCSampler(frequencies(), decay=0.25).transfer(offered, at, None)
     np.testing.assert_array_equal(np.flatnonzero(chosen[0]), [900, 905])
 
 

@@ -17,14 +17,14 @@ from dllm_jax.samplers import transfer
 from dllm_jax.state import selection
 from dllm_jax.state.selection import certainty_density
 from tests import numpy_sampler as plain
-from tests.models import canvas
+from tests.models import candidates, canvas
 
 C = 8
 few = settings(max_examples=40)
 score_rows = st.lists(st.one_of(st.none(), st.integers(0, 64)), min_size=C, max_size=C)
 
 best = jax.jit(selection.best)
-transferred = jax.jit(lambda s, score, c: s.transfer(score, INDEX, c, None), static_argnums=0)
+transferred = jax.jit(lambda s, score, c: s.transfer(candidates(score, INDEX), c, None), static_argnums=0)
 INDEX = jnp.arange(C, dtype=jnp.int32)[None]
 
 

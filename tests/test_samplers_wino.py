@@ -13,11 +13,10 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import WINO, Threshold
+from dllm_jax.testing.runs import assert_same_run, of_sequence, partial_steps
 from tests import numpy_sampler as plain
-from tests.models import separate, tiny
-from tests.policy_cases import EVERY, KEY
-from tests.test_policies import prompts, short
-from tests.traces import assert_same_run, of_sequence, partial_steps
+from tests.models import prompts, separate, tiny
+from tests.policy_cases import EVERY, KEY, short
 
 LENGTH, BLOCK = 12, 6
 SOME = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)  # takes tokens back in tiny models
@@ -110,8 +109,13 @@ def test_every_step_equals_numpy_over_an_extended_input(policy, before):
         np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.rotate(every=2)
-@pytest.mark.parametrize("policy", DEFAULT_LAYERS, ids=short)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(p, marks=() if type(p) is policies.DKVPD else pytest.mark.exhaustive, id=short(p))
+        for p in DEFAULT_LAYERS
+    ],
+)
 def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
     batch = run(policy)
     assert taken_back(batch)

@@ -13,9 +13,9 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import begin, resume
 from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
-from tests.models import FAMILIES, separate, tiny
-from tests.policy_cases import EVERY, KEY, suited
-from tests.test_policies import SEVERAL_AT_ONCE, prompts, short
+from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from tests.models import FAMILIES, prompts, separate, tiny
+from tests.policy_cases import EVERY, KEY, short, suited
 
 LAYOUT = dict(length=12, block=4)
 

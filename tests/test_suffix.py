@@ -6,10 +6,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, random_tokens, tiny
 from tests.policy_cases import CASES, KEY, WIDE, suited
 from tests.test_prompt_embeds import prompts
-from tests.traces import assert_same_run, of_sequence
 
 SUFFIX = [3, 9, 4]
 

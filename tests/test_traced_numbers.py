@@ -16,13 +16,12 @@ from dllm_jax.decoding import likelihood
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.options import Arrays, Options
+from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced
-from tests.models import frequencies, tiny
+from tests.models import frequencies, prompts, tiny
 from tests.option_cases import OPTIONS
-from tests.policy_cases import WIDE
-from tests.programs import compilations
+from tests.policy_cases import KEY, WIDE, short
 from tests.test_options import kind_of
-from tests.test_policies import KEY, prompts, short
 
 # Every traced field of the library has in one of these another value than its default. Where arithmetic
 # comes before rounding to float32 (2 sigma^2, cfg_scale + 1), values are such as float32 holds.

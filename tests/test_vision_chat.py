@@ -12,13 +12,13 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.block_schedule import find_stop
+from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v
 from tests.models import canvas, tiny
 from tests.policy_cases import EVERY, KEY, WIDE, suited
 from tests.test_prompt_embeds import prompts
 from tests.test_vision import picture
-from tests.traces import assert_same_run, of_sequence
 
 ONE = [{"role": "user", "content": "<image>\nWhat?", "images": [picture(70, 25)]}]
 TWO = [{"role": "user", "content": "<image> <image>\nA?", "images": [picture(20, 30), picture(31, 30)]}]

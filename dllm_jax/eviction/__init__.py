@@ -2,6 +2,7 @@
 
 from dllm_jax.eviction.head_budgets import AdaKV as AdaKV
 from dllm_jax.eviction.head_budgets import EvenHeads as EvenHeads
+from dllm_jax.eviction.head_budgets import Evidence as Evidence
 from dllm_jax.eviction.head_budgets import HeadBudgets as HeadBudgets
 from dllm_jax.eviction.head_budgets import PromptPreference as PromptPreference
 from dllm_jax.eviction.layer_baselines import PyramidKV as PyramidKV

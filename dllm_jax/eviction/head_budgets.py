@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,24 +13,28 @@ from dllm_jax.options import Fraction, Options, TracedFraction
 from dllm_jax.state import selection
 
 
+class Evidence(NamedTuple):
+    """What the attention of a step says about the prompt.
+
+    Attributes:
+      votes: attention that each prompt position received, -inf at padding.
+      preference: P_h, the fraction of its attention that each kv head gives to the prompt.
+    """
+
+    votes: Float[Array, "b k p"]
+    preference: Float[Array, "b k"]
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadBudgets(Options, abc.ABC):
     """How a layer's budget is spread over its kv heads."""
 
     @abc.abstractmethod
-    def budgets(
-        self,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
-        budget: Int[Array, "b"],
-        prompt: Int[Array, "b"],
-    ) -> Int[Array, "b k"]:
+    def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
         """Pairs that each kv head keeps, k * budget in all: those with most votes (MaskKV, equation 16).
 
         Args:
-          votes: attention that each prompt position received, -inf at padding.
-          preference: P_h, the fraction of its attention that each kv head gives to the prompt, see
-            `eviction.evidence`.
+          seen: votes and preferences, see `eviction.evidence`.
           budget: pairs per head, on average; at most `prompt`.
           prompt: prompt length of each sequence.
         """
@@ -50,14 +55,8 @@ class EvenHeads(HeadBudgets):
     """The same number for every kv head."""
 
     @override
-    def budgets(
-        self,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
-        budget: Int[Array, "b"],
-        prompt: Int[Array, "b"],
-    ) -> Int[Array, "b k"]:
-        return jnp.broadcast_to(budget[:, None], preference.shape)
+    def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
+        return jnp.broadcast_to(budget[:, None], seen.preference.shape)
 
     @override
     def widest(self, budget: int, heads: int, prompt: int) -> int:
@@ -75,16 +74,10 @@ class PromptPreference(HeadBudgets):
     alpha: TracedFraction = 0.1
 
     @override
-    def budgets(
-        self,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
-        budget: Int[Array, "b"],
-        prompt: Int[Array, "b"],
-    ) -> Int[Array, "b k"]:
+    def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
         # Equation 15, rounded so that the layer's budget is used up.
-        total = preference.shape[1] * budget[:, None]
-        return round_to_total(self.allocate(preference, budget), total, prompt[:, None])
+        total = seen.preference.shape[1] * budget[:, None]
+        return round_to_total(self.allocate(seen.preference, budget), total, prompt[:, None])
 
     def allocate(self, preference: Float[Array, "b k"], budget: Int[Array, "b"]) -> Float[Array, "b k"]:
         """The budget of each kv head before rounding (equation 15).
@@ -120,14 +113,9 @@ class AdaKV(HeadBudgets):
     floor: Fraction = 0.2
 
     @override
-    def budgets(
-        self,
-        votes: Float[Array, "b k p"],
-        preference: Float[Array, "b k"],
-        budget: Int[Array, "b"],
-        prompt: Int[Array, "b"],
-    ) -> Int[Array, "b k"]:
+    def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
         # Every head's best int(floor * budget) positions are protected from the competition.
+        votes = seen.votes
         b, heads, width = votes.shape
         guaranteed = selection.fraction_of(budget, self.floor, width)
         lines = votes.reshape(b * heads, width)

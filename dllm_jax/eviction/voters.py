@@ -9,6 +9,7 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
+from dllm_jax.eviction.head_budgets import Evidence
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.options import Odd, Options, PositiveInt, TracedPositiveInt
@@ -136,7 +137,7 @@ def evidence(
     mask: Mask,
     rows: Rows,
     canvas: Canvas,
-) -> tuple[Float[Array, "b k p"], Float[Array, "b k"]]:
+) -> Evidence:
     """Votes for the prompt positions, and how much each kv head prefers the prompt.
 
     Args:
@@ -169,4 +170,4 @@ def evidence(
 
     # Padding ranks last, whatever it received.
     votes = voter.score(received(voter.voters(canvas))[..., :p], canvas)
-    return jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference
+    return Evidence(jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference)

@@ -28,7 +28,7 @@ class Sampler(Options, abc.ABC):
     """Chooses a token for every scored position, and the positions that a denoising step decodes.
 
     A subclass defines `transfer`, the remasking rule: every position that it does not choose stays masked.
-    One whose rule reads more than scores, or remembers earlier steps, also overrides `decide`.
+    One that remembers earlier steps, or takes tokens back, also overrides `decide`.
 
     Attributes:
       temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
@@ -68,14 +68,11 @@ class Sampler(Options, abc.ABC):
     # -- defined by each sampler ----------------------------------------------------------------------
 
     @abc.abstractmethod
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The remasking rule: which candidates this step decodes; all others stay masked.
 
         Args:
-          score: confidence of each candidate, float32; -inf where it may not be decoded.
-          index: canvas positions of the candidates, l = padding.
+          candidates: positions with their tokens, confidences and logits; a score of -inf may not be decoded.
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.
         """
@@ -97,7 +94,7 @@ class Sampler(Options, abc.ABC):
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.
         """
-        return Decision(self.transfer(candidates.score, candidates.index, canvas, noise), memory)
+        return Decision(self.transfer(candidates, canvas, noise), memory)
 
     @property
     def criterion(self) -> Alg:

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Annotated
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveInt, TracedWidth
 from dllm_jax.samplers.base import Alg, Sampler
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
@@ -50,13 +51,12 @@ class CertaintyPrior(Sampler):
         return self.alg
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The positions with the largest product of confidence and certainty density."""
         # Equation 3's density of the canvas before the step. A position that is no candidate (-inf) stays
         # none even at density 0, where the product would be NaN.
-        density = certainty_density(canvas, index, self.sigma)
+        score = candidates.score
+        density = certainty_density(canvas, candidates.index, self.sigma)
         priority = jnp.where(jnp.isfinite(score), score * density, -jnp.inf)
         if self._scheduled:
             return best(priority, even_schedule(canvas))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
@@ -21,11 +22,9 @@ class FixedSchedule(Sampler):
     """
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The surest positions, as many as the transfer schedule wants in this step."""
-        return best(score, even_schedule(canvas))
+        return best(candidates.score, even_schedule(canvas))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

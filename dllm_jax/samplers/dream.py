@@ -5,12 +5,13 @@ from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 from annotated_types import Interval
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import divided
 from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.transfer import dream_fractions
 from dllm_jax.state.canvas import Canvas
@@ -74,9 +75,7 @@ class DreamSchedule(Sampler):
         return SCORES[self.alg]
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The fraction 1 - s/t of the masked positions: a coin for each ("origin"), else the surest ones."""
         # Steps beyond the schedule, for masks that the policy did not offer in time, take the last fraction,
         # 1.
@@ -84,6 +83,7 @@ class DreamSchedule(Sampler):
         fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
 
         # "origin": each position on its own, so that the number of decoded tokens is random.
+        score, index = candidates.score, candidates.index
         candidate = score > -jnp.inf
         if self.alg == "origin":
             return candidate & (require_noise(noise).order_uniform(canvas, index) < fraction[:, None])

@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.options import TracedNonNegativeFloat
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg
-from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
@@ -41,19 +41,13 @@ class EBSampler(UntilDone):
         return self.alg
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
-        """The surest position, which is decoded in any case; `decide` adds those that the bound allows."""
-        return best(score, jnp.ones(score.shape[:1], jnp.int32))
-
-    @override
-    def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The longest prefix of the ranking by confidence whose entropies keep to the bound."""
-        surest = self.transfer(candidates.score, candidates.index, canvas, noise)
-        entropy = -scores.negative_entropy(candidates.logits)
-        count = bounded_prefix(candidates.score, entropy, self.gamma)
-        return Decision(surest | best(candidates.score, count), memory)
+        score, entropy = candidates.score, -scores.negative_entropy(candidates.logits)
+        count = bounded_prefix(score, entropy, self.gamma)
+
+        # A position alone has nothing to bound: the surest one is decoded in any case.
+        return best(score, jnp.maximum(count, 1))
 
 
 def bounded_prefix(

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.memory import read_before_write
@@ -65,11 +65,9 @@ class KLASS(UntilDone):
         return Predictions(jnp.zeros((*shape, canvas.spec.vocab)), jnp.full((*shape, self.history), jnp.inf))
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The surest position, which is decoded where no position is sure and stable."""
-        return best(score, jnp.ones(score.shape[:1], jnp.int32))
+        return best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
 
     @override
     def decide(
@@ -88,7 +86,7 @@ class KLASS(UntilDone):
 
         # -inf, no candidate, reaches no threshold.
         settled = jnp.all(divergences < self.divergence, axis=-1) & (score >= self.confidence_threshold)
-        surest = self.transfer(score, index, canvas, noise)
+        surest = self.transfer(candidates, canvas, noise)
         chosen = jnp.where(jnp.any(settled, axis=1, keepdims=True), settled, surest)
 
         # XLA must finish reading the last distributions before they are overwritten in place.

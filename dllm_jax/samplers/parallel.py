@@ -5,11 +5,12 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.options import TracedFraction, TracedPositiveFloat
 from dllm_jax.samplers.base import Alg, Sampler
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.state.canvas import Canvas
@@ -53,12 +54,10 @@ class Threshold(UntilDone):
         return self.alg
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions whose confidence reaches the threshold, and the surest one in any case."""
-        one = jnp.ones(score.shape[:1], jnp.int32)
-        return best(score, one) | (score >= self.threshold)
+        surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        return surest | (candidates.score >= self.threshold)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +73,6 @@ class Factor(UntilDone):
     factor: TracedPositiveFloat = 1.0
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The longest prefix of the ranking by confidence that passes theorem 1's bound."""
-        return best(score, passing_prefix(score, self.factor))
+        return best(candidates.score, passing_prefix(candidates.score, self.factor))

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, TracedNonNegativeFloat, TracedPositiveFloat, shown
+from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.confidence import FixedSchedule
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import even_schedule
@@ -177,12 +178,11 @@ class PCSampler(FixedSchedule):
         return jnp.minimum(probability * information, self.clip)
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """As many as the schedule wants, by confidence times exp(-decay i)."""
         # Counted from the leftmost candidate: the same order as from the start of the response, where
         # exp(-0.25 i) is 0 in float32 after some 350 positions.
+        score, index = candidates.score, candidates.index
         candidate = score > -jnp.inf
         leftmost = jnp.min(jnp.where(candidate, index, canvas.layout.length), axis=1, keepdims=True)
         weight = jnp.exp(-self.decay * (index - leftmost).astype(jnp.float32))

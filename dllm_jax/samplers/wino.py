@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
@@ -70,10 +70,9 @@ class WINO(UntilDone):
             )
 
     @override
-    def transfer(
-        self, score: Float[Array, "b c"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Bool[Array, "b c"]:
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """Wide in: the positions that reach the threshold, up to a limit, and the surest in any case."""
+        score = candidates.score
         masks = jnp.sum(score > -jnp.inf, axis=1, dtype=jnp.int32)
         limit = jnp.clip(fraction_of(masks, self.fraction, score.shape[1]), self.fewest, self.most)
         reached = jnp.where(score >= self.wide_in, score, -jnp.inf)
@@ -82,8 +81,8 @@ class WINO(UntilDone):
     @override
     def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:
         """Wide in and narrow out, both by the outputs of this step."""
-        index, _, score, logits = candidates
-        chosen = self.transfer(score, index, canvas, noise)
+        index, _, _, logits = candidates
+        chosen = self.transfer(candidates, canvas, noise)
 
         # A candidate that is no mask holds a token to be verified; its logits are those of its shadow.
         holds_token = (index < canvas.layout.length) & ~gather(canvas.masked, index)

@@ -49,8 +49,8 @@ class FlooredPromptPreference(eviction.PromptPreference):
     """Head budgets rounded down as the paper prints them, which loses some."""
 
     @override
-    def budgets(self, votes, preference, budget, prompt):
-        floor = jnp.floor(self.allocate(preference, budget)).astype(jnp.int32)
+    def budgets(self, seen, budget, prompt):
+        floor = jnp.floor(self.allocate(seen.preference, budget)).astype(jnp.int32)
         return jnp.minimum(floor, prompt[:, None])
 
 
@@ -234,7 +234,7 @@ def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):
     n, _, p = votes.shape
     each = layers.budgets(n, budget, p)
     votes, preference = jnp.asarray(votes), jnp.asarray(preference, jnp.float32)
-    count = heads.budgets(votes, preference, jnp.asarray(each), jnp.full(n, p))
+    count = heads.budgets(eviction.Evidence(votes, preference), jnp.asarray(each), jnp.full(n, p))
     positions = np.asarray(topk_evict(votes, count, p))
     kept = np.any(positions[..., None] == np.arange(p), axis=2)
     return each, kept.sum(-1), kept

@@ -41,9 +41,9 @@ class FirstTokenAtOnce(dj.samplers.DreamSchedule):
         probability = score_by("prob", logits, token, self, canvas)
         return jnp.where(canvas.block_step[:, None] == 0, probability, usual)
 
-    def transfer(self, score, index, canvas: Canvas, noise):
-        usual = super().transfer(score, index, canvas, noise)
-        first = (index == canvas.block_start) & (score > -jnp.inf)
+    def transfer(self, candidates, canvas: Canvas, noise):
+        usual = super().transfer(candidates, canvas, noise)
+        first = (candidates.index == canvas.block_start) & (candidates.score > -jnp.inf)
         return jnp.where(canvas.block_step[:, None] == 0, first, usual)
 
 

@@ -128,11 +128,11 @@ class PromptEviction(Policy):
 
         # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
         # dense needs no pair.
-        votes, preference = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
-        votes = jnp.where(jnp.arange(votes.shape[-1]) < columns, votes, -jnp.inf)
-        length = jnp.sum(canvas.prompt, axis=1)
-        count = self.heads.budgets(votes, preference, pairs.budget[layer.index], length)
-        position = layer.topk_evict(votes, count, widest)
+        seen = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
+        packed = jnp.arange(canvas.layout.prompt) < columns
+        seen = seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
+        count = self.heads.budgets(seen, pairs.budget[layer.index], jnp.sum(canvas.prompt, axis=1))
+        position = layer.topk_evict(seen.votes, count, widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
         # before is renewed.

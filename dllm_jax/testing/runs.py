@@ -1,14 +1,23 @@
 """Comparing runs: what differs is told by step, sequence and position, with what was computed there."""
 
-import jax.tree_util
-import numpy as np
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
-import dllm_jax as dj
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stats import Trace
 
 
 def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = False):
-    """Both runs decoded the same tokens in every step; with `computed`, from the same positions."""
+    """Both runs decoded the same tokens in every step; with `computed`, from the same positions.
+
+    Raises:
+      AssertionError: the first step, sequence and position that differ.
+    """
     assert ours is not None
     assert theirs is not None
     a, b = np.asarray(ours.tokens), np.asarray(theirs.tokens)
@@ -26,9 +35,32 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
     if computed and (wrong := np.asarray(ours.computed) != np.asarray(theirs.computed)).any():
         step, sequence, position = (int(i[0]) for i in np.nonzero(wrong))
         raise AssertionError(
-            f"step {step}, sequence {sequence}: computed {places(ours, step, sequence)} instead of "
-            f"{places(theirs, step, sequence)}"
+            f"step {step}, sequence {sequence}, position {position}: computed "
+            f"{places(ours, step, sequence)} instead of {places(theirs, step, sequence)}"
         )
+
+
+def assert_close_scores(ours: Trace | None, theirs: Trace | None, atol: float):
+    """The confidences of both runs are as close as that, in every step.
+
+    Raises:
+      AssertionError: the first step, sequence and position where they are not.
+    """
+    assert ours is not None
+    assert theirs is not None
+    a, b = finite(ours.score), finite(theirs.score)
+    assert a.shape == b.shape, f"{len(a)} steps instead of {len(b)}"
+    if (wrong := np.abs(a - b) > atol).any():
+        step, sequence, position = (int(i[0]) for i in np.nonzero(wrong))
+        raise AssertionError(
+            f"step {step}, sequence {sequence}, position {position}: confidence "
+            f"{a[step, sequence, position]} instead of {b[step, sequence, position]}"
+        )
+
+
+def finite(score: Any) -> Float[np.ndarray, "..."]:
+    """Confidences, 0 where a position has none."""
+    return np.nan_to_num(np.asarray(score), neginf=0.0)
 
 
 def places(trace: Trace, step: int, sequence: int) -> list[int]:
@@ -36,13 +68,13 @@ def places(trace: Trace, step: int, sequence: int) -> list[int]:
     return np.flatnonzero(np.asarray(trace.computed)[step, sequence]).tolist()
 
 
-def of_sequence(trace: Trace | None, sequence: int, length: int) -> Trace:
+def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) -> Trace:
     """The steps in which a sequence took part, of its last `length` positions, as if it had been alone."""
     assert trace is not None
     active = np.asarray(trace.active)[:, sequence]
-    ours = jax.tree_util.tree_map(np.asarray, trace)
+    ours: Any = jax.tree_util.tree_map(np.asarray, trace)
     pick = lambda a: a[active][:, sequence : sequence + 1, -length:]
-    tokens = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])
+    tokens: Any = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])
     return Trace(
         tokens=tokens[:, sequence : sequence + 1, -length:],
         computed=pick(ours.computed),
@@ -54,9 +86,22 @@ def of_sequence(trace: Trace | None, sequence: int, length: int) -> Trace:
     )
 
 
-def partial_steps(out: dj.Output) -> int:
+def partial_steps(out: Output) -> int:
     """How many steps left out a position of some sequence that took part."""
     assert out.trace is not None
     computed, active = np.asarray(out.trace.computed), np.asarray(out.trace.active)
     most = np.where(active, computed.sum(-1), 0).max(axis=0)  # everything but padding
     return int((active & (computed.sum(-1) < most)).any(axis=1).sum())
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of every program that XLA is asked for inside of the context, however small."""
+    seconds = []
+    compiled = "/jax/core/compile/backend_compile_duration"
+    listener = lambda event, duration_secs, **_: seconds.append(duration_secs) if event == compiled else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)

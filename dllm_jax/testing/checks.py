@@ -1,0 +1,352 @@
+"""What every cache policy and every sampler has to fulfil, as functions of a `Subject`.
+
+A subject compiles one program, a padded batch of two prompts, that most checks look at: with other batch
+mates, other weights at padding, other ids for the end of text. The rest need one or two programs each.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from dllm_jax.decoding.generate import generate, infill
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.plan import Inputs, Plan
+from dllm_jax.decoding.widths import step_widths
+from dllm_jax.nn.model import Model
+from dllm_jax.policies import Policy
+from dllm_jax.samplers import Candidates, Confidence, KeyNoise, Noise, RandomOrder, Sampler, Threshold
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.testing.models import cast, prompts, separate, tiny
+from dllm_jax.testing.runs import (
+    assert_close_scores,
+    assert_same_run,
+    compilations,
+    finite,
+    of_sequence,
+    partial_steps,
+)
+
+LENGTHS, LENGTH, BLOCK = (9, 5), 12, 6
+WIDE = (10**6,)  # no width is below the canvas: fewer kinds of steps, which compile sooner
+SEVERAL_AT_ONCE = Threshold(0.25)  # blocks of 6 take one to six steps, sequences differ
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A policy and a sampler under test, on a tiny model of one family.
+
+    Attributes:
+      policy: settings that bite on a canvas of some twenty positions.
+      sampler: what decodes.
+      family: of the model.
+      limit: settings that must reproduce the exact decoder; None skips the check.
+      limit_options: with which arguments of `generate` they must.
+      lossless: settings whose reuse is exact while the canvas does not change; None skips the check.
+    """
+
+    policy: Policy
+    sampler: Sampler = SEVERAL_AT_ONCE
+    family: str = "llada"
+    limit: Policy | None = None
+    limit_options: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lossless: Policy | None = None
+
+    @property
+    def model(self) -> Model:
+        """The family's tiny model."""
+        return tiny(self.family)
+
+    @functools.cached_property
+    def batch(self) -> Output:
+        """Two prompts of unequal length, with the policy's own widths: what most checks look at."""
+        return self.run()
+
+    def run(self, prompt: Any = None, mask: Any = None, **options: Any) -> Output:
+        """A generation, by default of `batch`; sequence i draws from the i-th key wherever it is run.
+
+        Args:
+          prompt: as in `generate`.
+          mask: `prompt_mask`.
+          **options: of `generate`, in place of the subject's; and `keys`, which of the keys are drawn from.
+        """
+        if prompt is None:
+            prompt, mask = prompts(self.model, LENGTHS)
+        options = dict(model=self.model, policy=self.policy, sampler=self.sampler, length=LENGTH) | options
+        drawn = options["sampler"].draws
+        own = options.pop("keys", slice(None))
+        key = jax.random.split(jax.random.key(7), len(LENGTHS))[own] if drawn else None
+        options = dict(block=BLOCK, prompt_mask=mask, key=key, trace=True) | options
+        return generate(options.pop("model"), prompt, **options)
+
+
+Check: TypeAlias = Callable[[Subject], None]
+
+
+# -- of policies -----------------------------------------------------------------------------------------
+
+
+def exact_limit(of: Subject):
+    """In its limit the policy decodes token for token as the exact decoder, and outside of it differs."""
+    if of.limit is None:
+        return
+    sampler = of.sampler if isinstance(of.sampler, RandomOrder) else Confidence()
+    options = dict(sampler=sampler, widths=WIDE) | dict(of.limit_options)
+    ours, exact = (of.run(policy=policy, **options) for policy in (of.limit, Policy()))
+    assert_same_run(ours.trace, exact.trace)
+    if of.policy.reuses:
+        scores = [finite(out.trace.score) for out in (of.batch, of.run(policy=Policy())) if out.trace]
+        apart = max(np.abs(ours - exact).max() for ours, exact in zip(*scores, strict=False))
+        assert apart > 1e-5, "nor does the policy differ outside of the limit, which then proves nothing"
+
+
+def reuse_is_exact_while_nothing_changes(of: Subject):
+    """A step that decodes nothing leaves the canvas as it was: stored values are what new ones would be."""
+    if of.lossless is None:
+        return
+    options = dict(length=4, block=4, steps=4, sampler=Frozen(), widths=WIDE)
+    ours, exact = (of.run(policy=policy, **options) for policy in (of.lossless, Policy()))
+    assert_close_scores(ours.trace, exact.trace, atol=2e-6)
+    assert ours.stats.computed.sum() < exact.stats.computed.sum(), "nothing was reused"
+
+
+class Frozen(Confidence):
+    """Never decodes anything."""
+
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        """Nothing."""
+        return jnp.zeros(candidates.score.shape, bool)
+
+
+def separate_layers_decode_as_stacked_ones(of: Subject):
+    """A list of layers stores and computes what a stack of them does."""
+    ours = of.run(model=separate(of.model), widths=WIDE)
+    assert_same_run(ours.trace, of.batch.trace, computed=True)
+    _assert_same_stats(ours, of.batch)
+
+
+def half_precision_decodes_everything(of: Subject):
+    """In bfloat16 nothing is left masked."""
+    _assert_nothing_masked(of, of.run(model=cast(of.model, jnp.bfloat16), widths=WIDE))
+
+
+def nothing_leaves_the_device_inside(of: Subject):
+    """The generation is one loop without callbacks."""
+    names = _primitives(traced(of).jaxpr.jaxpr)
+    assert "while" in names
+    outside = [n for n in names if "callback" in n or n in ("outfeed", "infeed", "device_put")]
+    assert not outside, f"the program calls {', '.join(outside)}"
+
+
+def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
+    """Copies of arrays as large as the cache stand only outside of loop bodies in the optimised program."""
+    as_users_compile = {"xla_cpu_use_fusion_emitters": True}
+    text = traced(of, apart).lower().compile(compiler_options=as_users_compile).as_text()
+    layout, streams = PROGRAM, 2 if of.sampler.cfg_scale else 1
+    cache = jax.eval_shape(lambda: of.policy.init(of.model.spec, layout, 2 * streams, jnp.float32))
+    cache = jax.eval_shape(lambda cache: cache.separate(), cache) if apart else cache
+    stores = {a.shape for a in jax.tree.leaves(cache) if a.dtype == jnp.float32 and a.ndim > 2}
+    assert bool(stores) == of.policy.reuses
+    for store in stores:
+        shape = f"f32[{','.join(map(str, store))}]"
+        assert shape in text, f"the cache {shape} is not where this check looks for it"
+        assert not (found := cache_copies_in_loops(text, shape)), f"every step copies {shape}: {found}"
+
+
+def cache_copies_in_loops(text: str, shape: str) -> list[str]:
+    """`copy` instructions of the shape in any computation of an HLO text but the entry."""
+    found, computation = [], ""
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and line.rstrip().endswith("{"):
+            computation = line
+        copies = re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)
+        if copies and not computation.startswith("ENTRY"):
+            found.append(line.strip())
+    return found
+
+
+# -- of policies and samplers ----------------------------------------------------------------------------
+
+
+def batch_mates_change_nothing(of: Subject):
+    """A sequence decodes the same beside another one, and alone without the padding of the batch."""
+    prompt, mask = prompts(of.model, LENGTHS)
+    others, _ = prompts(of.model, LENGTHS, seed=5)
+    for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
+        theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
+        ours = [of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
+        assert_same_run(*ours, computed=True)
+    alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2))
+    assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
+    _assert_same_stats(alone, of.batch, sequence=1)
+    assert bool(partial_steps(of.batch)) == of.policy.reuses, "every step computed every position"
+
+
+def padding_is_inert(of: Subject):
+    """Another pad id, whose embedding is NaN, changes nothing."""
+    prompt, mask = prompts(of.model, LENGTHS)
+    poison = min(set(range(of.model.spec.vocab)) - set(np.unique(of.batch.tokens).tolist()))
+    embed = of.model.params["embed"].at[poison].set(jnp.nan)
+    poisoned = dataclasses.replace(of.model, params={**of.model.params, "embed": embed})
+    other = of.run(np.where(mask, prompt, poison), mask, model=poisoned)
+    right = lambda trace: trace._replace(tokens=np.asarray(trace.tokens)[..., max(LENGTHS) :])
+    assert other.trace is not None
+    assert of.batch.trace is not None
+    assert_same_run(right(other.trace), right(of.batch.trace))
+    assert_close_scores(other.trace, of.batch.trace, atol=1e-6)
+
+
+def one_program_per_setting(of: Subject):
+    """Another object of the same settings, and other prompts, find the program that there is."""
+    assert of.batch is not None
+    prompt, mask = prompts(of.model, LENGTHS, seed=3)
+    same = dict(policy=dataclasses.replace(of.policy), sampler=dataclasses.replace(of.sampler))
+    with compilations() as compiled:
+        of.run(prompt, mask, **same)
+    assert not compiled, f"{len(compiled)} programs were compiled anew"
+
+
+def widths_change_nothing(of: Subject):
+    """Other static widths of partial steps give the same run."""
+    other = of.run(widths=(2, 9))
+    assert_same_run(other.trace, of.batch.trace, computed=True)
+    assert_close_scores(other.trace, of.batch.trace, atol=1e-5)
+    _assert_same_stats(other, of.batch)
+
+
+def guidance_has_streams_of_its_own(of: Subject):
+    """A guidance of almost 0 gives the plain run, a strong one another."""
+    guided = lambda scale: of.run(sampler=dataclasses.replace(of.sampler, cfg_scale=scale), widths=WIDE)
+    faint, strong = guided(1e-12), guided(3.0)
+    # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding.
+    assert_same_run(faint.trace, of.batch.trace)
+    assert_close_scores(faint.trace, of.batch.trace, atol=1e-5)
+    first = lambda out: (np.asarray(out.trace.proposed)[0], finite(out.trace.score)[0])
+    differs = (a != b for a, b in zip(first(faint), first(strong), strict=True))
+    assert any(map(np.any, differs)), "a strong guidance changes nothing"
+
+
+def stopping_keeps_the_answer(of: Subject):
+    """With `stop_at_eos` a sequence ends early, and its answer is that of the full run."""
+    # A token of the first block changes places with the end-of-text: in the weights, so no program changes.
+    spec, width = of.model.spec, max(LENGTHS)
+    ids, token = np.arange(spec.vocab), int(of.batch.tokens[0, width + 2])
+    ids[[spec.eos_id, token]] = token, spec.eos_id
+    tables = {name: of.model.params[name][ids] for name in ("embed", "head")}
+    model = dataclasses.replace(of.model, params={**of.model.params, **tables})
+    prompt, mask = prompts(of.model, LENGTHS)
+    full, stopped = (of.run(ids[prompt], mask, model=model, stop_at_eos=stop) for stop in (False, True))
+    for sequence in range(len(prompt)):
+        answer = np.asarray(full.tokens)[sequence, width:].tolist()
+        end = answer.index(spec.eos_id) + 1 if spec.eos_id in answer else len(answer)
+        np.testing.assert_array_equal(stopped.tokens[sequence, width : width + end], answer[:end])
+        assert stopped.stats.answer[sequence] == full.stats.answer[sequence] == end - (spec.eos_id in answer)
+    assert of.sampler.draws or stopped.stats.nfe[0] < full.stats.nfe[0], "sequence 0 does not end early"
+    _assert_nothing_masked(of, stopped)
+
+
+def infilling_fills_the_masks_and_nothing_else(of: Subject):
+    """Masks anywhere in a template are filled, by a schedule that does not divide them."""
+    template, _ = prompts(of.model, (12, 12))
+    template[0, [0, 3, 7]] = template[1, [5, 6]] = of.model.spec.mask_id
+    key = jax.random.key(7) if of.sampler.draws else None
+    filled = infill(of.model, template, steps=5, policy=of.policy, sampler=of.sampler, key=key, widths=WIDE)
+    hole = template == of.model.spec.mask_id
+    np.testing.assert_array_equal(np.asarray(filled.tokens)[~hole], template[~hole])
+    _assert_nothing_masked(of, filled)
+
+
+# -- of samplers -----------------------------------------------------------------------------------------
+
+
+def only_scored_masks_are_decoded(of: Subject):
+    """A step decodes masks up to the end of the block that had a score, gives them the proposed token, and
+    the block ends within the sampler's own limit of steps."""
+    trace, mask_id = of.batch.trace, of.model.spec.mask_id
+    assert trace is not None
+    tokens = np.asarray(trace.tokens)
+    for step, (before, after) in enumerate(itertools.pairwise(tokens)):
+        decoded = (before == mask_id) & (after != mask_id)
+        changed = before != after if not of.sampler.verifies else decoded
+        scored = np.isfinite(np.asarray(trace.score)[step])
+        for sequence, position in zip(*np.nonzero(changed), strict=True):
+            where = f"step {step}, sequence {sequence}, position {position}"
+            assert decoded[sequence, position], f"{where}: a decoded token was changed"
+            assert scored[sequence, position], f"{where}: decoded without a score"
+            assert after[sequence, position] == np.asarray(trace.proposed)[step, sequence, position], where
+    most = of.sampler.max_steps(Layout.of(max(LENGTHS), LENGTH, BLOCK))
+    assert int(np.asarray(of.batch.stats.nfe).max()) <= most, f"more than max_steps={most}"
+    if not of.sampler.allow_mask_token:
+        _assert_nothing_masked(of, of.batch)
+
+
+POLICY_CHECKS: tuple[Check, ...] = (
+    exact_limit,
+    reuse_is_exact_while_nothing_changes,
+    batch_mates_change_nothing,
+    padding_is_inert,
+    one_program_per_setting,
+    widths_change_nothing,
+    separate_layers_decode_as_stacked_ones,
+    half_precision_decodes_everything,
+    guidance_has_streams_of_its_own,
+    stopping_keeps_the_answer,
+    infilling_fills_the_masks_and_nothing_else,
+    nothing_leaves_the_device_inside,
+    no_copy_of_the_cache_inside_the_loop,
+)
+SAMPLER_CHECKS: tuple[Check, ...] = (
+    only_scored_masks_are_decoded,
+    batch_mates_change_nothing,
+    padding_is_inert,
+    one_program_per_setting,
+    widths_change_nothing,
+    guidance_has_streams_of_its_own,
+    stopping_keeps_the_answer,
+    infilling_fills_the_masks_and_nothing_else,
+)
+
+
+# -- what several of them use ----------------------------------------------------------------------------
+
+PROGRAM = Layout(prompt=24, response=16, block=4, steps=16)
+
+
+@functools.lru_cache(maxsize=4)
+def traced(of: Subject, apart: bool = False) -> Any:
+    """The generation, traced for abstract arguments; `apart` for separate layers."""
+    model = jax.eval_shape(separate if apart else lambda model: model, of.model)
+    keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
+    noise = jax.eval_shape(keys) if of.sampler.draws else None
+    plan = Plan(of.policy, of.sampler, PROGRAM, step_widths(of.policy, model.spec, PROGRAM))
+    shape = 2, PROGRAM.length
+    tokens, valid = jax.eval_shape(lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+    return denoise.trace(model, Inputs(tokens, valid, noise), plan)
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """Names of all primitives in a jaxpr and everything it calls."""
+    names = {equation.primitive.name for equation in jaxpr.eqns}
+    inner = (jaxpr for equation in jaxpr.eqns for jaxpr in jax.extend.core.jaxprs_in_params(equation.params))
+    return names.union(*map(_primitives, inner))
+
+
+def _assert_nothing_masked(of: Subject, out: Output):
+    left = np.argwhere(np.asarray(out.tokens) == of.model.spec.mask_id)
+    assert not len(left), f"sequence {left[0][0]}, position {left[0][1]}: still masked at the end"
+
+
+def _assert_same_stats(ours: Output, theirs: Output, sequence: int | None = None):
+    for name, a, b in zip(ours.stats._fields, ours.stats, theirs.stats, strict=True):
+        b = b if sequence is None else b[sequence : sequence + 1]
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"stats.{name}")

@@ -1,0 +1,90 @@
+"""Tiny random models of every family, which a CPU compiles in seconds."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.nn import parameters
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+
+_LLADA = ModelSpec(
+    family="llada", layers=2, width=32, heads=4, kv_heads=4, head=8, hidden=48, vocab=61, mask_id=59,
+    eos_id=57, eot_id=58, rope_base=5e5, norm_eps=1e-5, qkv_bias=False, tied=False, shifted=False,
+    rope_in_f32=True, pad_rows_attend=True,
+)  # fmt: skip
+_DREAM = dataclasses.replace(
+    _LLADA, family="dream", kv_heads=2, rope_base=1e6, norm_eps=1e-6, qkv_bias=True, shifted=True,
+    rope_in_f32=False, pad_rows_attend=False,
+)  # fmt: skip
+_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM)}
+FAMILIES = tuple(_SPECS)
+
+
+def spec(family: str, **changes: Any) -> ModelSpec:
+    """The family's tiny spec with some fields changed.
+
+    Raises:
+      ValueError: there is no such family.
+    """
+    if family not in _SPECS:
+        raise ValueError(f"family={family!r} must be one of {', '.join(FAMILIES)}")
+    return dataclasses.replace(_SPECS[family], **changes)
+
+
+@functools.cache
+def tiny(family: str, **spec_changes: Any) -> Model:
+    """A float32 model with random weights: the same for the same arguments, on every platform."""
+    described = spec(family, **spec_changes)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(parameters.abstract(described))
+    params = [_weight(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves]
+    return Model(jax.tree.unflatten(tree, params), described)
+
+
+def separate(model: Model) -> Model:
+    """The same model with a list of layers."""
+    return dataclasses.replace(model, params=parameters.separate(model.params))
+
+
+def cast(model: Model, dtype: Any) -> Model:
+    """The same model in another dtype."""
+    return dataclasses.replace(model, params=jax.tree.map(lambda a: a.astype(dtype), model.params))
+
+
+def random_tokens(spec: ModelSpec, *shape: int, seed: int = 0) -> Int[np.ndarray, "..."]:
+    """Ordinary ids: neither mask nor end-of-text nor end-of-turn."""
+    ordinary = min(i for i in (spec.mask_id, spec.eos_id, spec.eot_id) if i is not None)
+    return np.random.default_rng(seed).integers(0, ordinary, shape, dtype=np.int32)
+
+
+def prompts(
+    model: Model, lengths: tuple[int, ...] = (9, 9), seed: int = 0
+) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"]]:
+    """Random prompts, left-padded with the end-of-text id, and their mask."""
+    width = max(lengths)
+    ids = np.random.default_rng(seed).integers(0, model.spec.vocab - 20, (len(lengths), width))
+    mask = np.arange(width) >= width - np.asarray(lengths)[:, None]
+    return np.where(mask, ids, model.spec.eos_id), mask
+
+
+def _weight(path: str, shape: tuple[int, ...]) -> Array:
+    """Seeded by its name; scaled so that attention is peaked and logits spread by about 2."""
+    rng = np.random.default_rng(zlib.crc32(path.encode()))
+    drawn = rng.standard_normal(shape)
+    if "norm" in path:
+        drawn = 1 + 0.2 * drawn
+    elif "bias" in path:
+        drawn = 0.5 * drawn
+    elif "head" in path:
+        drawn = 2 * drawn / math.sqrt(shape[-1])
+    elif "layers" in path:
+        inputs = math.prod(shape[1:-1]) if "'o'" in path else shape[1]
+        drawn = 1.5 * drawn / math.sqrt(inputs)
+    return jnp.asarray(drawn, jnp.float32)
