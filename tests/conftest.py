@@ -4,7 +4,6 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import zlib
 
 # Emitting fusions through MLIR is half of the time that XLA takes for our programs on a CPU: an ElasticCache
 # trace took 15.7 CPU seconds with it and 8.6 without. Splitting a program for several threads takes another
@@ -23,10 +22,20 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ROTATED = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
+ACROSS = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
 FORM_OF_LAYERS = (
     "dllm_jax.nn.parameters.separate_is_faster",
     "dllm_jax.checkpoint.loading.separate_is_faster",
+)
+# Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
+SEPARATE = "convert_crash", "embedded", "export", "readme", "suffix", "wheel"
+# Where shapes and dtypes of all calls are checked: every room is called by one of these.
+ANNOTATED = (
+    *("analysis_capture", "attention", "cache", "canvas", "chat", "convert", "engine", "eval_runner", "int8"),
+    *("eviction_attending", "eviction_online", "interventions", "likelihood", "load", "lora", "rows"),
+    *("policy_d2cache", "policy_dllm_cache", "policy_elastic", "policy_maskkv", "policy_sparse_dllm"),
+    *("prompt_embeds", "selection", "stream", "training_loss", "training_objectives", "training_run"),
+    *("trajectory", "vision"),
 )
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
@@ -48,42 +57,40 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every combination of the tests marked `rotate` and those marked `exhaustive`, "
+        help="run every combination of the tests marked `diagonal` and those marked `exhaustive`, "
         "and draw new examples for property tests",
     )
 
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "rotate(every=1): runs in part, see conftest.py; all with --exhaustive"
+        "markers", "diagonal(every=1, start=0): runs in part, see conftest.py; all with --exhaustive"
     )
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
     hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of what `ROTATED` names one runs in tests marked `rotate`, another in the next.
+    """Of tests marked `diagonal`, the i-th policy runs in the i-th of the combinations that `ACROSS` names.
 
-    With `every=n` this is so for every n-th policy only, other ones in the next test; for one if there are
-    fewer than n. Tests marked `exhaustive` do not run.
+    With `every=n`, only the policies number start, start + n, start + 2n, ... run. Tests marked `exhaustive`
+    do not run. With --exhaustive everything does.
     """
     if config.getoption("exhaustive"):
         return
-    groups = {}
+    tests = {}
     for item in items:
-        if mark := item.get_closest_marker("rotate"):
+        if mark := item.get_closest_marker("diagonal"):
             params = item.callspec.params if hasattr(item, "callspec") else {}
-            key = item.originalname, *(_name(v) for k, v in params.items() if k not in ROTATED)
-            groups.setdefault((item.originalname, mark.kwargs.get("every", 1)), {}).setdefault(
-                key, []
-            ).append(item)
+            policy = tuple(_name(value) for name, value in params.items() if name not in ACROSS)
+            _, combinations = tests.setdefault((item.path, item.originalname), (mark.kwargs, {}))
+            combinations.setdefault(policy, []).append(item)
     left_out = {item for item in items if item.get_closest_marker("exhaustive")}
-    for (name, every), policies in groups.items():
-        every = min(every, len(policies))
-        for i, (key, group) in enumerate(policies.items()):
-            turn = (i + zlib.crc32(name.encode())) % every == 0
-            chosen = zlib.crc32(" ".join(key).encode()) % len(group) if turn else None
-            left_out |= {item for j, item in enumerate(group) if j != chosen}
+    for options, policies in tests.values():
+        every, start = options.get("every", 1), options.get("start", 0)
+        for i, combinations in enumerate(policies.values()):
+            runs = i % every == start % every
+            left_out |= {c for j, c in enumerate(combinations) if not runs or j != i % len(combinations)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
@@ -103,27 +110,29 @@ def forget_programs():
 
 @pytest.fixture(autouse=True)
 def annotations_in_part(request):
-    """Shapes and dtypes are checked in every third test, or in all with --exhaustive.
+    """Shapes and dtypes are checked in the files of `ANNOTATED`, or in all with --exhaustive.
 
     Checking them takes a seventh of the time that a test takes, and most functions are called by many tests.
     """
-    turn = zlib.crc32(request.node.nodeid.encode()) % 3
-    if turn and not request.config.getoption("exhaustive"):
+    name = request.path.stem.removeprefix("test_")
+    checked = name in ANNOTATED or name.startswith("samplers")
+    if not checked and not request.config.getoption("exhaustive"):
         request.getfixturevalue("unannotated")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def layers_in_one_stack(request):
-    """Checkpoints load as for TPUs, with stacked layers, in two of three files, or in none with --exhaustive.
+    """Checkpoints load as for TPUs, layers stacked, but in the files of `SEPARATE` and with --exhaustive.
 
     One body for all layers compiles in half the time. In the other files they load as CPUs read them faster.
     """
     # Not before pytest has begun: annotations of what is imported earlier are not checked.
     from dllm_jax.nn.parameters import separate_is_faster
 
-    turn = zlib.crc32(request.path.name.encode()) % 3
     with pytest.MonkeyPatch.context() as patch:
-        if turn and not request.config.getoption("exhaustive"):
+        if request.path.stem.removeprefix("test_") not in SEPARATE and not request.config.getoption(
+            "exhaustive"
+        ):
             for name in FORM_OF_LAYERS:
                 patch.setattr(name, lambda platform: False)
         yield separate_is_faster

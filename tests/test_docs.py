@@ -46,7 +46,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_examples_are_exact_in_their_limits(printed, name, family):
@@ -61,7 +61,7 @@ def test_the_examples_are_exact_in_their_limits(printed, name, family):
     assert np.abs(finite(ours.trace.score) - finite(exact.trace.score)).max() > 1e-4
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LIMITS)
 def test_sequences_of_a_batch_equal_them_alone_in_the_examples(printed, name, family):

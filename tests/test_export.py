@@ -35,7 +35,7 @@ def test_an_exported_generation_gives_what_it_gives_here(form):
         np.testing.assert_allclose(exported, leaf, rtol=1e-5)  # scores; all else is whole numbers
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.diagonal(every=6, start=1)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_every_policy_is_exported(policy, family):

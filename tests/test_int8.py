@@ -101,7 +101,7 @@ def test_quantising_holds_a_piece_in_float32(monkeypatch):
         assert peak < array.size + 16 * 2**14  # the values; a few pieces
 
 
-@pytest.mark.rotate(every=4)
+@pytest.mark.diagonal(every=4, start=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
 def test_converted_and_loaded_is_loaded_as_int8(tmp_path, spec, dtype):

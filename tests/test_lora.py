@@ -82,7 +82,7 @@ def test_fresh_adapters_change_nothing_and_come_off_again(family):
     assert not any(np.any(matrix.b) for matrix in adapted(apart.params))
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", [STACKED, separate], ids=["stacked", "separate"])
 def test_merged_matrices_compute_the_same(family, form):

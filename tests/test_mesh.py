@@ -57,7 +57,7 @@ def assert_same(ours: dj.Output, alone: dj.Output):
             np.testing.assert_array_equal(ours_leaf, leaf)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.diagonal(every=6, start=4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
@@ -73,7 +73,7 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.25)], ids=short)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", [policies.DualCache()], ids=short)
@@ -160,7 +160,7 @@ def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Interv
     )
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("mesh", ["dp=2 tp=2", "tp=2", "dp=2"])
@@ -176,7 +176,7 @@ def test_interventions_over_a_mesh(mesh, types, family):
     assert not np.array_equal(want.trace.score, without.trace.score), "nothing was changed"
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize(("mesh", "batch"), [("dp=2 tp=2", 3), ("tp=2", 3), ("dp=2", 4)])

@@ -42,7 +42,7 @@ def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
     return dataclasses.replace(model, params={**model.params, "embed": embed})
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.diagonal(every=6, start=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", KINDS, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

@@ -39,7 +39,7 @@ def assert_equal_responses(ours, theirs, prompt: int):
         np.testing.assert_array_equal(one[..., last], other[..., last], err_msg=name)
 
 
-@pytest.mark.rotate(every=6)
+@pytest.mark.diagonal(every=6, start=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
@@ -55,7 +55,7 @@ def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     np.testing.assert_array_equal(np.asarray(ours.tokens)[:, : ids.shape[1]], given)
 
 
-@pytest.mark.rotate(every=13)
+@pytest.mark.diagonal(every=13, start=10)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy, family):

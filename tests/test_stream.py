@@ -44,7 +44,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
-@pytest.mark.rotate(every=13)
+@pytest.mark.diagonal(every=13, start=7)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

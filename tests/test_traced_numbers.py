@@ -172,7 +172,7 @@ def test_guidance_of_likelihoods_compiles_once():
 # -- the same bits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.rotate(every=5)
+@pytest.mark.diagonal(every=5, start=9)
 @pytest.mark.parametrize(("policy", "sampler"), CASES, ids=short)
 def test_bits_are_those_of_a_program_with_constants(policy, sampler):
     jax.tree.map(np.testing.assert_array_equal, run(policy, sampler), run_with_constants(policy, sampler))

@@ -41,7 +41,7 @@ def by_hand(model: dj.Model, trace: Trace, temperature: float = 1.0) -> tuple[np
     return log_prob, at
 
 
-@pytest.mark.rotate
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", RUNS)
 def test_plain_forwards_give_the_same(family, name):

@@ -40,7 +40,7 @@ def processor(path):
     return Processor.load(path, at_once=4)
 
 
-@pytest.mark.rotate(every=7)
+@pytest.mark.diagonal(every=7)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, processor, policy):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, samplers.Confidence()))
@@ -108,7 +108,7 @@ def test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing():
 STOPPED = (samplers.Confidence(), samplers.Threshold(0.2))
 
 
-@pytest.mark.rotate(every=9)
+@pytest.mark.diagonal(every=9)
 @pytest.mark.parametrize("sampler", STOPPED, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
 def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
