@@ -89,38 +89,25 @@ def test_what_cannot_be_compared_is_refused():
         compare(record({"t": [1]}), record({"t": [1]}), confidence=1.0)
 
 
-def test_a_result_of_lm_eval_is_refused_by_name(tmp_path):
-    path = tmp_path / "results_2026.json"
-    path.write_text('{"results": {"gsm8k": {"exact_match,none": 0.5}}, "lm_eval_version": "0.4.13"}')
-    with pytest.raises(ValueError, match=r"results_2026\.json is a result of lm_eval"):
-        read(path)
-
-
 def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
     path = tmp_path / "tasks-Policy.json"
-    whole = read(written(path))
+    options = cli.Options(decoding=Decoding(length=4, block=2), out=tmp_path)
+    assert cli.run_tasks(options, "FewShot", (5,), 1) == 0
+    whole = read(path)
+    row = whole["requests"][0]
     for change, reason in (
         ({"requests": [1]}, r"tasks-Policy\.json: requests\[0\] is no object"),
         ({"requests": [{"id": "0"}]}, r"requests\[0\] lacks 'key'"),
-        ({"requests": [whole["requests"][0] | {"score": "x"}]}, r"requests\[0\]: score='x' is no float"),
+        ({"requests": [row | {"score": "x"}]}, r"requests\[0\]: score='x' is no float"),
+        ({"requests": [{k: v for k, v in row.items() if k != "cold"}]}, r"requests\[0\] lacks 'cold'"),
         ({"requests": {}}, r"requests=\{\} is no list"),
+        ({"decoding": None}, "decoding=None is no dict"),
         ({"format": 1}, "is not a result of dllm_jax.eval, format 3"),
+        ({"lm_eval_version": "0.4.13"}, r"tasks-Policy\.json is a result of lm_eval"),
     ):
         path.write_text(json.dumps(whole | change))
         with pytest.raises(ValueError, match=reason):
             read(path)
-    path.write_text(json.dumps({name: value for name, value in whole.items() if name != "decoding"}))
-    with pytest.raises(ValueError, match="lacks 'decoding'"):
-        read(path)
-
-
-def written(path):
-    """A record of a run."""
-    assert (
-        cli.run_tasks(cli.Options(decoding=Decoding(length=4, block=2), out=path.parent), "FewShot", (5,), 1)
-        == 0
-    )
-    return path
 
 
 def test_the_bootstrap_draws_what_it_should():

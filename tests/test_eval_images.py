@@ -19,69 +19,34 @@ from dllm_jax.vision import Processor
 from tests import llada_v
 from tests.test_vision import picture
 
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "score"),
-    [
-        ("105", "100", 1),
-        ("105.1", "100", 0),
-        ("95", "100", 1),
-        ("-100", "100", 0),
-        ("50%", "0.5", 1),
-        ("50", "50%", 0),  # as published: a percentage is a number of its own
-        ("0", "0", 1),
-        ("0.0", "0", 0),  # against zero, texts are compared
-        ("nan", "3", 0),
-        ("Blue", "blue", 1),
-        ("light blue", "blue", 0),
-        ("3", "three", 0),
-        ("1,000", "1000", 0),
-        ("", "x", 0),
-    ],
-)
-def test_relaxed_accuracy(answer, reference, score):
-    assert metrics.relaxed(answer, reference) == score
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "score"),
-    [
-        ("Dr.  Smith", "dr. smith", 1),
-        ("smith", "smithy", 5 / 6),
-        ("ab", "ax", 1 / 2),
-        ("abc", "axx", 0),
-        ("abcde", "edcba", 0),
-        ("", "x", 0),
-    ],
-)
-def test_anls(answer, reference, score):
-    assert metrics.anls(answer, reference) == pytest.approx(score)
-    assert metrics.anls(reference, answer) == pytest.approx(score)
-
-
+RELAXED = [
+    ("105", "100", 1), ("105.1", "100", 0), ("95", "100", 1), ("-100", "100", 0), ("50%", "0.5", 1),
+    ("50", "50%", 0),  # as published: a percentage is a number of its own
+    ("0", "0", 1), ("0.0", "0", 0),  # against zero, texts are compared
+    ("nan", "3", 0), ("Blue", "blue", 1), ("light blue", "blue", 0), ("3", "three", 0), ("1,000", "1000", 0),
+    ("", "x", 0),
+]  # fmt: skip
+ANLS = [
+    ("Dr.  Smith", "dr. smith", 1), ("smith", "smithy", 5 / 6), ("ab", "ax", 1 / 2), ("abc", "axx", 0),
+    ("abcde", "edcba", 0), ("", "x", 0),
+]  # fmt: skip
 CHOICES = ("a cat", "a dog", "I see none")
+CHOSEN = [
+    ("B", "B"), ("(B)", "B"), ("B. a cat", "B"), ("B: it barks", "B"), ("It is (C), not A", "C"),
+    ("A dog", "B"), ("the answer is C", "C"), ("I see none", "C"), ("D", None), ("Be quick", None),
+    ("A's", None), ("", None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("answer", "letter"),
-    [
-        ("B", "B"),
-        ("(B)", "B"),
-        ("B. a cat", "B"),
-        ("B: it barks", "B"),
-        ("It is (C), not A", "C"),
-        ("A dog", "B"),
-        ("the answer is C", "C"),
-        ("I see none", "C"),
-        ("D", None),
-        ("Be quick", None),
-        ("A's", None),
-        ("", None),
-    ],
-)
-def test_the_choice_that_an_answer_names(answer, letter):
-    assert metrics.chosen(answer, CHOICES) == letter
-    assert metrics.letter(answer, "B", CHOICES) == (letter == "B")
+def test_scores():
+    for answer, reference, score in RELAXED:
+        assert metrics.relaxed(answer, reference) == score, (answer, reference)
+    for answer, reference, score in ANLS:
+        assert metrics.anls(answer, reference) == pytest.approx(score), (answer, reference)
+        assert metrics.anls(reference, answer) == pytest.approx(score), (answer, reference)
+    for answer, letter in CHOSEN:
+        assert metrics.chosen(answer, CHOICES) == letter, answer
+        assert metrics.letter(answer, "B", CHOICES) == (letter == "B"), answer
 
 
 def sample(question: str = "Q?", answers: tuple[str, ...] = ("B",), choices: tuple[str, ...] = ()) -> Sample:
@@ -234,24 +199,18 @@ def test_a_run_from_the_command_line(path, folder, tmp_path, monkeypatch, capsys
     assert "suppress_tokens=(257, 256, 258, 259)" in dual["decoding"]["sampler"]
     assert dual["totals"]["computed"] < exact["totals"]["computed"]
 
-    # Each question alone, through `chat`: its images before it, unless it says where they stand.
+    # The same questions in one batch, through `chat`: images before them, unless they say where those stand.
     model, processor = dj.load(path), Processor.load(path)
     images = [[folder / "a.png"], [folder / "b.png", folder / "a.png"], [folder / "b.png"]]
     places = ["<image>\n", "<image> <image>\n", ""]
     ending = "\nAnswer the question with a single word. /no_think"
-    for row, asked, files, before in zip(dual["requests"], QUESTIONS, images, places, strict=True):
-        content = before + asked["question"] + ending
-        answer = dj.chat(
-            model,
-            processor,
-            [{"role": "user", "content": content, "images": files}],
-            stop=["\n", "<|eot_id|>"],
-            length=8,
-            block=4,
-            policy=dj.policies.DualCache(),
-        )
-        assert (row["error"], row["answer"]) == (None, answer)
-        assert row["prompt_tokens"] > 16 * len(files)
+    shape = dict(stop=["\n", "<|eot_id|>"], length=8, block=4, policy=dj.policies.DualCache())
+    said = [
+        [{"role": "user", "content": before + asked["question"] + ending, "images": files}]
+        for asked, files, before in zip(QUESTIONS, images, places, strict=True)
+    ]
+    assert [row["answer"] for row in dual["requests"]] == dj.chat(model, processor, said, **shape)
+    assert all(row["prompt_tokens"] > 16 * len(i) for row, i in zip(dual["requests"], images, strict=True))
 
     # The same questions with their answers as the right ones: nothing is decoded, everything is scored.
     # Random weights may answer with white space, which no question has: that stays wrong, like the last.
@@ -323,29 +282,24 @@ def test_whatever_an_answer_depends_on_is_in_its_key(path, folder):
         Runner(lm, Decoding(length=4)).key(made.request("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
 
 
-def test_text_and_images_go_through_one_runner(path, folder):
-    """A question without images is answered as a runner for text does, in a batch of its own."""
-    lm = Checkpoint(str(path)).open()
-    pictured = PicturedRunner.of(Runner(lm, Decoding(length=4, batch=2)), Processor.load(path))
-    plain = Runner(lm, pictured.decoding)
-    image = pictured.request("i", "Q?", [str(folder / "a.png")], 4, (), "")
-    text = Request("t", tuple(30 + i % 20 for i in range(len(image.prompt))), 4)
-    mine, other = pictured.run([text, image])
-    assert (mine["key"], mine["answer"]) == (plain.key(text), plain.run([text])[0]["answer"])
-    assert other["error"] is None
+def test_text_and_images_go_through_one_runner_and_end_at_stops(path, folder, monkeypatch):
+    """A question without images is answered as a runner for text does, in a batch of its own.
 
-
-def test_answers_end_at_a_stop_as_in_the_released_code(path, folder, monkeypatch):
-    """Stops end the decoding, the end of turn being the last of them."""
+    Stops end the decoding as in the released code, the end of turn being the last of them.
+    """
     lm, found = Checkpoint(str(path)).open(), []
     pictured = PicturedRunner.of(Runner(lm, Decoding(length=4, batch=2)), Processor.load(path))
     request = pictured.request("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
+    text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
     generate = runner_module.generate
-    spy = lambda *args, **options: found.append(options["stop"]) or generate(*args, **options)
+    spy = lambda *args, **options: found.append(options.get("stop")) or generate(*args, **options)
     monkeypatch.setattr(runner_module, "generate", spy)
-    assert pictured.run([request])[0]["error"] is None
-    assert found == [[lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]]]
+    mine, other = pictured.run([text, request])
+    assert other["error"] is None
+    assert found == [None, [lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]]]
+    plain = Runner(lm, pictured.decoding)
+    assert (mine["key"], mine["answer"]) == (plain.key(text), plain.run([text])[0]["answer"])
 
     # An end of turn in front of the stop, where a later one was found first, is left out of the text.
     x, y, z = (lm.tokenizer.encode(word)[0] for word in "xyz")
