@@ -16,7 +16,7 @@ from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import Checkpoint, identity_in_memory
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.tuning import Candidate, search
+from dllm_jax.eval.tuning import Candidate, exact_match, search
 from dllm_jax.published.preset import read
 from dllm_jax.tasks import FewShot, examples
 
@@ -66,11 +66,17 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
 
     # Nor does it matter that there is a journal, or that programs are forgotten before they use up the
     # process's memory maps, and compiled again.
-    forgotten = []
+    forgotten, asked = [], []
     monkeypatch.setattr(search, "MANY_MAPS", -1)
     monkeypatch.setattr(search.jax, "clear_caches", lambda: forgotten.append(1))
-    assert tuned(lm) == whole
+    score = lambda answer, question: asked.append(question) or exact_match(answer, question)
+    assert tuned(lm, score=score) == whole
     assert len(forgotten) == 3 * 3
+
+    # Rounds hold a mixture of questions, not those that come first in the list; the callers' own objects.
+    assert set(asked[:4]) != set(QUESTIONS[:4])
+    assert all(question in QUESTIONS for question in asked)
+    assert set(asked) == set(QUESTIONS)
 
 
 def test_measured_time_is_of_answers_without_compilation(lm, tmp_path):

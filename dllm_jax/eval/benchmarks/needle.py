@@ -69,9 +69,11 @@ class Needle:
             )
         if not 0 <= depth <= 100:
             raise ValueError(f"depth={depth} must lie in [0, 100]")
+        # Cut in tokens and put together again as text, like both published protocols.
         hay = (list(haystack) * -(-room // len(haystack)))[:room]
         at = int(len(hay) * depth / 100)
         context = tokenizer.decode([*hay[:at], *needle, *hay[at:]], skip_special_tokens=True)
+        # In one pass, so that braces in the haystack stay what they are.
         fields = {"{context}": context, "{question}": self.question}
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
 
@@ -91,6 +93,7 @@ class Needle:
             return 1.0
         from rapidfuzz.distance import Levenshtein
 
+        # OpenCompass: white space aside, a fifth of the similarity at most without the keyword.
         ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
         longest = max(len(ours), len(wanted))
         return 0.2 * (1 - Levenshtein.distance(ours, wanted) / longest) if longest else 0.2

@@ -86,6 +86,7 @@ def grid(
         rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # whatever else is in the grid
         task, pairs = needle(length)
         wanted = round(depth / 100 * (pairs - 1))
+        # Examples are drawn until one asks for the pair at the depth: none of them is made to measure.
         drawn = (task.example(rng, pairs, "held_out") for _ in itertools.count())
         matching = (example for example in drawn if asked_pair(example) == wanted)
         cells += [(length, depth, example) for example in itertools.islice(matching, repeats)]

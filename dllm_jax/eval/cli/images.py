@@ -69,6 +69,7 @@ def run_images(
         )
         return PicturedRunner.of(runner, processor)
 
+    # Whatever of a processor's options changes an answer is in the record.
     settings = {
         **dataclasses.asdict(kind),
         "data_sha256": sha256(data),

@@ -83,6 +83,7 @@ class Options:
             runners[text] = ready(Runner(lm, decoding, progress))
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
+        # A part has no result of its own: its journal goes into that of the whole.
         if part.count > 1:
             for runner in runners.values():
                 runner.run([one for one in ask(runner) if part.holds(runner.key(one))], journal)

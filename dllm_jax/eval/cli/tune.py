@@ -85,6 +85,7 @@ def run_tune(
     }
     about = record.provenance(Runner(lm, exact_decoding(decoding, lm.tokenizer, asked)))
     title = task.partition("(")[0] if questions is None else questions.stem
+    # A preset that cannot be written is found out before any file is.
     toml = tuned.preset_toml(title)
     head = {"format": FORMAT, "kind": "tune", "settings": settings, **about}
     write_json(out / "tune.json", head | tuned.described())

@@ -72,6 +72,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
       ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does
         not use, or a value that `Arguments`, `Checkpoint`, `Decoding` or the preset refuses.
     """
+    # The fields of three classes stand side by side on lm_eval's command line.
     names = lambda kind, *other: [f.name for f in dataclasses.fields(kind) if f.name not in other]
     checkpoint, decoding = names(Checkpoint, "model"), names(Decoding, "batch", "policy", "sampler")
     own = names(Arguments, "checkpoint", "decoding")
@@ -101,6 +102,7 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
         if preset.count("/") != 1:
             raise ValueError(f"preset={preset!r} must be 'checkpoint/task'")
         chosen |= presets.recipe(*preset.split("/")).options()
+    # A preset's steps are those of its length: another length changes them in proportion.
     decoding = {name: value for name, value in decoding.items() if value is not None}
     if "length" in decoding and "steps" not in decoding and {"length", "steps"} <= chosen.keys():
         chosen["steps"] = rescaled(chosen["steps"], chosen["length"], decoding["length"])

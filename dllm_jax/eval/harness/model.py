@@ -98,6 +98,7 @@ class DllmJax(TemplateLM):
         """
         prompts = [self._request(i, *request.args) for i, request in enumerate(requests)]
         runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
+        # What does not fit any request's length is the user's mistake, not the request's failure.
         for length in sorted({prompt.length for prompt in prompts}):
             runner.decoding.at(length)  # refused before anything is decoded
         keys, args = [runner.key(prompt) for prompt in prompts], [request.args for request in requests]
@@ -111,6 +112,7 @@ class DllmJax(TemplateLM):
 
         Several requests, whose arguments are the cache's key, may share a hash.
         """
+        # The cache takes an answer per request, the journal one per hash.
         asked: dict[str, list[Any]] = {}
         for key, known in zip(keys, args, strict=True):
             asked.setdefault(key, []).append(known)
@@ -139,6 +141,7 @@ class DllmJax(TemplateLM):
             LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
         until = task.get("until") or []
         prompt = self.tok_encode(self.arguments.prefix(self.tokenizer) + context)
+        # As lm_eval's own models do, a prompt that is too long loses its beginning.
         if self.max_length is not None and len(prompt) + length > self.max_length:
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
             prompt = prompt[max(0, len(prompt) + length - self.max_length) :]

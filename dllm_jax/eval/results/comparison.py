@@ -71,6 +71,7 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
         raise ValueError(f"confidence={confidence} must lie in (0, 1)")
     if a["kind"] != b["kind"]:
         raise ValueError(f"A is a result of {a['kind']}, B of {b['kind']}: they have no scores in common")
+    # Requests pair by name, and only if they asked the same: another seed gives other questions equal names.
     rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
     named = [name for name in rows[0] if name in rows[1]]
     common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
@@ -106,11 +107,13 @@ def _differences(
     groups: dict[str, list[tuple[float, float]]] = {}
     for x, y in pairs:
         groups.setdefault(x["group"], []).append((x["score"], y["score"]))
+    # Percentile bootstrap: of each group the pairs are resampled, not A and B apart.
     rng, ends = np.random.default_rng(seed), (50 * (1 - confidence), 50 * (1 + confidence))
     values = {name: np.asarray(scores, np.float64) for name, scores in groups.items()}
     means = {name: scores.mean(axis=0) for name, scores in values.items()}
     resampled = {name: bootstrap(scores[:, 1] - scores[:, 0], draws, rng) for name, scores in values.items()}
     counts = {name: len(scores) for name, scores in values.items()}
+    # The average is over groups, however many requests each has; so are its resamples.
     if len(groups) > 1:
         counts["average"] = len(pairs)
         means["average"] = np.mean(list(means.values()), axis=0)

@@ -48,6 +48,7 @@ def provenance(runner: Runner) -> Provenance:
 
 def totals(entries: Sequence[Entry]) -> dict[str, Any]:
     """Sums over the decoded requests that did not fail, and speeds of warm batches; None without any."""
+    # Batches whose time includes compilation say nothing about speed.
     good: list[Any] = [entry for entry in entries if entry["error"] is None]
     warm = [entry for entry in good if not entry["cold"]]
     time = sum(entry["seconds"] for entry in warm)
@@ -125,6 +126,7 @@ def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
       ValueError: two policies have the same file.
     """
     found: dict[str, Path] = {}
+    # Two spellings of one policy would take turns in one file.
     for text in policies:
         path = folder / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
         if path in found.values():
@@ -145,6 +147,7 @@ def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str,
         old = read(path)
     except ValueError as error:
         raise ValueError(f"{error}; choose another --out") from None
+    # Through JSON, as the old one was: tuples are lists there.
     new = json.loads(json.dumps({"kind": kind, "settings": settings, **provenance(runner)}))
     differ = [
         f"{name} was {before!r} and would be {after!r}"
@@ -183,6 +186,7 @@ def _check_fields(value: Any, wanted: type, where: str):
     for name, hint in get_type_hints(wanted).items():
         if name not in value:
             raise ValueError(f"{where} lacks {name!r}")
+        # Whole numbers are written without a point, so they are floats too; what lists hold is not looked at.
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         plain = [(int, float) if kind is float else get_origin(kind) or kind for kind in kinds]
         if hint is not Any and not any(isinstance(value[name], kind) for kind in plain):

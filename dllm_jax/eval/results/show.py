@@ -32,6 +32,7 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(f"{100 * r['average']:.2f}" for r in records.values()))
     shown.add_section()
+    # Costs: what failed has none, and speeds are of warm batches.
     ratio = lambda value, by: f"{value / by:.1f}" if by else "-"
     speed = lambda value: "-" if value is None else f"{value:.0f}"
     for label, line in (

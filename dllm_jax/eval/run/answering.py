@@ -52,6 +52,7 @@ def answers(
             if unanswered():
                 journal.claim()
             done |= journal.entries
+        # Batches of one shape follow each other, so that each program is compiled once.
         pairs = sorted(unanswered().items(), key=of_pair)
         with rich.progress.Progress(console=console, disable=title is None, transient=True) as bar:
             task = bar.add_task(title or "", total=len(pairs))
@@ -77,6 +78,7 @@ def _each(chunk: list[tuple[str, Item]], answer: Answer[Item]) -> list[Entry]:
     try:
         return answer(chunk)
     except FAILURES as error:
+        # One of them may be at fault, or all of them together too much for the device's memory.
         if len(chunk) > 1:
             return [found for pair in chunk for found in _each([pair], answer)]
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"

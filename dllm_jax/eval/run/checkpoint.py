@@ -83,6 +83,8 @@ class Checkpoint:
         model = load(
             path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
         )
+        # Whatever of the arguments changes an answer; options that are new must be left out where not given,
+        # so that journals of earlier versions still hold.
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
         identity += "" if self.vocab is None else f" vocab={self.vocab}"
@@ -92,6 +94,7 @@ class Checkpoint:
 
 def identity_in_memory(model: Model) -> str:
     """Identity of a model that no file is known of: hash of its shape and parameters, which are all read."""
+    # Leaf by leaf, so that no more than one of them is on the host at a time.
     digest = hashlib.sha256(repr(model.spec).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         values = np.asarray(jax.device_get(leaf))

@@ -63,6 +63,7 @@ def _value(text: str, path: Path, first: int) -> Any:
 def write_json(path: Path, value: Any):
     """Writes a JSON file and its folders atomically: to a temporary file, which is then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A reader, or a run that is killed here, sees the old file or the new one.
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(part, path)

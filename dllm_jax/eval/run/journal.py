@@ -52,6 +52,7 @@ class Journal:
         """
         if self._writer is not None:
             return
+        # The lock is the open file's: the system gives it back when the descriptor closes, at a kill as well.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         writer = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -99,6 +100,7 @@ class Journal:
         """Takes the entries of a file; every finished line must be one."""
         self._whole = 0
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
+            # Only the last line can be unfinished; `add` cuts it off.
             if not line.endswith(b"\n"):
                 return
             try:

@@ -87,6 +87,7 @@ class Likelihood:
         pairs = filled([pair for _, pair in chunk], self.decoding.batch)
         prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in pairs], np.int32)
+        # Every pair has masks of its own, whatever batch it is in.
         masks = np.stack([self.masks(pair) for pair in pairs], axis=1)
         nats = log_likelihood(
             model, prompt, answer, prompt_mask=mask, masks=masks, cfg_scale=self.cfg_scale, chunk=self.strata
@@ -95,6 +96,7 @@ class Likelihood:
         forwards = np.full(len(pairs), len(masks) * (2 if self.cfg_scale > 0 else 1))
         computed = forwards * (np.asarray(mask).sum(axis=1) + length)
         greedy = np.zeros(len(pairs), bool)
+        # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if greedy_check:
             out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
@@ -119,6 +121,7 @@ class Likelihood:
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """The masks of a pair's draws; they depend on the seed and the pair only."""
+        # A single token is masked in every draw: one is exact.
         length = len(pair[1])
         if length == 1:
             return np.ones((1, 1), bool)

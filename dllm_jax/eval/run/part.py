@@ -55,6 +55,7 @@ def merge(into: Path, journals: Iterable[Path]) -> int:
       FileNotFoundError: a journal is missing.
       ValueError: one is broken, or of another device or version.
     """
+    # Claimed first, so that nobody adds to it between what is read and what is written.
     target, new = Journal(into), dict[str, Entry]()
     target.claim()
     for path in journals:

@@ -43,6 +43,7 @@ class PicturedRunner(Runner):
         if runner.lm.model.vision is None:
             family = runner.lm.model.spec.family
             raise ValueError(f"{runner.lm.name} ({family}) has no vision tower: give a LLaDA-V checkpoint")
+        # Placeholders of images and the like may never be decoded.
         sampler = runner.decoding.sampler
         both = dict.fromkeys((*(sampler.suppress_tokens or ()), *processor.suppress_tokens))
         sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both) or None)
@@ -66,6 +67,7 @@ class PicturedRunner(Runner):
         Raises:
           ValueError: images that are refused, see `open_image`; a prompt that is too long.
         """
+        # Hashes of the files, not their names, are what the answer depends on.
         conversation = Conversation(text, tuple(images), tuple(sha256(Path(image)) for image in images))
         assert self.lm.model.spec.vision is not None, "see `of`"
         ids = self.processor.prompt(_messages(conversation), self.lm.model.spec.vision).ids
@@ -89,6 +91,7 @@ class PicturedRunner(Runner):
         conversations = [request.conversation for request in requests if request.conversation]
         if not conversations:
             return super()._inputs(requests, width)
+        # The tower runs once per question; copies fill up the batch.
         messages = [_messages(conversation) for conversation in conversations]
         made = self.processor.encode(self.lm.model, messages, Ladder((width,)))
         rows = np.asarray(filled(range(len(messages)), self.decoding.batch))

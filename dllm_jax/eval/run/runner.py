@@ -86,6 +86,7 @@ class Runner:
 
     def key(self, request: Request) -> str:
         """Hash of everything that determines the answer."""
+        # A request's name, group and batch mates are not among them.
         limit = self.decoding.max_positions
         parts = [self.lm.identity, self._decoding(request), request.prompt, request.stop, limit]
         parts += self._beside_the_ids(request)
@@ -138,9 +139,11 @@ class Runner:
             nonfinite="ignore",  # each such sequence becomes a failure, below
             **self.decoding.at(length).options(),
         )
+        # Where times matter, the first batch of a shape compiles the program before the clock starts.
         if self.warm_up and shape not in warm:
             jax.block_until_ready(generate(self.lm.model, **options))
             warm.add(shape)
+        # Arrays on the host end the clock: until then the device may still compute.
         start = time.perf_counter()
         out = generate(self.lm.model, **options)
         tokens, stats = jax.device_get((out.tokens, out.stats))
@@ -177,6 +180,7 @@ class Runner:
 
     def _keys(self, keys: list[str]):
         """A random key per sequence, from the request's hash; the seed is part of it."""
+        # Sequences that fill up a batch draw too, whatever they like.
         seeds = [int(key[:8], 16) for key in keys]
         seeds += [0] * (self.decoding.batch - len(seeds))
         return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))

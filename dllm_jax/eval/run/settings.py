@@ -70,6 +70,7 @@ class Decoding:
         """
         if length == self.length:
             return self
+        # Steps of a named length stand for as many per position; without one they are literal.
         steps = self.steps
         if self.length is not None and steps is not None:
             steps = rescaled(steps, self.length, length)

@@ -72,6 +72,7 @@ class Candidate(Options):
           prompt: prompt positions, padding included.
         """
         try:
+            # A prompt of end-of-texts, of which the first is padding, goes as far as the first step's shapes.
             settings = self.decoding(exact)
             key = jax.random.key(0) if settings.sampler.draws else None
             ids = np.full((1, prompt), model.spec.eos_id, np.int32)
@@ -112,6 +113,8 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
     if kind is p.ElasticCache:
         return [Candidate(policy, block=length) for policy in policies]
 
+    # Every variant in the exact decoder's blocks; the last one, of the rarest refreshes, in one long block,
+    # which has room for them; the first one with several tokens per step, as Fast-dLLM decodes.
     found = [Candidate(policy) for policy in policies]
     if kind in IN_ONE_BLOCK and block < length:
         prior = CertaintyPrior(**shared) if kind is p.D2Cache else None  # d2Cache's stand-in for blocks
@@ -135,6 +138,7 @@ def _variants(kind: type[p.Policy], length: int, steps: int, in_block: int, prom
       in_block: of them, those of a block.
       prompt: prompt positions.
     """
+    # An eighth, a quarter and a half of the prompt; refreshes every two, four and eight steps of a block.
     budgets = sorted({max(1, prompt // share) for share in (8, 4, 2)})
     intervals = [every for every in (2, 4, 8) if every < in_block] or [in_block]
     # dLLM-Cache refreshes the prompt rarely or often, the response every few steps: the paper's 100 and 7 of
@@ -182,6 +186,7 @@ def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> 
         else:
             reason = "which is no policy, class of policies, or Candidate"
             raise ValueError(f"policies hold {shown(item)}, {reason}")
+    # What two grids share is walked once, and the exact decoder is the reference in any case.
     unique = dict.fromkeys(one.filled(exact) for one in found)
     unique.pop(Candidate().filled(exact), None)
     if not unique:

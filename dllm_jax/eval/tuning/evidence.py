@@ -54,6 +54,7 @@ def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
       scores: one or more, each in [0, 1].
       quantile: of the normal distribution, see `two_sided`.
     """
+    # The scores that a normal test at this level would not reject, around a centre drawn towards a half.
     n, mean, z2 = len(scores), statistics.fmean(scores), quantile**2
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
     half = quantile / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
@@ -73,6 +74,7 @@ def difference(scores: Sequence[float], others: Sequence[float], quantile: float
       quantile: of the normal distribution: of one side of it for a bound, see `one_sided`.
     """
     pairs = [a - b for a, b in zip(scores, others, strict=True)]
+    # The differences sum to the same with the added pair, which has one of each sign.
     n = len(pairs) + 2
     centre = sum(pairs) / n
     variance = (sum(d * d for d in pairs) + 2) / n - centre**2

@@ -67,6 +67,7 @@ class MeasuredTime(Objective):
 
     @override
     def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+        # Question by question: the machine's load and the answer's length are alike for both.
         pairs = [(a.entry, b.entry) for a, b in zip(answered, exact, strict=True)]
         ratios = [a["seconds"] / b["seconds"] for a, b in pairs if not (a["cold"] or b["cold"])]
         if not ratios:
@@ -95,6 +96,7 @@ class Predicted(Objective):
 
     @override
     def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+        # Prompts of one length are predicted together; the batch shares its cost.
         total = 0.0
         for prompt in {one.prompt for one in answered}:
             entries = [one.entry for one in answered if one.prompt == prompt]
@@ -113,6 +115,7 @@ class Predicted(Objective):
         forwards, widened = mean("forwards"), mean("widened")
         # The runner pads every batch.
         layout = Layout.of(prompt, self.decoding.length or 0, candidate.block, candidate.steps, padded=True)
+        # A sampler that may take more than one step per block, with one in the schedule, has none.
         fastest = dataclasses.replace(layout, steps=layout.blocks)
         assert candidate.sampler is not None
         if candidate.sampler.max_steps(fastest) > layout.blocks:

@@ -106,6 +106,7 @@ class Search(Options):
         ]
         # Questions are asked in an order of their own: lists often begin with those of one kind.
         random.Random(exact.seed).shuffle(requests)
+        # What a model refuses is found out before anything is compiled.
         width = max(rounded_up(len(request.prompt), exact.bucket) for request in requests)
         settings = candidates(policies, exact, width)
         for setting in settings:
@@ -188,6 +189,7 @@ class Walk:
             verdicts = self.verdicts({setting: given[setting] for setting in active})
             dropped |= verdicts
             console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
+        # Those that were dropped keep the answers that they gave.
         rows = tuple(self._row(setting, given, dropped.get(setting)) for setting in given)
         unit, within = self.objective.unit, self.search.accuracy_within
         return Tuned(rows, self.lm.name, self.exact.length or 0, unit, within, self.search.confidence)
@@ -196,6 +198,7 @@ class Walk:
         self, setting: Candidate, so_far: Given, asked: int, journal: Journal | None, warm: set[BatchShape]
     ) -> Given:
         """The answers of a setting to the first `asked` questions, continued."""
+        # Without the reference nothing can be compared: its failure ends the search, others only drop out.
         new = slice(len(so_far.entries), asked)
         bar = self.progress and sys.stderr.isatty()
         runner = Runner(self.lm, setting.decoding(self.exact), bar, warm_up=self.objective.timed)

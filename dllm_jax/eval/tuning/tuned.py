@@ -78,6 +78,7 @@ class Tuned:
 
         Of the settings that answered all questions; what was dropped is worse beyond doubt.
         """
+        # Walked by ascending cost, a setting is on the front if it is more accurate than all before it.
         found: list[Row] = []
         for row in sorted((row for row in self.rows if row.dropped is None), key=lambda row: row.rank):
             if not found or row.accuracy.value > found[-1].accuracy.value:
@@ -114,6 +115,7 @@ class Tuned:
         Raises:
           ValueError: the policy or sampler is not one of the library's, and cannot be read back.
         """
+        # JSON's strings and lists of strings are TOML's too.
         preset, quoted = self.preset, lambda value: json.dumps(value, ensure_ascii=False)
         shape = ", ".join(f"{name} = {getattr(preset, name)}" for name in ("length", "block", "steps"))
         text = (
@@ -123,6 +125,7 @@ class Tuned:
             f"policy = {quoted(call(preset.policy))}\n"
             f"sampler = {quoted(call(preset.sampler))}\n"
         )
+        # A class of the caller's own has a name, but nobody could read it back.
         if parse(text, "the preset") != {f"{self.model}/{task}": preset}:
             raise ValueError(f"{self.chosen.setting} cannot be read back from its text")
         return text
@@ -154,6 +157,7 @@ class Tuned:
         for name in ("setting", "questions", "accuracy", "against exact", self.unit, ""):
             numeric = name not in ("setting", "")
             shown.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        # The front by cost, then those that came farthest.
         front, chosen = self.front, self.chosen
         rest = [row for row in self.rows if row not in front]
         for row in (*front, *sorted(rest, key=lambda row: (-row.questions, row.rank))):
@@ -181,6 +185,7 @@ class Tuned:
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
+        # One marker and colour per policy; grey, with the same marker, for what was dropped.
         priced = [(row, row.cost, type(row.setting.policy).__name__) for row in self.rows if row.cost]
         names = list(dict.fromkeys(name for *_, name in priced))
         span = lambda e, scale: [[scale * max(0.0, e.value - e.low)], [scale * max(0.0, e.high - e.value)]]

@@ -67,12 +67,14 @@ def _sample(row: dict[str, Any], folder: Path, where: str) -> Sample:
     question, id = _text(row, "question", where), row.get("id")
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise ValueError(f"{where}: id={shown(id)} must be a text or a whole number")
+    # Placeholders say where each image stands; without any all of them come first.
     images = tuple(_image(name, folder, where) for name in _texts(row, "image", where))
     if (places := question.count(IMAGE)) not in (0, len(images)):
         raise ValueError(f"{where}: the question has {places} placeholders {IMAGE} for {len(images)} images")
     choices = _texts(row, "choices", where) if row.get("choices") is not None else ()
     if len(choices) == 1 or len(choices) > len(LETTERS):
         raise ValueError(f"{where}: {len(choices)} choices; expected 2 to {len(LETTERS)}")
+    # A multiple choice is answered by letters, one after each other from A.
     answers = _texts(row, "answer", where)
     if choices and not set(answers) <= set(LETTERS[: len(choices)]):
         raise ValueError(

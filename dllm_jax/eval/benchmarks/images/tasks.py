@@ -54,6 +54,7 @@ class ImageTask(Options):
             raise ValueError(
                 f"{sample.where}: {len(sample.choices)} choices for the template {self.template!r}"
             )
+        # The template is split first: what stands in the question or its choices is never filled in.
         pairs = zip(metrics.LETTERS, sample.choices, strict=False)
         choices = "\n".join(f"{name}. {text}" for name, text in pairs)
         before, after = self.template.split("{question}", 1)
@@ -62,6 +63,7 @@ class ImageTask(Options):
 
     def score(self, answer: str, sample: Sample) -> float:
         """Score of an answer in [0, 1], which first loses one full stop at its end, as published."""
+        # The full stop, then what was reasoned before the answer.
         answer = (answer[:-1] if answer.endswith(".") else answer).strip()
         if self.behind is not None:
             answer = answer.rpartition(self.behind)[2].strip()

@@ -60,6 +60,7 @@ def _sample(row: dict[str, Any], where: str, number: int) -> Sample:
     text = lambda value: isinstance(value, str)
     texts = lambda value: isinstance(value, list) and all(map(text, value))
     context, question = field("context", "string", text), field("input", "string", text)
+    # Without a reference a sample could not be scored; null classes are those of other tasks.
     answers = tuple(field("answers", "list of strings", texts))
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError(f"{where}: answers {list(answers)!r} hold no or an empty reference")

@@ -70,6 +70,7 @@ class Prompts:
             raise ValueError(f"{FILE} has no template for {task.name!r}")
         fields = {"{context}": sample.context, "{input}": sample.input}
         text = re.sub(r"\{(?:context|input)\}", lambda found: fields[found[0]], self.templates[task.name])
+        # As published: the filled template is cut, and only then wrapped in the chat template.
         text = text if truncate_to is None else truncate(text, tokenizer, truncate_to)
         if task.chat and tokenizer.chat_template is not None:
             return chat_ids(tokenizer, [{"role": "user", "content": text}])
@@ -118,6 +119,7 @@ def requests(
       FileNotFoundError: a data file is missing.
       ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
     """
+    # All that can be refused is refused before the first answer is decoded: shapes, then samples.
     found: list[Request] = []
     for task in chosen:
         try:

@@ -1,12 +1,11 @@
 """LongBench's English tasks: metric, answer length, use of the chat template, where answers end."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Callable, Sequence
 
 from dllm_jax.eval.benchmarks.longbench import metrics
 
-Kind = Literal["f1", "rouge", "classification", "count", "retrieval", "code"]
 FEW_SHOT = ("trec", "triviaqa", "samsum")
 PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # their prompts go without the chat template
 
@@ -17,12 +16,12 @@ class LongBenchTask:
 
     Attributes:
       name: of the data set and its file.
-      kind: the metric.
+      metric: of a prediction and a reference; classification takes the classes too.
       length: answer tokens at most.
     """
 
     name: str
-    kind: Kind
+    metric: Callable[..., float]
     length: int
 
     @property
@@ -37,9 +36,9 @@ class LongBenchTask:
 
     def check(self, references: Sequence[str], classes: Sequence[str]):
         """Raises ValueError, saying why, if answers to a sample could not be scored."""
-        if self.kind == "classification" and not classes:
+        if self.metric is metrics.classification and not classes:
             raise ValueError(f"it lacks all_classes, which {self.name} needs")
-        if self.kind == "retrieval":
+        if self.metric is metrics.retrieval:
             self.score("", references)
 
     def score(self, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -52,36 +51,34 @@ class LongBenchTask:
         """
         if self.name in FEW_SHOT:
             prediction = metrics.first_line(prediction)
-        metric = {
-            "f1": metrics.f1,
-            "rouge": metrics.rouge_l,
-            "classification": lambda p, r: metrics.classification(p, r, classes),
-            "count": metrics.count,
-            "retrieval": metrics.retrieval,
-            "code": metrics.edit_similarity,
-        }[self.kind]
+        metric = self.metric
+        if metric is metrics.classification:
+            metric = functools.partial(metric, classes=classes)
         return metrics.score(metric, prediction, references)
 
 
 TASKS: dict[str, LongBenchTask] = {
     task.name: task
     for task in (
-        LongBenchTask("narrativeqa", "f1", 128),
-        LongBenchTask("qasper", "f1", 128),
-        LongBenchTask("multifieldqa_en", "f1", 64),
-        LongBenchTask("hotpotqa", "f1", 32),
-        LongBenchTask("2wikimqa", "f1", 32),
-        LongBenchTask("musique", "f1", 32),
-        LongBenchTask("gov_report", "rouge", 512),
-        LongBenchTask("qmsum", "rouge", 512),
-        LongBenchTask("multi_news", "rouge", 512),
-        LongBenchTask("trec", "classification", 64),
-        LongBenchTask("triviaqa", "f1", 32),
-        LongBenchTask("samsum", "rouge", 128),
-        LongBenchTask("passage_count", "count", 32),
-        LongBenchTask("passage_retrieval_en", "retrieval", 32),
-        LongBenchTask("lcc", "code", 64),
-        LongBenchTask("repobench-p", "code", 64),
+        # Questions about one document, then about several.
+        LongBenchTask("narrativeqa", metrics.f1, 128),
+        LongBenchTask("qasper", metrics.f1, 128),
+        LongBenchTask("multifieldqa_en", metrics.f1, 64),
+        LongBenchTask("hotpotqa", metrics.f1, 32),
+        LongBenchTask("2wikimqa", metrics.f1, 32),
+        LongBenchTask("musique", metrics.f1, 32),
+        # Summaries.
+        LongBenchTask("gov_report", metrics.rouge_l, 512),
+        LongBenchTask("qmsum", metrics.rouge_l, 512),
+        LongBenchTask("multi_news", metrics.rouge_l, 512),
+        # Few-shot tasks, synthetic ones, and code.
+        LongBenchTask("trec", metrics.classification, 64),
+        LongBenchTask("triviaqa", metrics.f1, 32),
+        LongBenchTask("samsum", metrics.rouge_l, 128),
+        LongBenchTask("passage_count", metrics.count, 32),
+        LongBenchTask("passage_retrieval_en", metrics.retrieval, 32),
+        LongBenchTask("lcc", metrics.edit_similarity, 64),
+        LongBenchTask("repobench-p", metrics.edit_similarity, 64),
     )
 }
 
