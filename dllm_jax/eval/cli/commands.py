@@ -63,7 +63,7 @@ def run_longbench(
       limit: only the first samples of each task.
       answer_length: response positions of every task, instead of the published ones.
     """
-    # Answers have their task's length: --length alone would say nothing, so it is refused with what it may mean.
+    # Answers have their task's length: --length alone says nothing, and is refused with what it may mean.
     given = options.decoding
     if given.length is not None and answer_length is not None:
         raise ValueError(f"--length {given.length} and --answer-length {answer_length}: give one of them")

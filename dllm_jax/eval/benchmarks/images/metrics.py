@@ -64,7 +64,7 @@ def letter(answer: str, reference: str, choices: Sequence[str]) -> float:
 
 def chosen(answer: str, choices: Sequence[str]) -> str | None:
     """The letter of the choice that an answer names, None if it names none; nothing is guessed."""
-    # What comes first of the documented forms counts, as lmms-eval reads answers.
+    # The forms of `letter`, in this order: the first one that is found counts.
     letters = LETTERS[: len(choices)]
     in_front = re.match(rf"\(?([{letters}])(?:[).:,]|$)", answer)
     in_brackets = re.search(rf"\(([{letters}])\)", answer)
