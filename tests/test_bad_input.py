@@ -8,7 +8,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.request import prepare as prepare_request
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.training import Batches, TrainConfig, prepare, train
 from tests.models import tiny
 
@@ -45,7 +47,6 @@ def nothing_compiles():
         (dict(length=8, block=4, steps=3), "steps=3 must be a multiple of the number of blocks.* = 2"),
         (dict(block=0), "block=0 must be a whole number of at least 1"),
         (dict(steps=0), "steps=0 must be a whole number of at least 1"),
-        (dict(steps=16), "steps=16 must be at most length=8"),
         (dict(steps=-1), "steps=-1 must be a whole number of at least 1"),
         (
             dict(prompt_mask=np.ones((2, 5), bool)),
@@ -81,6 +82,13 @@ def test_generate_refuses(model, options, message):
     arguments = {"prompt": GOOD, "length": 8, **options}
     with pytest.raises(ValueError, match=message):
         dj.generate(model, **arguments)
+
+
+def test_schedules_with_more_steps_than_tokens_are_told_of(model):
+    """Not refused: three recorded runs of the references have them; some samplers follow no schedule."""
+    with pytest.warns(IdleStepsWarning, match="steps=16 exceed length=8: 8 of these forwards decode nothing"):
+        prepare_request(model, GOOD, length=8, steps=16)
+    prepare_request(model, GOOD, length=8, steps=16, sampler=samplers.Threshold(0.9))  # warnings are errors
 
 
 def test_generate_refuses_masks_in_the_prompt(model):

@@ -61,7 +61,7 @@ def generate(
         up to them; they end the output. None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
-      steps: denoising steps in all, a multiple of length / block; at most and by default `length`
+      steps: denoising steps in all, a multiple of length / block; by default and sensibly at most `length`
         (one token each). Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`,
         `KLASS`, `WINO`; `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its
         set by it all the same.
@@ -96,6 +96,8 @@ def generate(
 
     Warns:
       dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
+      dllm_jax.state.inputs.PositionsWarning: the canvas is longer than what the model was made for.
+      dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode.
     """
     progress = check_argument("progress", progress, bool)
     request = prepare(

@@ -140,6 +140,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
     """
     spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
     inputs.warn_of_length(layout.length - extra, spec, stacklevel=4)
+    if sampler.max_steps(layout) > layout.response:  # it follows the schedule
+        inputs.warn_of_idle_steps(layout.steps, layout.response - layout.suffix, stacklevel=4)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
     plan = Plan(

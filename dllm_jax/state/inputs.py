@@ -20,9 +20,7 @@ from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 
-Ids = (
-    ArrayLike | Sequence[int] | Sequence[Sequence[int]]
-)  # Int[b p], one sequence Int[p], lists of any lengths
+Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[AnyArray]  # Int[b p], Int[p], or lists
 Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
 EMBEDDED = -1  # in the place of a token id: the input is a row of `prompt_embeds`
 Side = Literal["left", "right"]
@@ -255,6 +253,17 @@ def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> I
     """The canvas with given text at its end."""
     kept = tokens[:, : -suffix.shape[1]]
     return host.module(kept, suffix).concatenate([kept, suffix], axis=1)
+
+
+class IdleStepsWarning(UserWarning):
+    """A schedule has more denoising steps than there are tokens to decode."""
+
+
+def warn_of_idle_steps(steps: int, length: int, stacklevel: int):
+    """Warns of denoising steps that decode nothing; recorded runs of LLaDA, Dream and dKV-Cache have some."""
+    if steps > length:
+        message = f"steps={steps} exceed length={length}: {steps - length} of these forwards decode nothing"
+        warnings.warn(message, IdleStepsWarning, stacklevel=stacklevel + 1)
 
 
 class PositionsWarning(UserWarning):

@@ -35,11 +35,6 @@ class Layout(Options):
         length = self.response - self.suffix
         if length % self.block:
             raise ValueError(f"length={length} must be a multiple of block={self.block}")
-        if self.steps > length:
-            raise ValueError(
-                f"steps={self.steps} must be at most length={length}: a step without a token to decode is a "
-                "forward for nothing"
-            )
         if self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
