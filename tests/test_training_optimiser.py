@@ -53,8 +53,3 @@ def test_matrices_and_tables_decay_but_norms_and_biases_do_not(muon):
     for name, rate in (("gate", of_a_matrix), ("attn_norm", 0.0), ("q_bias", 0.0)):
         layers = params["layers"][name]
         np.testing.assert_allclose(decay["layers"][name], 0.5 * rate * layers, atol=1e-6, err_msg=name)
-
-
-def test_a_bad_rate_is_refused():
-    with pytest.raises(ValueError, match=r"muon=0\.0 must be a number in \(0, inf\), or None for AdamW"):
-        TrainConfig(steps=1, warmup=0, muon=0.0)
