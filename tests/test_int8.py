@@ -273,9 +273,8 @@ def test_damaged_and_mixed_directories(tmp_path):
         dj.load(plain)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
-def test_scales_that_no_conversion_writes(tmp_path, monkeypatch, scale):
-    source = write_hf(tmp_path / "hf", tiny(layers=1))
+def test_scales_that_no_conversion_writes(tmp_path, monkeypatch):
+    source, scale = write_hf(tmp_path / "hf", tiny(layers=1)), 1.0
 
     def damaged(array, axes, outputs):
         found = quantise(array, axes, outputs)
@@ -283,9 +282,11 @@ def test_scales_that_no_conversion_writes(tmp_path, monkeypatch, scale):
         return found
 
     monkeypatch.setattr("dllm_jax.checkpoint.sharded.quantise", damaged)
-    ours = convert(source, tmp_path / "jax", weights="int8")
-    with pytest.raises(ValueError, match=r"head: head\.scale holds numbers that are not positive and finite"):
-        dj.load(ours)
+    message = r"head: head\.scale holds numbers that are not positive and finite"
+    for scale in (0.0, -1.0, np.nan, np.inf):
+        ours = convert(source, tmp_path / f"jax{scale}", weights="int8")
+        with pytest.raises(ValueError, match=message):
+            dj.load(ours)
 
 
 def test_verify_compares_int8_as_it_is(tmp_path):

@@ -81,21 +81,15 @@ def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
     assert second.steps == 2
     assert second.decoded_at.tolist() == [0, 0, 0, 2, 2]
     assert second.age.tolist() == [[0] * 5, [1, 0, 0, 0, 0]]
-
-
-def test_what_no_step_has_computed_has_no_age():
-    record = Recording.of(recorded().trace, 0)
-    none = dict(computed=record.computed & False, widened=record.widened & False)
-    never = dataclasses.replace(record, **none)
-    assert never.age.tolist() == [[-1] * 5] * 3
-    assert never.layer_age.tolist() == [[[-1] * 5] * 3] * 3
-
-
-def test_layers_that_widened_read_of_every_position_what_they_computed_then():
-    first, second = (Recording.of(recorded().trace, i) for i in (0, 1))
+    # Layers that widened read of every position what they computed then.
     assert first.layer_age[1].tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 1], [0] * 5]
     assert first.layer_age[2].tolist() == [[2, 2, 0, 1, 0], [2, 2, 0, 1, 0], [1, 1, 0, 1, 0]]
     assert second.layer_age[1].tolist() == [[1, 0, 0, 0, 0], [0] * 5, [0] * 5]
+    # What no step has computed has no age.
+    none = dict(computed=first.computed & False, widened=first.widened & False)
+    never = dataclasses.replace(first, **none)
+    assert never.age.tolist() == [[-1] * 5] * 3
+    assert never.layer_age.tolist() == [[[-1] * 5] * 3] * 3
 
 
 def test_the_mask_is_known_without_a_decoded_token():
@@ -163,9 +157,7 @@ def test_a_terminal_obeys_no_token():
     text = printed(200, Named("<eos>", *"abc", "\x1b[2J", "\n\t", *"fgh", "<mask>"))
     assert "\x1b[2J" not in text
     assert plain(text)[-1] == ["3", "⏎→", "\\x1b[2J", END]
-
-
-def test_parts_of_characters_have_the_names_of_the_tokenizer():
+    # Parts of characters have the names of the tokenizer.
     half = Named("<eos>", *"abc", "\N{REPLACEMENT CHARACTER}", *"efgh", "<mask>")
     half.convert_ids_to_tokens = lambda token: "Ãģ"
     assert plain(printed(200, half))[-1] == ["3", "e", "Ãģ", END]
