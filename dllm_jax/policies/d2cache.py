@@ -1,12 +1,12 @@
 """d2Cache: dual adaptive caching (arXiv:2509.23094)."""
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
@@ -14,27 +14,13 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts import rollout
-from dllm_jax.policies.parts.d2cache_sets import candidates, inflated, prior
+from dllm_jax.policies.parts.d2cache_sets import Salience, candidates, inflated, prior
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count, Number, Traced
-
-
-class Salience(NamedTuple):
-    """Statistics that decide which positions the next step computes.
-
-    Attributes:
-      confidence: the sampler's, from the last step that computed the position while masked; -inf if none did.
-      influence: column sums of the last step's attention rollout.
-      rolled: computed rows of the rollout matrix, [b q l] during a step and () between steps.
-    """
-
-    confidence: Float[Array, "b l"]
-    influence: Float[Array, "b l"]
-    rolled: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +44,7 @@ class D2Cache(Policy):
     Departures: the released code's four slips are repaired as its comments intend (docs/departures.md).
     From the code, against the paper: the density is normalised, the nucleus takes the mass within p rather
     than the first to exceed it, M* looks no further than the block that holds the k-th mask. Beyond both:
-    padding is never computed nor counted, and scores below zero ("entropy") are divided by the density
-    instead of multiplied, so that isolated positions come last for them too.
+    padding is never computed nor counted; scores below zero ("entropy") are divided by the density.
     """
 
     k: TracedPositiveInt = 32
@@ -106,16 +91,12 @@ class D2Cache(Policy):
         mask = cache.attends(rows, canvas)
         o, lse = layer.attention(q, now.k, now.v, mask)
 
-        def roll(rolled: Float[Array, "b q l"]) -> Float[Array, "b q l"]:
-            return rollout.roll(rolled, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
-
-        # All layers, or only the first ones ("Rollout-5" of table 4).
-        rolled = cache.shared.rolled
-        if self.rollout_layers is None:
-            rolled = roll(rolled)
-        else:
-            rolled = jax.lax.cond(layer.index < self.rollout_layers, roll, lambda c: c, rolled)
-        return layer.finish(x, o), cache._replace(shared=cache.shared._replace(rolled=rolled))
+        # All layers roll out, or only the first ones ("Rollout-5" of table 4).
+        roll = lambda c: rollout.roll(c, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
+        known = cache.shared
+        rolls = True if self.rollout_layers is None else layer.index < self.rollout_layers
+        rolled = roll(known.rolled) if rolls is True else jax.lax.cond(rolls, roll, lambda c: c, known.rolled)
+        return layer.finish(x, o), cache._replace(shared=known._replace(rolled=rolled))
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -133,11 +114,7 @@ class D2Cache(Policy):
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Updates the confidence where the step scored a position, and the influence in active sequences."""
         known: Salience = cache.shared
+        confidence = jnp.where(proposal.score > -jnp.inf, proposal.score, known.confidence)
         influence = rollout.column_sums(known.rolled, rows, canvas.valid)
-        return cache._replace(
-            shared=Salience(
-                confidence=jnp.where(proposal.score > -jnp.inf, proposal.score, known.confidence),
-                influence=jnp.where(canvas.active[:, None], influence, known.influence),
-                rolled=(),
-            )
-        )
+        influence = jnp.where(canvas.active[:, None], influence, known.influence)
+        return cache._replace(shared=Salience(confidence, influence, rolled=()))

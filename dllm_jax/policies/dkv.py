@@ -4,7 +4,6 @@ K/V of a token change most in the step after it was decoded, when its input is n
 cached one step late. A shifted head is treated as in the paper's appendix B.
 """
 
-import abc
 import dataclasses
 from typing import Annotated, Any, Literal
 
@@ -24,7 +23,7 @@ RefreshInterval = Annotated[TracedPositiveInt | None, NoneMeans("never")]  # den
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(Policy, abc.ABC):
+class Delayed(Policy):
     """Base of Decode and PD: K/V of decoded tokens are reused, starting `delay` steps after decoding.
 
     Attributes:
@@ -44,11 +43,6 @@ class Delayed(Policy, abc.ABC):
         if self.shift != "un" and not spec.shifted:
             raise ValueError(f"shift={self.shift!r} is for models whose head is shifted, not {spec.family}")
         return super().init(spec, layout, batch, dtype)
-
-    @abc.abstractmethod
-    @override
-    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The positions that go through the network."""
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ def schedule(
     even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
     """
     at = Setting(spec, layout, assumed)
+    # A step costs what its positions cost over a dense cache, and what the policy's layers move besides.
     counts: dict[Step, float] = collections.defaultdict(int)
     for index, selected in enumerate(selected_positions(policy, spec, layout, assumed).tolist()):
         counts[extra_traffic(policy, at, at.step(policy, selected), index)] += 1

@@ -15,8 +15,8 @@ import numpy as np
 
 from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
-from dllm_jax.policies.d2cache import Salience
 from dllm_jax.policies.evict_prompt import EvictedPrompt
+from dllm_jax.policies.parts.d2cache_sets import Salience
 from dllm_jax.policies.parts.drift import KeyCosine
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.roofline.setting import Setting

@@ -164,6 +164,7 @@ class LayerCache(NamedTuple):
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """The cache with what a layer has changed in its view of it."""
+        # The set that is read is the step's, not the cache's: it stays behind with the view.
         return cache._replace(layers=self.storage.into(cache.layers, layer), shared=self.shared)
 
     def read(self) -> PyTree:

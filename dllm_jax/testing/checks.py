@@ -100,10 +100,13 @@ def exact_limit(of: Subject):
     """In its limit the policy decodes token for token as the exact decoder, and outside of it differs."""
     if of.limit is None:
         return
+    # The limits are named for a schedule; a policy that must know its order beforehand keeps its sampler.
     sampler = of.sampler if isinstance(of.sampler, RandomOrder) else Confidence()
     options = dict(sampler=sampler, widths=WIDE) | dict(of.limit_options)
     ours, exact = (of.run(policy=policy, **options) for policy in (of.limit, Policy()))
     assert_same_run(ours.trace, exact.trace)
+
+    # Guards the comparison: if caching never changed anything, equality would prove nothing.
     if of.policy.reuses:
         scores = [finite(out.trace.score) for out in (of.batch, of.run(policy=Policy())) if out.trace]
         apart = max(np.abs(ours - exact).max() for ours, exact in zip(*scores, strict=False))
@@ -150,12 +153,15 @@ def nothing_leaves_the_device_inside(of: Subject):
 
 def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
     """Copies of arrays as large as the cache stand only outside of loop bodies in the optimised program."""
+    # MLIR emitters may be turned off where many programs are compiled, as in this library's tests.
     as_users_compile = {"xla_cpu_use_fusion_emitters": True}
     text = traced(of, apart).lower().compile(compiler_options=as_users_compile).as_text()
     layout, streams = PROGRAM, 2 if of.sampler.cfg_scale else 1
     cache = jax.eval_shape(lambda: of.policy.init(of.model.spec, layout, 2 * streams, jnp.float32))
     cache = jax.eval_shape(lambda cache: cache.separate(), cache) if apart else cache
     stores = {a.shape for a in jax.tree.leaves(cache) if a.dtype == jnp.float32 and a.ndim > 2}
+
+    # What is as large as a store has at least the axes of sequences, slots and width.
     assert bool(stores) == of.policy.reuses
     for store in stores:
         shape = f"f32[{','.join(map(str, store))}]"
@@ -182,10 +188,14 @@ def batch_mates_change_nothing(of: Subject):
     """A sequence decodes the same beside another one, and alone without the padding of the batch."""
     prompt, mask = prompts(of.model, LENGTHS)
     others, _ = prompts(of.model, LENGTHS, seed=5)
+
+    # Beside another mate, in the same program.
     for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
         theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
         ours = [of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
         assert_same_run(*ours, computed=True)
+
+    # Alone, without padding: another program, and another canvas length.
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2))
     assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
     _assert_same_stats(alone, of.batch, sequence=1)
@@ -194,6 +204,7 @@ def batch_mates_change_nothing(of: Subject):
 
 def padding_is_inert(of: Subject):
     """Another pad id, whose embedding is NaN, changes nothing."""
+    # NaN reaches everything that reads it, a sum with weight 0 included.
     prompt, mask = prompts(of.model, LENGTHS)
     poison = min(set(range(of.model.spec.vocab)) - set(np.unique(of.batch.tokens).tolist()))
     embed = of.model.params["embed"].at[poison].set(jnp.nan)
@@ -208,6 +219,7 @@ def padding_is_inert(of: Subject):
 
 def one_program_per_setting(of: Subject):
     """Another object of the same settings, and other prompts, find the program that there is."""
+    # The first run compiles; equal values must find what it has compiled, whatever objects hold them.
     assert of.batch is not None
     prompt, mask = prompts(of.model, LENGTHS, seed=3)
     same = dict(policy=dataclasses.replace(of.policy), sampler=dataclasses.replace(of.sampler))
@@ -218,6 +230,7 @@ def one_program_per_setting(of: Subject):
 
 def widths_change_nothing(of: Subject):
     """Other static widths of partial steps give the same run."""
+    # 2 holds few steps, 9 most; the others run over the whole canvas in place.
     other = of.run(widths=(2, 9))
     assert_same_run(other.trace, of.batch.trace, computed=True)
     assert_close_scores(other.trace, of.batch.trace, atol=1e-5)
@@ -231,6 +244,8 @@ def guidance_has_streams_of_its_own(of: Subject):
     # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding.
     assert_same_run(faint.trace, of.batch.trace)
     assert_close_scores(faint.trace, of.batch.trace, atol=1e-5)
+
+    # Both runs begin with the same canvas. Scores of a random order are no outputs of the model, tokens are.
     first = lambda out: (np.asarray(out.trace.proposed)[0], finite(out.trace.score)[0])
     differs = (a != b for a, b in zip(first(faint), first(strong), strict=True))
     assert any(map(np.any, differs)), "a strong guidance changes nothing"
@@ -246,6 +261,8 @@ def stopping_keeps_the_answer(of: Subject):
     model = dataclasses.replace(of.model, params={**of.model.params, **tables})
     prompt, mask = prompts(of.model, LENGTHS)
     full, stopped = (of.run(ids[prompt], mask, model=model, stop_at_eos=stop) for stop in (False, True))
+
+    # The answer ends with its first end-of-text; what follows may differ.
     for sequence in range(len(prompt)):
         answer = np.asarray(full.tokens)[sequence, width:].tolist()
         end = answer.index(spec.eos_id) + 1 if spec.eos_id in answer else len(answer)
@@ -261,6 +278,7 @@ def infilling_fills_the_masks_and_nothing_else(of: Subject):
     template[0, [0, 3, 7]] = template[1, [5, 6]] = of.model.spec.mask_id
     key = jax.random.key(7) if of.sampler.draws else None
     filled = infill(of.model, template, steps=5, policy=of.policy, sampler=of.sampler, key=key, widths=WIDE)
+    # Given tokens stay as they are, also between masks.
     hole = template == of.model.spec.mask_id
     np.testing.assert_array_equal(np.asarray(filled.tokens)[~hole], template[~hole])
     _assert_nothing_masked(of, filled)
@@ -277,6 +295,7 @@ def only_scored_masks_are_decoded(of: Subject):
     tokens = np.asarray(trace.tokens)
     for step, (before, after) in enumerate(itertools.pairwise(tokens)):
         decoded = (before == mask_id) & (after != mask_id)
+        # A sampler that verifies may make masks of tokens again.
         changed = before != after if not of.sampler.verifies else decoded
         scored = np.isfinite(np.asarray(trace.score)[step])
         for sequence, position in zip(*np.nonzero(changed), strict=True):
@@ -325,6 +344,7 @@ PROGRAM = Layout(prompt=24, response=16, block=4, steps=16)
 @functools.lru_cache(maxsize=4)
 def traced(of: Subject, apart: bool = False) -> Any:
     """The generation, traced for abstract arguments; `apart` for separate layers."""
+    # Nothing is computed: shapes and dtypes suffice to trace and compile.
     model = jax.eval_shape(separate if apart else lambda model: model, of.model)
     keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
     noise = jax.eval_shape(keys) if of.sampler.draws else None

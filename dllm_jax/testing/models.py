@@ -76,6 +76,7 @@ def prompts(
 
 def _weight(path: str, shape: tuple[int, ...]) -> Array:
     """Seeded by its name; scaled so that attention is peaked and logits spread by about 2."""
+    # A checksum of the path, since Python's own hashes differ from process to process.
     rng = np.random.default_rng(zlib.crc32(path.encode()))
     drawn = rng.standard_normal(shape)
     if "norm" in path:

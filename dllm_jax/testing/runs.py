@@ -20,6 +20,7 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
     """
     assert ours is not None
     assert theirs is not None
+    # The first difference is told; those that follow come from it.
     a, b = np.asarray(ours.tokens), np.asarray(theirs.tokens)
     steps = min(len(a), len(b))
     differ = a[:steps] != b[:steps]
@@ -71,6 +72,7 @@ def places(trace: Trace, step: int, sequence: int) -> list[int]:
 def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) -> Trace:
     """The steps in which a sequence took part, of its last `length` positions, as if it had been alone."""
     assert trace is not None
+    # Steps in which it waited for its batch mates did nothing to it.
     active = np.asarray(trace.active)[:, sequence]
     ours: Any = jax.tree_util.tree_map(np.asarray, trace)
     pick = lambda a: a[active][:, sequence : sequence + 1, -length:]

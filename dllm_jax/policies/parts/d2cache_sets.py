@@ -1,12 +1,28 @@
 """The sets of d2Cache's selection, as pure functions of the canvas and the scores."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from dllm_jax.traced import Count, Number, fixed_at
+
+
+class Salience(NamedTuple):
+    """Statistics that decide which positions the next step computes.
+
+    Attributes:
+      confidence: the sampler's, from the last step that computed the position while masked; -inf if none did.
+      influence: column sums of the last step's attention rollout.
+      rolled: computed rows of the rollout matrix, [b q l] during a step and () between steps.
+    """
+
+    confidence: Float[Array, "b l"]
+    influence: Float[Array, "b l"]
+    rolled: PyTree
 
 
 def prior(confidence: Float[Array, "b l"], canvas: Canvas, sigma: Number) -> Float[Array, "b l"]:
