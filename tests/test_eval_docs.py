@@ -32,6 +32,8 @@ def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
     assert re.search(r"(100\.0|9\d\.\d|8\d\.\d)% of the answers are the same", text)
     assert record.read(tmp_path / "runs/few-shot/tasks-DualCache.json")["average"] >= 0.8
     assert (tmp_path / "runs/recall/recall-Policy.png").exists()
+    found = record.read(tmp_path / "runs/recall/recall-Policy.json")
+    assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
 
 
 @pytest.mark.parametrize("words", [w for w in commands(printed=False) if w[0] != "lm_eval"], ids=" ".join)

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 from dllm_jax import samplers
+from dllm_jax.eval.harness.arguments import read
+from dllm_jax.eval.results import record
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
@@ -153,14 +155,11 @@ def test_the_cache_of_lm_eval_answers_for_a_second_run(lm, tasks, tmp_path, monk
     assert run()["results"] == first
 
 
-def test_a_preset_decodes(lm):
+def test_a_preset_decodes_and_steps_are_literal_unless_it_defines_them_for_another_length(lm):
     text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
     preset = model(preset="llada-8b-instruct/gsm8k", length=4, block=2, steps=4)
     assert preset.generate_until(instances((text, {"until": []}))) == ["211"]
     assert preset.runner.decoding.length == 4
-
-
-def test_steps_are_literal_unless_a_preset_defines_them_for_another_length(lm):
     chosen = model(length=None, steps=4)
     with pytest.raises(ValueError, match=r"steps=4 must be a multiple of .* 12 / 2 = 6"):
         chosen.generate_until(instances(("a", {"until": [], "max_gen_toks": 12})))
@@ -187,8 +186,6 @@ def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_give
 
 
 def test_arguments_are_checked_and_presets_are_overridden(unannotated):
-    from dllm_jax.eval.harness.arguments import read
-
     given = {"pretrained": "x", "preset": "llada-8b-instruct/gsm8k"}
     published = read(given).decoding
     assert (published.length, published.block, published.steps) == (256, 8, 256)
@@ -208,8 +205,6 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
 
 
 def test_what_lm_eval_passes_is_checked():
-    from dllm_jax.eval.harness.arguments import read
-
     given = {"pretrained": "x", "batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
     assert read(given).decoding.batch == 4
     assert read({"pretrained": "x"}).decoding.batch == 1
@@ -228,7 +223,6 @@ def test_what_lm_eval_passes_is_checked():
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
     from dllm_jax.eval.harness import model as harness
-    from dllm_jax.eval.results import record
 
     monkeypatch.setattr(sys, "argv", ["unchanged"])
     arguments = ["--model", "dllm_jax", "--tasks", "tiny_generate", "--include_path", str(tasks)]

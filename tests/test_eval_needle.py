@@ -1,5 +1,6 @@
 """Needle in a haystack: geometry, both scorings, recall by depth, the picture."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -109,26 +110,14 @@ def test_cells_of_the_picture_are_means(tmp_path):
     assert (tmp_path / "a" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_embedded_model_finds_pairs_among_pairs(tmp_path):
-    options = cli.Options(decoding=SHORT, out=tmp_path)
-    assert cli.run_recall(options, lengths=(64, 128), depths=(0.0, 100.0), repeats=2) == 0
-    found = record.read(tmp_path / "recall-Policy.json")
-    assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
-    assert (tmp_path / "recall-Policy.png").exists()
-
-
-def test_an_empty_grid_is_refused(tmp_path):
-    options = cli.Options(decoding=SHORT, out=tmp_path)
-    with pytest.raises(ValueError, match="nothing to evaluate"):
-        cli.run_needle(HAYSTACK, options, depths=())
-
-
 def test_a_haystack_of_text(tmp_path):
     fields = {"text": "T=211;", "question": "T=", "keyword": "211", "template": "{context}{question}"}
     (tmp_path / "needle.json").write_text(json.dumps(fields))
     options = cli.Options(decoding=SHORT, out=tmp_path)
     grid = dict(lengths=(40,), depths=(0.0, 100.0), buffer=4, needle_file=tmp_path / "needle.json", chat=True)
     assert cli.run_needle(HAYSTACK, options, scoring="keyword", **grid) == 0
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        cli.run_needle(HAYSTACK, dataclasses.replace(options, out=tmp_path / "other"), depths=())
     found = record.read(tmp_path / "needle-Policy.json")
     assert [row["id"] for row in found["requests"]] == ["40 at 0 %", "40 at 100 %"]
     assert all(0 <= row["score"] <= 1 for row in found["requests"])

@@ -1,12 +1,15 @@
-"""An evaluation in parts: journals of several hosts, put together, are that of one."""
+"""Folders of results: not replaced by others; parts of several hosts, put together, are those of one."""
 
+import dataclasses
 import json
 
 import pytest
 
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval import cli
+from dllm_jax.eval.results.record import paths
 from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.part import Part, merge
 from dllm_jax.eval.run.settings import Decoding
@@ -69,3 +72,35 @@ def test_every_request_is_in_one_part():
         owners = [[n for n in range(1, count + 1) if Part(n, count).holds(key)] for key in keys]
         assert all(len(owner) == 1 for owner in owners)
     assert Part.read("2/4") == (2, 4)
+
+
+def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
+    decoding = Decoding(length=4, block=2, batch=2)
+    options = cli.Options(decoding=decoding, out=tmp_path)
+    run = lambda task="FewShot(kinds=3)", **changes: cli.run_tasks(
+        dataclasses.replace(options, **changes), task, (5,), 1
+    )
+    assert run() == 0
+    content = (tmp_path / "tasks-Policy.json").read_text()
+    for changes, reason in (
+        (dict(sampler="Threshold(0.9)"), r"decoding\.sampler was .Confidence.* and would be .Threshold"),
+        (
+            dict(decoding=dataclasses.replace(decoding, seed=1)),
+            r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out",
+        ),
+        (dict(checkpoint=Checkpoint("tiny-dream")), r"model\.identity was"),
+        (dict(task="FewShot"), r"settings\.task was"),
+        (dict(decoding=dataclasses.replace(decoding, batch=8)), "batch was 2 and would be 8"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run(**changes)
+    assert (tmp_path / "tasks-Policy.json").read_text() == content
+    assert run() == 0
+    (tmp_path / "tasks-Policy.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"not a result of dllm_jax\.eval.*another --out"):
+        run()
+
+
+def test_policies_of_one_file_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'DualCache\(\)' and another .*tasks-DualCache\.json"):
+        paths(tmp_path, "tasks", ("DualCache", "Policy", "DualCache()"))
