@@ -74,11 +74,15 @@ def axes_of(leaf: str, weights: Weights | None) -> Any:
     axes = AXES[leaf]
     if weights is None or leaf not in OUTPUTS:
         return axes
+    # w = values * scale holds per output, so x w = (x values) scale: the scale is applied once to the
+    # product, behind the sum over inputs, and never to the matrix.
     return Int8Matrix(axes, "n" * axes.startswith("n") + OUTPUTS[leaf])
 
 
 def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, stacked: bool) -> Any:
     """Shape and dtype of a parameter, an `Int8Matrix` of them if it is int8; arguments as of `placements`."""
+    # A scale per output channel and, if stacked, per layer: its axes are the matrix's without those summed
+    # over.
     axes = axes_of(leaf, weights)
     sized = lambda axes, dtype: jax.ShapeDtypeStruct(
         shape(spec, axes if stacked else within_layer(axes)), dtype
@@ -110,6 +114,7 @@ def placements(
     """
 
     def where(axes: str) -> Any:
+        # Only the values have an order of axes of their own on TPUs; scales lie as JAX puts them.
         own = axes if stacked else within_layer(axes)
         split = None if mesh is None else sharding(spec, own, mesh, rules)
         return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
@@ -138,11 +143,14 @@ def quantise(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Ma
     step = max(1, PIECE * array.shape[first] // max(array.size, 1))
     for start in range(0, array.shape[first], step):
         piece = (slice(None),) * first + (slice(start, start + step),)
+        # Symmetric, round to nearest: scale = max |w| / 127 of each channel, so its largest weight is met
+        # exactly.
         wide = array[piece].astype(np.float32)
         largest = np.abs(wide).max(axis=inputs, keepdims=True)
         if not np.isfinite(largest).all():
             raise ValueError("NaN or infinite values, for which int8 has no scale,")
         divisor = largest / np.float32(LARGEST)
+        # A subnormal scale would be flushed to zero on accelerators, and 0 / 0 is NaN.
         divisor[divisor < np.finfo(np.float32).tiny] = 1
         values[piece] = np.rint(wide / divisor)
         scale[start : start + step] = divisor.squeeze(inputs)
@@ -156,6 +164,7 @@ def dequantise(
 
     Other arguments as of `quantise`.
     """
+    # The scale with an axis of length 1 for every input, so that it broadcasts against the values.
     inputs = tuple(i for i, axis in enumerate(axes) if axis not in outputs)
     scale = np.expand_dims(matrix.scale, inputs)
     return matrix.values[piece].astype(np.float32) * (scale[piece] if axes[0] in outputs else scale)

@@ -68,10 +68,14 @@ class IntervenedLayer(Layer):
 
     def _changed(self, place: Place, x: Array, position: Array | None = None, ahead: int = 0) -> Array:
         """What stands at a place after all interventions there."""
+        # Only `qk` is told of positions by its caller; the other seams have those that the layer was bound
+        # to.
         position = self.position if position is None else position
         assert position is not None, "bound by `intervened`"
         assert self.step is not None, "bound by `intervened`"
         self.reached.add(place)
+        # Shapes are all a trace knows: a policy that runs a layer over other rows than it is bound to is
+        # found here, unless there are as many of them.
         if position.shape != x.shape[:2]:
             raise ValueError(
                 f"the layer was told of positions {position.shape} and computes {x.shape[:2]} at {place}: a "
@@ -86,6 +90,8 @@ def intervened(
     """The layer with interventions at its seams; without any, the layer itself."""
     if not interventions:
         return layer
+    # Not `dataclasses.replace`: the class changes, so that a layer without interventions has no branch at
+    # all.
     fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(Layer)}
     return IntervenedLayer(**fields, interventions=interventions, position=position, step=step)
 

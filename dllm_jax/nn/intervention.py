@@ -123,6 +123,7 @@ class Intervention:
         line, hit = jnp.asarray(layer), jnp.ones(position.shape, bool)
         if self.layers is not None:
             line, hit = jnp.argmax(self.layers == layer), hit & jnp.any(self.layers == layer)
+        # One line of the value serves all layers; argmax of no match is 0, which `hit` then leaves unused.
         value = self.value[0] if len(self.value) == 1 else self.value[line]
         if self.steps is not None:
             hit &= jnp.any(self.steps == step[:, None], axis=1)[:, None]
@@ -132,10 +133,13 @@ class Intervention:
         if self.positions is not None:
             match = position[:, :, None] == self.positions[:, None]
             place, hit = jnp.argmax(match, axis=2), hit & jnp.any(match, axis=2)
+        # A value per position: gathered for the positions that are computed, in their order. Padding has the
+        # position l, beyond the last one, hence the clip.
         if value.shape[1] > 1:
             value = jnp.broadcast_to(value, (len(x), *value.shape[1:]))
             place = jnp.minimum(place, value.shape[1] - 1).reshape(*place.shape, *[1] * (value.ndim - 2))
             value = jnp.take_along_axis(value, place, axis=1)
+        # x <- gain x + value in float32; where nothing was chosen x passes bit for bit, without a round trip.
         changed = (x.astype(jnp.float32) * self.gain + value).astype(x.dtype)
         return jnp.where(hit.reshape(*hit.shape, *[1] * (x.ndim - 2)), changed, x)
 
@@ -151,6 +155,7 @@ class Intervention:
         Raises:
           ValueError: what does not fit, by name, and what would.
         """
+        # The stream has one place more than there are layers: behind the last one, before the final norm.
         end = spec.layers + (self.place == "residual")
         if self.layers is not None:
             distinct("layers", self.layers)
@@ -167,6 +172,7 @@ class Intervention:
             )
         if self.steps is not None and steps is not None:
             within("steps", self.steps, steps, "there are at most steps")
+        # Each axis of the value has the full length or 1: NumPy's broadcasting, without its missing axes.
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]
         full = chosen, batch, across, *_shape_of(self.place, spec)
@@ -182,12 +188,14 @@ class Intervention:
 
 def _made(place: Any, gain: float, value: Any, layers: Any, positions: Any, steps: Any) -> Intervention:
     """An intervention whose arrays have the axes that programs expect."""
+    # Missing axes are filled on the left: layers first, then sequences, then positions.
     place, value = check_argument("place", place, Place), _floats("value", value)
     axes = 5 if place in ("k", "v") else 4
     if value.ndim > axes:
         raise ValueError(f"value has shape {value.shape}; expected at most {axes} axes at {place}")
     value = value.reshape(*[1] * (axes - value.ndim), *value.shape)
     of = lambda name, given, ndim=1: None if given is None else indices(name, given, ndim)
+    # One line of positions serves all sequences.
     where = of("positions", positions, 2)
     where = where[None] if where is not None and where.ndim == 1 else where
     return Intervention(
@@ -234,6 +242,7 @@ def moved(interventions: tuple[Intervention, ...], extra: int) -> tuple[Interven
             return dataclasses.replace(intervention, positions=positions + np.int32(extra))
         if value.shape[2] == 1:
             return intervention
+        # A value for every position gets entries for the padding: zeros, which no valid position reads.
         pad = jnp.pad if isinstance(value, jax.Array) else np.pad
         widths = [(extra if axis == 2 else 0, 0) for axis in range(value.ndim)]
         return dataclasses.replace(intervention, value=pad(value, widths))
@@ -253,6 +262,7 @@ def for_sequences(
     """
 
     def more(array: Held, axis: int) -> Held:
+        # Copies are side by side, as the batch's are: sequence i becomes i * copies to (i + 1) * copies - 1.
         if array.shape[axis] == 1:
             return array
         widths = [(0, batch - size if i == axis else 0) for i, size in enumerate(array.shape)]

@@ -34,6 +34,7 @@ class Kernels:
 
         Query heads are split as the kv heads that they read, so only as far as these divide.
         """
+        # Without rules, or outside of a partitioned program, arrays are whole: nothing is to be divided.
         mesh = partitioned_over()
         on_one_device = functools.partial(operation.run, options=options, implementation=self.implementation)
         if mesh is None or self.rules is None:
@@ -49,9 +50,12 @@ class Kernels:
 
         def part(*arrays: Any) -> Any:
             result = on_one_device(arrays)
+            # Mean of means: every device holds equally many heads, as splits divide evenly, so this is the
+            # mean of all.
             averaged = split.get("h") if operation.averages_heads else None
             return jax.lax.pmean(result, averaged) if averaged else result
 
+        # An optional operand that is absent has no axes; its place in the signature is kept.
         specs = [
             PartitionSpec() if array is None else _spec(axes, split, array.shape)
             for axes, array in zip(operation.operands, arrays, strict=True)
@@ -70,6 +74,8 @@ def _split(
     operation: Operation, arrays: tuple[Any, ...], mesh: AbstractMesh, rules: MeshRules
 ) -> dict[str, tuple[str, ...]]:
     """Axes of the mesh that split sequences, kv heads and their query heads, by letter."""
+    # Of operands that broadcast, the longest counts: an axis of length 1 is no reason not to split the
+    # others.
     length = {"b": 1, "k": 1}
     for axes, array in zip(operation.operands, arrays, strict=True):
         for letter, size in () if array is None else zip(axes, array.shape, strict=True):
@@ -86,6 +92,7 @@ def _axes(mesh: AbstractMesh, split: dict[str, tuple[str, ...]]) -> set[str]:
 
 def _spec(axes: str, split: dict[str, tuple[str, ...]], shape: tuple[int, ...] = ()) -> PartitionSpec:
     """How an array is split; an axis of length 1 serves all parts."""
+    # Results have no shapes yet: -1 is no 1, so that each of their letters is split.
     shape = shape or (-1,) * len(axes)
     parts = zip(axes, shape, strict=True)
     return PartitionSpec(*(None if size == 1 else split.get(letter) or None for letter, size in parts))

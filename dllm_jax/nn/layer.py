@@ -120,6 +120,7 @@ class Layer:
 
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         """The MLP branch: down(silu(gate(norm x)) * up(norm x))."""
+        # SwiGLU, as Llama's: two products share the normed input, and the gate's SiLU scales the other.
         normed = rms_norm(x, self.weights["mlp_norm"], self.spec.norm_eps)
         gate = einsum("bqm,mf->bqf", normed, self.weights["gate"])
         up = einsum("bqm,mf->bqf", normed, self.weights["up"])
@@ -171,6 +172,7 @@ class Layer:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
     def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
+        # The order is stated before the bias is added, so that the sum, too, is computed in it.
         y = einsum("bqm,mhd->bqhd", normed, self.weights[name])
         y = heads_first_on_tpu(y, self.kernels.rules)
         return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y
@@ -186,6 +188,7 @@ def embed(
       tokens: ids; where they are negative, the row of `embeds` stands in the place of an embedding.
       embeds: in any float dtype; None if there are no such positions.
     """
+    # A negative id reads some row counted from the end of the table: it is computed, and not chosen.
     x = params["embed"][tokens]
     return x if embeds is None else jnp.where((tokens < 0)[..., None], embeds.astype(x.dtype), x)
 
@@ -221,12 +224,14 @@ def walk(
       the carry after the last layer.
     """
 
+    # Separate layers: the program holds each one, and reads its arrays where they are.
     layers = params["layers"]
     if isinstance(layers, list):
         for index, weights in enumerate(layers):
             carry = run(Layer(weights, spec, rope, index, kernels), carry)
         return carry
 
+    # Stacked layers: one body for all, so that programs are short and compile once for any depth.
     def body(carry, weights_and_index):
         weights, index = weights_and_index
         weights = OneOfStacked(layers, index) if where_used else weights
@@ -253,6 +258,8 @@ class OneOfStacked(Mapping[str, Any]):
 
     @override
     def __getitem__(self, name: str) -> Any:
+        # Per leaf of the entry, as an int8 or low-rank matrix has several stacks: values and scales, base and
+        # factors.
         of_layer = lambda stack: jax.lax.dynamic_index_in_dim(stack, self._index, keepdims=False)
         return jax.tree.map(of_layer, self._stacks[name])
 

@@ -87,6 +87,8 @@ class MeshRules(Options):
         Raises:
           ValueError: none of the mesh's axes has a known name.
         """
+        # A mesh of which nothing is known would run replicated everywhere, which is certainly a mistake; one
+        # unknown axis among known ones may be meant, e.g. for a pipeline of the user's own.
         names = mesh.axis_names
         unknown = [name for name in names if name not in self.known]
         if names and len(unknown) == len(names):
@@ -100,6 +102,8 @@ class MeshRules(Options):
 
     def axes(self, mesh: AnyMesh, letter: str, length: int | None = None) -> tuple[str, ...]:
         """The mesh's axes that split an axis of arrays, only as many of them as divide its `length`."""
+        # In the order of the rules, and up to the first axis that does not divide: a later one would have to
+        # skip it, and then the same name would split differently by the length at hand.
         chosen: tuple[str, ...] = ()
         for name in self.of(letter):
             if mesh.shape.get(name, 1) == 1:
@@ -117,6 +121,7 @@ class MeshRules(Options):
           axes: a letter per axis of the array; letters without a rule are not split.
           lengths: of the axes by letter; one that is not among them is taken to divide.
         """
+        # A lone name is written bare, as JAX compares `P("tp")` and `P(("tp",))` as different types.
         split = (self.axes(mesh, letter, lengths.get(letter)) for letter in axes)
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
 
@@ -146,6 +151,7 @@ def mesh_of(tree: PyTree) -> AnyMesh | None:
 
 def context_mesh() -> AnyMesh | None:
     """The mesh of `jax.set_mesh`: concrete outside of traced programs, abstract inside; None without one."""
+    # A mesh of one device splits nothing: programs are those without one, and share their cache.
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty or abstract.size == 1:
         return None
@@ -174,6 +180,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
     Raises:
       ValueError: `out` is None, and the mesh has Explicit axes.
     """
+    # The mesh of the context goes first: arguments that are on no mesh, such as constants, follow it.
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh_of(args) if context.empty else context
     with number_modes():
@@ -206,6 +213,7 @@ def _over_mesh(
             leaves, structure = jax.tree.flatten(args)
             flat = lambda *leaves: function(*structure.unflatten(leaves))
             return jax.sharding.auto_axes(flat, out_sharding=out)(*leaves)
+        # Auto axes: results are constrained to what was asked for; `out` may be a prefix of their tree.
         place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)
         return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -217,6 +225,8 @@ def number_modes() -> Iterator[None]:
     Numbers of 32 bits and JAX's usual promotion of dtypes and ranks: results are bit for bit the same under
     `jax_enable_x64`, and with strict promotion.
     """
+    # The dtype of an index, of `arange` and of Python's numbers all follow these modes: under x64 the same
+    # code would carry int64 positions, double the traffic of masks, and select other kernels.
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
@@ -242,6 +252,7 @@ def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str)
     mesh = partitioned_over()
     if mesh is None:
         return jnp.asarray(x)
+    # Letters beyond the array's rank are dropped, so "bq" serves a vector by sequence as well.
     x, lengths = jnp.asarray(x), dict(zip(axes, x.shape, strict=False))
     return _constrained(x, rules.spec(mesh, axes[: x.ndim], lengths))
 

@@ -155,6 +155,8 @@ def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
     check_argument("model", model, Model, ", such as dj.load(path)")
     kinds = ("tokens", tokens, jnp.integer, "token ids"), ("valid", valid, jnp.bool_, "True and False")
     for name, array, kind, words in kinds if valid is not None else kinds[:1]:
+        # Lists are refused: their dtype would depend on what they hold, and each would be a transfer of its
+        # own.
         known = isinstance(array, jax.Array | np.ndarray) and jnp.issubdtype(array.dtype, kind)
         if not known or array.ndim != 2 or not array.size:
             raise ValueError(f"{name}={shown(array)} must be an array [batch, positions] of {words}")
@@ -162,6 +164,8 @@ def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
         raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
     if embeds is not None:
         check_embeds(embeds, (*tokens.shape, model.spec.width), "embeds")
+    # Ids are looked at last, as they may have to come from a device; traced ones and those of other processes
+    # cannot be. -1 stands for an embedding only where there are some.
     if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
         return
     ids = np.asarray(jax.device_get(tokens))
@@ -193,6 +197,7 @@ def _forward(
         hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds)
         return unembed(model.params, model.spec, hidden)
 
+    # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
     arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, "blv")
     return over_mesh(logits, model, *arrays, out=out)
 
@@ -271,11 +276,14 @@ def encode(
     position, mask, rope = full_pass(model.spec, tokens, valid)
     if within is not None:
         mask = within if mask is None else mask & within
+    # A single pass is step 0 of every sequence, which is all that interventions can ask of it.
     step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
 
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)
         one = layer_pass or exact_layer
+        # Weights are an argument of what is rematerialised, not a constant of it: their gradients go through
+        # it.
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
@@ -286,6 +294,8 @@ def exact_layer(
     layer: Layer, x: Float[Array, "b l m"], position: Int[Array, "b l"], mask: Mask | None
 ) -> Float[Array, "b l m"]:
     """One layer over the full canvas, with no cache."""
+    # Bidirectional: without a mask every position sees every other, so no position's K and V are ever final,
+    # which is why caches of diffusion models are approximations.
     q, k = layer.qk(x, position)
     o, _ = attention(q, k, layer.value(x), mask)
     return layer.finish(x, o)

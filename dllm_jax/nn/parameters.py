@@ -33,6 +33,7 @@ def abstract(
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
     from dllm_jax.nn.modules import initialise  # Flax is slow to import
 
+    # Shapes come from the modules that define them, by a trace: there is no second table to keep in step.
     params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
     held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked=True)
     return jax.tree_util.tree_map_with_path(held, params)
@@ -52,6 +53,7 @@ def separate(params: Params) -> Params:
     layers = params["layers"]
     if isinstance(layers, list):
         return params
+    # Slices of the stacks are copies: until the stacked parameters are let go, both exist.
     return params | {"layers": [layer_of(params, i) for i in range(_count(layers))]}
 
 

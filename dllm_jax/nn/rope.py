@@ -24,6 +24,7 @@ def rope_table(positions: int, head: int, base: float) -> Rope:
     # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
     exponent = np.arange(0, head, 2, dtype=np.float32) / np.float32(head)
     frequency = np.float32(1) / np.float32(base) ** exponent
+    # One angle more than there are positions: padding has the position l, and reads the last line.
     angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
     return Rope(jnp.cos(angle), jnp.sin(angle))
 

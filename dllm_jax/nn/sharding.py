@@ -140,6 +140,8 @@ def replicas(spec: ModelSpec, mesh: Mesh, rules: MeshRules = MeshRules()) -> dic
     """
     short, length = {}, sizes(spec)
     for leaf in leaves(spec):
+        # What the rules want, what divides, and what would divide if kv heads counted as query heads: grouped
+        # attention repeats kv heads where there are fewer of them than devices, which is no shortcoming.
         wanted = [rules.axes(mesh, letter) for letter in AXES[leaf]]
         found = [rules.axes(mesh, letter, length[letter]) for letter in AXES[leaf]]
         least = [spec.heads if letter == "k" else length[letter] for letter in AXES[leaf]]
@@ -161,6 +163,8 @@ def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding
     """Where a stacked parameter lies and, on TPUs, in which order its axes do; None is the default."""
     if platform != "tpu" or leaf not in STACKED_HEADS_FIRST:
         return where
+    # A layout is a property of the committed array: arguments that come in another order would be copied by
+    # every call of the program, so parameters are put in this one when they are loaded.
     return Format(STACKED_HEADS_FIRST[leaf], where or jax.sharding.SingleDeviceSharding(default_device()))
 
 

@@ -119,6 +119,8 @@ class ModelSpec(Options):
         super().__post_init__()
         for name in ("rope_base", "norm_eps"):  # JSON and users may write whole numbers
             object.__setattr__(self, name, float(getattr(self, name)))
+        # Grouped-query attention, pairs of RoPE, and ids inside of the embedding: each is a shape or an index
+        # that would otherwise fail deep inside of a traced program, or not at all.
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head % 2:
@@ -127,6 +129,8 @@ class ModelSpec(Options):
             value = getattr(self, name)
             if value is not None and value >= self.vocab:
                 raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
+        # A masked position is told by its id alone, so an end that reads as [MASK] would be decoded again for
+        # ever.
         for name in ("eos_id", "eot_id"):
             if getattr(self, name) == self.mask_id:
                 raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")

@@ -98,8 +98,11 @@ class Work:
 
     def on(self, hardware: Hardware) -> Prediction:
         """Times at the full rates of the hardware."""
+        # Time is a sum over kinds of steps, each bound by memory or by compute on its own: a bound of the
+        # sums would let the idle bandwidth of one step serve another.
         total = _seconds(self.steps, hardware)
         waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
+        # The tower runs once, before the loop, and counts in `seconds` but in no step.
         images = 0.0
         if self.tower is not None:
             images = self.tower.seconds(hardware)
@@ -145,6 +148,7 @@ def work(
         itemsize = jnp.dtype(dtype).itemsize
     except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={shown(dtype)} is no dtype, such as bfloat16") from error
+    # Kinds first, costs per kind: a generation of hundreds of steps has only a handful of different ones.
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     held = memory(spec, policy, layout, batch, dtype, counts)
@@ -166,6 +170,7 @@ def memory(
     # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches.
     heads = 2 * spec.heads + 2 * spec.kv_heads
     per_position = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
+    # Kinds differ in what is large: a full step has the most rows, a step of d2Cache the most logits.
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(

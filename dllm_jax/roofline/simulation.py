@@ -41,8 +41,11 @@ def schedule(
 @functools.lru_cache(maxsize=256)
 def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
     """How many positions each step computes, [steps]."""
+    # How many positions the nucleus takes depends on confidences, which only a network has: under uniform
+    # ones a fraction p of the positions is in it, so an assumed fraction is an assumed p.
     if isinstance(policy, D2Cache) and assumed.nucleus is not None:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
+    # Without a cache every step computes the canvas, and there is nothing to simulate.
     if not policy.reuses:
         return np.full(layout.steps, layout.length)
     return np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
@@ -52,12 +55,15 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
     # Of the cache only `shared` is read by `select`; the dense storage is never allocated.
     cache = policy.init(spec, layout, 1, jnp.bfloat16)
     cache = cache._replace(shared=assumed_statistics(policy, cache.shared))
+    # Any id that is not [MASK] serves as text.
     word, sampler = jnp.int32((spec.mask_id + 1) % spec.vocab), Confidence()
     tokens = jnp.where(jnp.arange(layout.length) < layout.prompt, word, spec.mask_id)
     start = begin(tokens[None], jnp.ones((1, layout.length), bool), spec, layout)
 
     def step(canvas: Canvas, _):
         # What can be decoded is what the policy offers; the leftmost masks are taken first.
+        # No logits, so no confidences: left to right is the order that trained models roughly follow in a
+        # block.
         leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
         chosen = best(leftmost, even_schedule(canvas))
         order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)

@@ -117,11 +117,15 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     """
     # The vocabulary is streamed only if a position meets it.
     n, m, v = spec.layers, spec.width, spec.vocab
+    # Weights are streamed once for the whole batch, activations are taken to stay on chip: what is left is
+    # the lower bound of any implementation.
     streamed = n * layer_size(spec) + (m + v * m if step.candidates else 0)
     pairs = step.slots + step.written + step.moved
     value = m * spec.kv_heads * spec.head
     products = n * (step.rows * kernel_size(spec) + step.valued * value) + step.candidates * v * m
+    # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not.
     scores = 4 * n * step.rows * step.slots * spec.heads * spec.head
+    # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),
         pairs=itemsize * batch * pairs * pair_size(spec),

@@ -57,11 +57,16 @@ def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONC
       at_once: views in one program: each streams the weights once; black views fill up the last.
     """
     vision, views = tower_of(spec), check_argument("views", views, NonNegativeInt)
+
+    # The last program is filled up with black views, which cost as much as others.
     passes = -(-views // check_argument("at_once", at_once, PositiveInt))
     views, patches = passes * at_once, vision.patches
     width, inputs = vision.width, 3 * vision.patch**2
+    # Weights of the products: patches, then each layer's four projections and two MLP matrices, the
+    # projector.
     matrices = inputs * width + vision.layers * (4 * width**2 + 2 * width * vision.hidden)
     matrices += width * spec.width + spec.width**2
+    # Scores and weighted values, 2 FLOPs a multiply-add each, over the heads' common width.
     scores = 4 * vision.layers * patches**2 * width
     pixels, features = 4 * 3 * vision.image**2, itemsize * patches * spec.width
     return Cost(
@@ -83,6 +88,8 @@ def tower_size(spec: ModelSpec) -> int:
     """Scalars of tower, projector and newline, with those that are stored unread; 0 of text models."""
     if (vision := spec.vision) is None:
         return 0
+    # Patch kernel, its bias and learned positions; layers with four biased projections, the biased MLP and
+    # two norms of scale and bias; SigLIP's last norm; the projector; the newline.
     width, hidden = vision.width, vision.hidden
     patches = 3 * vision.patch**2 * width + width + vision.patches * width
     layer = 4 * (width**2 + width) + 2 * width * hidden + hidden + width + 4 * width

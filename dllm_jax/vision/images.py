@@ -102,6 +102,8 @@ class AnyRes(Views):
                 raise ValueError(f"canvases hold ({width}, {height}); expected multiples of {side}")
 
         def rank(canvas: tuple[int, int]) -> tuple[int, int]:
+            # LLaVA-NeXT's select_best_resolution: effective resolution is what is left of the image's own
+            # pixels, capped by how many it has, and waste is what the canvas has besides.
             scale = min(canvas[0] / w, canvas[1] / h)
             effective = min(int(w * scale) * int(h * scale), w * h)
             return effective, effective - canvas[0] * canvas[1]
@@ -114,10 +116,12 @@ class AnyRes(Views):
 
         side, (w, h) = vision.image, image.size
         width, height = self.canvas((w, h), vision)
+        # Fitted by the tighter side; the other is rounded up, never beyond the canvas.
         if width / w < height / h:
             inner = width, min(math.ceil(h * (width / w)), height)
         else:
             inner = min(math.ceil(w * (height / h)), width), height
+        # Centred on black, cut row by row: the order in which `merge` counts tiles, behind the whole view.
         canvas = Image.new("RGB", (width, height), (0, 0, 0))
         canvas.paste(image.resize(inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
         corners = [(x, y) for y in range(0, height, side) for x in range(0, width, side)]
@@ -132,6 +136,7 @@ class AnyRes(Views):
     @override
     def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
         side, (w, h) = vision.side, size
+        # The map of all tiles: their patches side by side, as if one tower had seen the canvas.
         grid = [length // vision.image for length in self.canvas(size, vision)]
         rows, columns = side * grid[1], side * grid[0]
 
@@ -146,6 +151,7 @@ class AnyRes(Views):
 
         # Downscaling: torch's bilinear interpolation without antialiasing.
         if self.budget is not None:
+            # Both sides shrink by the root of the excess; up to 10 per cent of excess a side is left alone.
             times = math.sqrt(len(row[0]) * len(column[0]) / (self.budget * vision.patches))
             if times > 1.1:
                 row = _bilinear(row[0][:, 0], int(len(row[0]) // times))
