@@ -1,0 +1,61 @@
+"""The checks of `dllm_jax.testing` find what they are there to find, and say where."""
+
+import jax.numpy as jnp
+import pytest
+
+from dllm_jax import policies
+from dllm_jax.state.cache import KV
+from dllm_jax.testing import check_policy, check_sampler, checks
+
+PLACE = r"step \d+, sequence \d+, position \d+"
+
+
+class AsItsMates(policies.DualCache):
+    """Refreshes whenever a sequence of the batch is behind the others."""
+
+    def select(self, cache, canvas):
+        behind = jnp.min(canvas.step) < canvas.step
+        return super().select(cache, canvas) | behind[:, None]
+
+
+class Unmasked(policies.Policy):
+    """Attends to padding too."""
+
+    def layer(self, layer, x, cache, rows, canvas):
+        q, k = layer.qk(x, rows.index)
+        cache, now = cache.update(rows, KV(k, layer.value(x)))
+        return layer.finish(x, layer.attention(q, now.k, now.v)[0]), cache
+
+
+class ByWidth(policies.DualCache):
+    """Computes something else in steps of another width than its own."""
+
+    def layer(self, layer, x, cache, rows, canvas):
+        x, cache = super().layer(layer, x, cache, rows, canvas)
+        return x if rows.full or rows.index.shape[1] == canvas.layout.block else 2 * x, cache
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit", "check", "message"),
+    [
+        (policies.DualCache(), policies.DualCache(), checks.exact_limit, PLACE),
+        (policies.Policy(), None, checks.reuse_is_exact_while_nothing_changes, None),
+        (AsItsMates(), None, checks.batch_mates_change_nothing, PLACE),
+        (Unmasked(), None, checks.padding_is_inert, PLACE),
+        (ByWidth(), None, checks.widths_change_nothing, PLACE),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_a_broken_policy_is_told_by_the_check_that_it_breaks(policy, limit, check, message):
+    run = lambda: check_policy(policy, limit=limit, checks=[check])
+    if message is None:  # nothing is known of its lossless settings
+        return run()
+    with pytest.raises(
+        AssertionError, match=f"{type(policy).__name__}, llada: {check.__name__}: .*{message}"
+    ):
+        run()
+
+
+def test_a_sampler_that_leaves_masks_is_told_where():
+    with pytest.raises(AssertionError, match=r"only_scored_masks_are_decoded: .*(still masked|max_steps)"):
+        check_sampler(checks.Frozen(), checks=[checks.only_scored_masks_are_decoded])
