@@ -28,7 +28,7 @@ FORM_OF_LAYERS = (
     "dllm_jax.checkpoint.loading.separate_is_faster",
 )
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
-SEPARATE = "convert_crash", "embedded", "export", "readme", "suffix", "wheel"
+SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "suffix", "wheel"
 # Where shapes and dtypes of all calls are checked: every room is called by one of these.
 ANNOTATED = (
     *("analysis_capture", "attention", "cache", "canvas", "chat", "convert", "engine", "eval_runner", "int8"),

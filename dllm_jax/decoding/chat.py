@@ -179,7 +179,8 @@ def _plain_ids(tokenizer: Any, conversation: list[Message], special: list[str]) 
 
 def check_tokenizer(tokenizer: Any):
     """Raises ValueError if a tokenizer is none of transformers' kind."""
-    if not all(hasattr(tokenizer, name) for name in ("chat_template", "apply_chat_template", "decode")):
+    needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "decode"
+    if not all(hasattr(tokenizer, name) for name in needed):
         raise ValueError(
             f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
         )

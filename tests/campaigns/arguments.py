@@ -10,7 +10,7 @@ import itertools
 import math
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -66,6 +66,7 @@ class Echo:
     """A tokenizer that any text is good for."""
 
     chat_template = "{{ messages }}"
+    added_tokens_decoder: ClassVar[dict[int, str]] = {}
 
     def apply_chat_template(self, conversation, **options):
         return {"input_ids": [1, 2, 3]}
