@@ -65,7 +65,7 @@ def _read(cls: type) -> Iterator[tuple[str, str, Any]]:
                 continue
             around = inspect.getclosurevars(function).nonlocals
             module = {n: function.__globals__.get(n) for n in _global_names(function.__code__)}
-            for variable, value in (around | module).items():
+            for variable, value in {**around, **module}.items():
                 yield f"{owner.__qualname__}.{name}", variable, value
 
 
