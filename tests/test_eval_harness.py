@@ -138,6 +138,7 @@ def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_i
         first._loglikelihood_tokens(pairs)
     found = {args: answer for kind, args, answer in seen if kind == "loglikelihood"}
     assert found.keys() == {pairs[i][0] for i in (0, 1, 3)}
+    first.journal.close()  # as the end of its process does
     monkeypatch.setattr("dllm_jax.eval.run.likelihoods.log_likelihood", None)  # nothing is computed any more
     again = model(**arguments, failures="empty")
     impossible = {pairs[2][0]: (-math.inf, False)}
