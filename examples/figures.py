@@ -123,7 +123,7 @@ def _two_panels(x: str) -> tuple[Figure, tuple[Axes, Axes]]:
     return figure, (left, right)
 
 
-def _ticks(numbers: Int[np.ndarray, "t"]) -> tuple[Int[np.ndarray, "s"], list[int]]:
+def _ticks(numbers: Int[np.ndarray, "t"]) -> tuple[Int[np.ndarray, "s"], list[str]]:
     """At most nine entries of an axis, and what they are called."""
     shown = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 9)).astype(int))
-    return shown, numbers[shown].tolist()
+    return shown, [str(number) for number in numbers[shown]]

@@ -109,6 +109,8 @@ def step_similarity(
     for start in range(0, len(every.steps) - 1, chunk):
         # The last canvas of a chunk is the first one of the next.
         seen = look(("k", "v"), layers=layers, steps=every.steps[start : start + chunk + 1])
+        assert seen.k is not None
+        assert seen.v is not None
         parts.append([cosine(states[:-1], states[1:]) for states in (seen.k, seen.v)])
     if not parts:
         raise ValueError(f"steps={every.steps.tolist()}: similarity needs at least two canvases")
