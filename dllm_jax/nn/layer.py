@@ -172,7 +172,6 @@ class Layer:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
     def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
-        # The order is stated before the bias is added, so that the sum, too, is computed in it.
         y = einsum("bqm,mhd->bqhd", normed, self.weights[name])
         y = heads_first_on_tpu(y, self.kernels.rules)
         return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y

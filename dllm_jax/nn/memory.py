@@ -51,7 +51,6 @@ def _on_each_device(
         return order(x)
     if rules is None:
         return x
-    # `check_vma=False`: a layout constraint has no rule for which axes its result varies over.
     split = rules.spec(mesh, axes, dict(zip(axes, x.shape, strict=True)))
     return jax.shard_map(order, in_specs=split, out_specs=split, check_vma=False)(x)
 

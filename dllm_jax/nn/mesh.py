@@ -121,7 +121,6 @@ class MeshRules(Options):
           axes: a letter per axis of the array; letters without a rule are not split.
           lengths: of the axes by letter; one that is not among them is taken to divide.
         """
-        # A lone name is written bare, as JAX compares `P("tp")` and `P(("tp",))` as different types.
         split = (self.axes(mesh, letter, lengths.get(letter)) for letter in axes)
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
 
@@ -151,7 +150,6 @@ def mesh_of(tree: PyTree) -> AnyMesh | None:
 
 def context_mesh() -> AnyMesh | None:
     """The mesh of `jax.set_mesh`: concrete outside of traced programs, abstract inside; None without one."""
-    # A mesh of one device splits nothing: programs are those without one, and share their cache.
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty or abstract.size == 1:
         return None
@@ -225,8 +223,6 @@ def number_modes() -> Iterator[None]:
     Numbers of 32 bits and JAX's usual promotion of dtypes and ranks: results are bit for bit the same under
     `jax_enable_x64`, and with strict promotion.
     """
-    # The dtype of an index, of `arange` and of Python's numbers all follow these modes: under x64 the same
-    # code would carry int64 positions, double the traffic of masks, and select other kernels.
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),

@@ -163,8 +163,6 @@ def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding
     """Where a stacked parameter lies and, on TPUs, in which order its axes do; None is the default."""
     if platform != "tpu" or leaf not in STACKED_HEADS_FIRST:
         return where
-    # A layout is a property of the committed array: arguments that come in another order would be copied by
-    # every call of the program, so parameters are put in this one when they are loaded.
     return Format(STACKED_HEADS_FIRST[leaf], where or jax.sharding.SingleDeviceSharding(default_device()))
 
 

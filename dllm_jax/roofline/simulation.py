@@ -41,8 +41,6 @@ def schedule(
 @functools.lru_cache(maxsize=256)
 def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
     """How many positions each step computes, [steps]."""
-    # How many positions the nucleus takes depends on confidences, which only a network has: under uniform
-    # ones a fraction p of the positions is in it, so an assumed fraction is an assumed p.
     if isinstance(policy, D2Cache) and assumed.nucleus is not None:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
     # Without a cache every step computes the canvas, and there is nothing to simulate.
@@ -62,8 +60,6 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
 
     def step(canvas: Canvas, _):
         # What can be decoded is what the policy offers; the leftmost masks are taken first.
-        # No logits, so no confidences: left to right is the order that trained models roughly follow in a
-        # block.
         leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
         chosen = best(leftmost, even_schedule(canvas))
         order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)

@@ -54,8 +54,6 @@ def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
     stored = made.layers.k.shape[2]
     if not step.full:
         return at.concatenated(at.layout.block, stored)
-    # Algorithm 1 of Sparse-dLLM: the block's first steps run in full, and the pairs are chosen `delay` steps
-    # after it began. Keys alone are read for scores (half a pair), kept pairs are read and written.
     fills = index % at.layout.steps_per_block == policy.delay
     return at.over_canvas(stored * fills, moved=at.layout.length / 2 + 2 * stored)
 
@@ -98,8 +96,6 @@ def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     positions are stored as they are.
     """
     layout = at.layout
-    # Equation 16 gives each head its own budget, the storage is as wide as the widest: heads are unpacked a
-    # chunk of slots at a time, up to the longest head of the layer.
     budgets, widest = policy.table(at.spec, layout)[-1], policy.widest_head(at.spec, layout)
     chunk = slots_of_chunk(policy.budget, widest)
     longest = np.minimum(budgets * at.assumed.uneven, widest)
@@ -123,8 +119,6 @@ def _evicted_branches(policy: p.MaskKV, at: Setting, step: Step, index: int) -> 
 def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) -> Step:
     """The response gets new values; a part of it, in the first layer all, passes through the whole layer."""
     layout, width = at.layout, at.response_inputs
-    # dLLM-Cache's intervals K_p and K_r: a prompt refresh is a full step, a response refresh a full pass of
-    # the response, and between them only the fraction rho of least similar values is recomputed.
     if index % policy.prompt_every == 0:
         return dataclasses.replace(store.refresh, branches=width)
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
@@ -132,7 +126,6 @@ def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
         return Step(False, width, written=width, **more)
 
     # A partial update: in the first layer all of the response passes, in the others a fraction of it.
-    # Inputs besides the response (of a shifted model) are always recomputed, on top of the fraction.
     few = width - layout.response + int(layout.response * policy.ratio)
     some = few + (width - few) / at.spec.layers
     return Step(False, some, written=(some + width) / 2, valued=width - some, branches=width, **more)
@@ -142,7 +135,6 @@ def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
 def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> Step:
     """The test of the tracked tokens, before and after, and the votes: keys are read thrice more."""
     spec, length = at.spec, at.layout.length
-    # Attention drift is tested in every layer; the cosine of keys in one.
     tested = policy.track * (1 if isinstance(policy.test, KeyCosine) else spec.layers)
     tested = min(tested, length)
     queries = 2 * tested * spec.width * (spec.heads + spec.kv_heads) * spec.head
@@ -155,8 +147,6 @@ def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) ->
     found, fraction = dict(counts), at.assumed.widened
     if not fraction or not isinstance(policy, p.ElasticCache):
         return found
-    # Once a layer's drift passes gamma, that layer and all behind it recompute the canvas. The mean fraction
-    # of layers that do is split into steps that do wholly and steps that do not: times are linear in it.
     full = extra_traffic(policy, at, at.over_canvas(at.layout.length), 0)
     for step, count in counts.items():
         if not step.full:
@@ -169,8 +159,6 @@ def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) ->
 @extra_traffic.register
 def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
     """The attention maps computed again, keys read again, and the rollout's float32 product."""
-    # Attention rollout (section 4.2): maps of the computed rows, averaged over heads, multiplied through the
-    # layers; float32, as the products of many rows of small weights would lose them.
     rows, length = step.rows, at.layout.length
     depth = (policy.rollout_layers or at.spec.layers) / at.spec.layers
     return dataclasses.replace(

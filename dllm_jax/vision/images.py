@@ -102,8 +102,6 @@ class AnyRes(Views):
                 raise ValueError(f"canvases hold ({width}, {height}); expected multiples of {side}")
 
         def rank(canvas: tuple[int, int]) -> tuple[int, int]:
-            # LLaVA-NeXT's select_best_resolution: effective resolution is what is left of the image's own
-            # pixels, capped by how many it has, and waste is what the canvas has besides.
             scale = min(canvas[0] / w, canvas[1] / h)
             effective = min(int(w * scale) * int(h * scale), w * h)
             return effective, effective - canvas[0] * canvas[1]
