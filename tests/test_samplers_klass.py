@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.samplers import KLASS, Candidates, Threshold
 from dllm_jax.samplers.klass import kl_divergence
-from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, traced
+from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
 from dllm_jax.testing.runs import assert_same_run
 from tests import numpy_sampler as plain
 from tests.models import canvas, prompts, tiny
@@ -100,8 +100,7 @@ def test_other_samplers_remember_nothing():
 
 @pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
 def test_what_is_remembered_is_not_copied_in_the_loop(policy, optimised):
-    program = traced(Subject(policy, SOME)).lower()
-    text = program.compile(compiler_options={"xla_cpu_use_fusion_emitters": True}).as_text()
+    text = optimized_text(traced(Subject(policy, SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text
     assert not cache_copies_in_loops(text, shape)

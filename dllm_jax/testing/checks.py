@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -155,9 +156,7 @@ def nothing_leaves_the_device_inside(of: Subject):
 
 def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
     """Copies of arrays as large as the cache stand only outside of loop bodies in the optimised program."""
-    # MLIR emitters may be turned off where many programs are compiled, as in this library's tests.
-    as_users_compile = {"xla_cpu_use_fusion_emitters": True}
-    text = traced(of, apart).lower().compile(compiler_options=as_users_compile).as_text()
+    text = optimized_text(traced(of, apart))
     layout, streams = PROGRAM, 2 if of.sampler.cfg_scale else 1
     cache = jax.eval_shape(lambda: of.policy.init(of.model.spec, layout, 2 * streams, jnp.float32))
     cache = jax.eval_shape(lambda cache: cache.separate(), cache) if apart else cache
@@ -169,6 +168,16 @@ def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
         shape = f"f32[{','.join(map(str, store))}]"
         assert shape in text, f"the cache {shape} is not where this check looks for it"
         assert not (found := cache_copies_in_loops(text, shape)), f"every step copies {shape}: {found}"
+
+
+def optimized_text(program: Any) -> str:
+    """The HLO text of a program as users' processes compile it.
+
+    A suite of many programs may have turned fusion emitters off, as this library's does where XLA knows them.
+    """
+    cheaper = "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
+    options = {"xla_cpu_use_fusion_emitters": True} if cheaper else None
+    return program.lower().compile(compiler_options=options).as_text()
 
 
 def cache_copies_in_loops(text: str, shape: str) -> list[str]:
