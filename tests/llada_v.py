@@ -133,7 +133,9 @@ def write(path: Path, seed: int = 0, shards: int = 1) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(), indent=2))
     save_sharded(path, tensors(seed), shards)
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
