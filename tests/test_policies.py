@@ -77,6 +77,21 @@ def test_policy(policy, family, request):
     )
 
 
+@EXHAUSTIVE
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", CASES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sampler", [SEVERAL_AT_ONCE, samplers.DreamSchedule(alg="topk_margin")], ids=short)
+def test_exact_limits_hold_under_samplers_without_an_even_schedule(sampler, policy, family):
+    limit, layout = CASES[policy].limit, CASES[policy].limit_layout
+    # Limits of one step per block are those of samplers that decode a block at once.
+    if layout["steps"] * layout["block"] == layout["length"] and isinstance(sampler, samplers.Threshold):
+        sampler = samplers.Threshold(0.0)
+    prompt, mask = prompts(tiny(family), (9, 6))
+    options = dict(prompt_mask=mask, sampler=suited(limit, sampler), key=KEY, trace=True, widths=WIDE)
+    run = lambda policy: dj.generate(tiny(family), prompt, policy=policy, **options, **layout)
+    assert_same_run(run(limit).trace, run(policies.Policy()).trace)
+
+
 def by_day_but(case, type_: type):
     """The marks of a test that takes one policy every day."""
     return case.marks if isinstance(case.values[0], type_) else EXHAUSTIVE
