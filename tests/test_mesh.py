@@ -133,7 +133,8 @@ def test_full_passes_and_likelihoods_over_a_mesh(types):
     )
     np.testing.assert_allclose(score(model, sharded), score(alone, prompt), rtol=1e-4)
     assert score(model, sharded).sharding.spec == PartitionSpec("dp")
-    np.testing.assert_allclose(score(model, prompt[:3]), score(alone, prompt[:3]), rtol=1e-4)
+    with jax.debug_nans(True):  # nor do sequences that only fill a mesh divide by zero
+        np.testing.assert_allclose(score(model, prompt[:3]), score(alone, prompt[:3]), rtol=1e-4)
 
 
 def test_infilling_a_batch_that_does_not_divide():

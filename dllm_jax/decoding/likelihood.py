@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.decoding.placement import by_sequence, numbers, part
+from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
 from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
@@ -102,7 +102,8 @@ def token_log_likelihoods(
     asked = _asked(model, prompt, answer, estimator)
     mesh = current_mesh((model.params, prompt, answer))
     axes = jax.tree.map(lambda array: 0, asked)._replace(masks=1)
-    arrays, batch = by_sequence(model, mesh, asked, axes)
+    arrays, batch = divisible(model, mesh, asked, axes)
+    arrays = by_sequence(model, mesh, arrays, axes)
     guidance = None if fixed_at(estimator.cfg_scale, 0) else argument(estimator.cfg_scale, float)
     terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
     return part(terms, slice(batch), batch=0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped
@@ -64,8 +65,14 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     axes = jax.tree.map(lambda array: 0, arrays)
     if isinstance(arrays.noise, RecordedNoise):  # [t b ..], and numbers
         axes = axes._replace(noise=jax.tree.map(lambda a: 1 if a.ndim else NOT_SPLIT, arrays.noise))
-    split, batch = by_sequence(model, mesh, arrays, axes)
-    plan = numbers(request.plan, mesh)
+
+    # Sequences that a mesh needs besides are of padding alone: they are done before the first step.
+    arrays, batch = divisible(model, mesh, arrays, axes)
+    if len(arrays.valid) > batch:
+        real = np.arange(len(arrays.valid))[:, None] < batch
+        arrays = arrays._replace(valid=arrays.valid & real)
+    split = by_sequence(model, mesh, arrays, axes)
+    plan = request.plan if _described(model) else numbers(request.plan, mesh)
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
@@ -87,21 +94,16 @@ def collect(placed: Placed, tokens: Array, stats: Stats, trace: Trace | None) ->
 
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
-    of_steps = {
-        name: part(array, ran, *(own, right)[: array.ndim - 1], batch=1)
-        for name, array in trace._asdict().items()
-        if name in ("computed", "proposed", "score")
-    }
-    return Output(
-        tokens,
-        stats,
-        trace._replace(
-            tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1),
-            active=part(trace.active, ran, own, batch=1),
-            widened=part(trace.widened, ran, own, batch=1),
-            **of_steps,
-        ),
+    of_steps = Trace(
+        tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1),
+        computed=part(trace.computed, ran, own, right, batch=1),
+        proposed=part(trace.proposed, ran, own, right, batch=1),
+        score=part(trace.score, ran, own, right, batch=1),
+        active=part(trace.active, ran, own, batch=1),
+        widened=part(trace.widened, ran, own, batch=1),
+        steps=trace.steps,
     )
+    return Output(tokens, stats, of_steps)
 
 
 def with_auto_axes(placed: Placed) -> Placed:
@@ -135,44 +137,53 @@ def runs_on(placed: Placed) -> contextlib.AbstractContextManager:
     return jax.set_mesh(placed.mesh) if other and isinstance(placed.mesh, Mesh) else contextlib.nullcontext()
 
 
-def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:
-    """Arrays of a request on the devices, split by sequence; and how many sequences there really are.
+def divisible(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:
+    """Arrays of as many sequences as a mesh divides, the first one again behind them; and how many there are.
 
     Args:
-      model: whose rules apply; described, the arrays are described too.
-      mesh: None, or the abstract one of a traced program, leaves arrays where they are.
-      arrays: a pytree; booleans are masks, of which sequences that are added have none.
+      model: whose rules apply.
+      mesh: None needs no more sequences.
+      arrays: a pytree, on the host unless they are traced or global.
       axes: the axis of sequences of each array, or `NOT_SPLIT`.
     """
-    leaves, structure = jax.tree.flatten(arrays)
-    places = structure.flatten_up_to(axes)
-    batch = next(a.shape[i] for a, i in zip(leaves, places, strict=True) if i != NOT_SPLIT)
-    extra = -batch % model.rules.batch_ways(mesh)
-    leaves = [_more(a, i, extra) if i != NOT_SPLIT else a for a, i in zip(leaves, places, strict=True)]
-    names = () if mesh is None else model.rules.axes(mesh, "b")
-    where = [PartitionSpec(*[None] * i, names or None) if i != NOT_SPLIT else PartitionSpec() for i in places]
+    sizes = jax.tree.map(lambda array, axis: array.shape[axis] if axis != NOT_SPLIT else None, arrays, axes)
+    batch = jax.tree.leaves(sizes)[0]
+    count = -batch % model.rules.batch_ways(mesh)
+    more = lambda array, axis: _more(array, axis, count) if axis != NOT_SPLIT else array
+    return jax.tree.map(more, arrays, axes) if count else arrays, batch
 
-    # Programs that are only compiled take descriptions. Concrete arrays beside traced ones are constants of
-    # the user's program, which splits them itself.
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.params)):
-        on = lambda spec: None if mesh is None else NamedSharding(mesh, spec)
-        describe = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on(spec))
-        leaves = list(map(describe, leaves, where))
-    elif not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, leaves))):
-        leaves = [_on_devices(a, mesh, spec) for a, spec in zip(leaves, where, strict=True)]
-    return structure.unflatten(leaves), batch
+
+def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> PyTree:
+    """Arrays of a request on the devices, split by sequence; arguments are those of `divisible`.
+
+    Of a described model they are described. Where the program is traced they stay what they are: concrete
+    arrays beside traced ones are constants of the user's program, which splits them itself.
+    """
+    names = () if mesh is None else model.rules.axes(mesh, "b")
+    where = lambda axis: (
+        PartitionSpec(*[None] * axis, names or None) if axis != NOT_SPLIT else PartitionSpec()
+    )
+    if _described(model):
+        on = lambda axis: None if mesh is None else NamedSharding(mesh, where(axis))
+        describe = lambda a, axis: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on(axis))
+        return jax.tree.map(describe, arrays, axes)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays))):
+        return arrays
+    return jax.tree.map(lambda array, axis: _on_devices(array, mesh, where(axis)), arrays, axes)
+
+
+def _described(model: Model) -> bool:
+    """Whether the model is one of shapes alone, for programs that are only compiled."""
+    return isinstance(model.params["embed"], jax.ShapeDtypeStruct)
 
 
 def _more(array: AnyArray, axis: int, count: int) -> AnyArray:
-    """The array with `count` more sequences: the first one again, of masks and padding nothing."""
-    if not count:
-        return array
+    """The array with `count` more sequences, the first one again."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return _more_keys(array, count)
-    first = array[(slice(None),) * axis + (slice(0, 1),)]
     xp = host.module(array)
-    again = xp.zeros_like(first) if array.dtype == bool else first
-    return xp.concatenate([array, xp.repeat(again, count, axis=axis)], axis=axis)
+    first = array[(slice(None),) * axis + (slice(0, 1),)]
+    return xp.concatenate([array, xp.repeat(first, count, axis=axis)], axis=axis)
 
 
 @functools.partial(jax.jit, static_argnames="count")
