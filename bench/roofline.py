@@ -50,7 +50,7 @@ class Forecast:
             raise ValueError(f"hardware {', '.join(unknown)} is not among {', '.join(HARDWARE)}")
 
     def rows(self, model: str) -> Iterator[dict[str, Any]]:
-        """A row per policy, prompt, batch and hardware."""
+        """A row per policy, prompt, batch and hardware; gigabytes are 10^9 bytes."""
         spec, chips = dj.presets.model_spec(model), {n: HARDWARE[n].times(self.chips) for n in self.hardware}
         work = lambda policy, prompt, batch: roofline.work(
             spec, policy, self.grid.layout(prompt), batch, self.dtype
@@ -60,24 +60,15 @@ class Forecast:
             for prompt, batch in self.grid.shapes():
                 mine = work(policy, prompt, batch)
                 for name, chip in chips.items():
-                    ratio = exact[prompt, batch].on(chip).seconds / mine.on(chip).seconds
-                    case = {"model": model, "hardware": name, "policy": type(policy).__name__}
-                    yield case | {"prompt": prompt, "batch": batch} | figures(mine, chip, ratio)
-
-
-def figures(work: roofline.Work, hardware: roofline.Hardware, ratio: float) -> dict[str, Any]:
-    """The figures of one generation; gigabytes are 10^9 bytes."""
-    times = work.on(hardware)
-    return {
-        "whole_ms": times.full_ms,
-        "part_ms": times.partial_ms,
-        "ms_per_token": times.ms_per_token,
-        "over_exact": ratio,
-        "memory_bound": times.memory_bound,
-        "cache_gb": work.memory.cache / 1e9,
-        "memory_gb": work.memory.total(hardware) / 1e9,
-        "fits": work.memory.fits(hardware),
-    }
+                    times, memory = mine.on(chip), mine.memory
+                    yield {
+                        "model": model, "hardware": name, "policy": type(policy).__name__, "prompt": prompt,
+                        "batch": batch, "whole_ms": times.full_ms, "part_ms": times.partial_ms,
+                        "ms_per_token": times.ms_per_token,
+                        "over_exact": exact[prompt, batch].on(chip).seconds / times.seconds,
+                        "memory_bound": times.memory_bound, "cache_gb": memory.cache / 1e9,
+                        "memory_gb": memory.total(chip) / 1e9, "fits": memory.fits(chip),
+                    }  # fmt: skip
 
 
 def short(value: float | None) -> str:
@@ -104,9 +95,8 @@ COLUMNS: runner.Columns = {
 
 def tables(forecast: Forecast, model: str, hardware: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown of one model on one kind of hardware; with `markdown` a table per batch."""
-    name = f"{model}, {HARDWARE[hardware].times(forecast.chips).name}"
+    name, grid = f"{model}, {HARDWARE[hardware].times(forecast.chips).name}", forecast.grid
     if not forecast.markdown:
-        grid = forecast.grid
         yield f"\n{name}, length {grid.length}, block {grid.block}, {forecast.dtype}:\n"
         yield runner.table_of(COLUMNS, rows)
         return

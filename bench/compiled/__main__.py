@@ -73,15 +73,15 @@ def compiled(case: Case, hlo: Path | None) -> runner.Row:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            report = pool.submit(compile_case, case).result()
+            row, program = pool.submit(compile_case, case).result()
         except BrokenProcessPool:
             return dataclasses.asdict(case) | {"error": "the compiler ended the process"}
         except Exception as error:  # the compilers' messages are the result
             return dataclasses.asdict(case) | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
-        (hlo / f"{case.policy}-{case.target}.hlo").write_text(report.hlo)
-    return report.row
+        (hlo / f"{case.policy}-{case.target}.hlo").write_text(program)
+    return row
 
 
 def provenance(dtype: str) -> runner.Row:
@@ -101,16 +101,13 @@ def _step(kind: str, field: str, scale: float = 1) -> Any:
 
 
 def _copied(where: str) -> Any:
-    return lambda row: (
-        f"{len(row[where])} ({sum(c['bytes'] for c in row[where]) / 1e6:.0f} MB)" if row[where] else "0"
-    )
+    size = lambda copies: f" ({sum(c['bytes'] for c in copies) / 1e6:.0f} MB)"
+    return lambda row: f"{len(row[where])}" + (size(row[where]) if row[where] else "")
 
 
 COLUMNS: runner.Columns = {
     "policy": lambda row: row["policy"],
-    "target": lambda row: (
-        f"{row['target']}" + (f" x {row['tp'] * row['dp']}" if row["tp"] * row["dp"] > 1 else "")
-    ),
+    "target": lambda row: row["target"] + f" x {row['tp'] * row['dp']}" * (row["tp"] * row["dp"] > 1),
     "CPU s": lambda row: row["compile_cpu_s"],
     "peak, GB": lambda row: f"{row['peak'] / 1e9:.1f}" + ("" if row["fits"] else " (does not fit)"),
     "temporary, GB": lambda row: f"{row['temporaries'] / 1e9:.2f}",

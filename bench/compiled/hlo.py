@@ -89,22 +89,13 @@ def _instruction(line: str) -> Instruction | None:
     branches = re.findall(r"(?:true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
     branches += re.findall(r"%[\w.\-]+", one(r"branch_computations=\{([^}]*)\}") or "")
     return Instruction(
-        name=match.group(2),
-        op=op.group(1),
-        type=type_,
-        leaves=_leaves(type_),
-        args=tuple(re.findall(r"%[\w.\-]+", inside)),
-        index=inside.strip(),
-        root=bool(match.group(1)),
-        calls=one(r"calls=(%[\w.\-]+)"),
-        condition=one(r"condition=(%[\w.\-]+)"),
-        body=one(r"body=(%[\w.\-]+)"),
-        branches=tuple(branches),
-        trips=int(trips) if trips else None,
-        source=one(r'op_name="([^"]*)"') or "",
-        offload=one(r'"offload":"(\w+)"'),
+        name=match.group(2), op=op.group(1), type=type_, leaves=_leaves(type_),
+        args=tuple(re.findall(r"%[\w.\-]+", inside)), index=inside.strip(), root=bool(match.group(1)),
+        calls=one(r"calls=(%[\w.\-]+)"), condition=one(r"condition=(%[\w.\-]+)"),
+        body=one(r"body=(%[\w.\-]+)"), branches=tuple(branches), trips=int(trips) if trips else None,
+        source=one(r'op_name="([^"]*)"') or "", offload=one(r'"offload":"(\w+)"'),
         cycles=int(one(r'"estimated_cycles":"(\d+)"') or 0),
-    )
+    )  # fmt: skip
 
 
 def _split_type(rest: str) -> tuple[str, str]:
@@ -125,10 +116,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _leaves(type_: str) -> tuple[Leaf, ...]:
-    return tuple(
-        Leaf(
-            BYTES[kind] * math.prod(int(d) for d in dims.split(",") if d),
-            any(space in layout for space in ON_CHIP),
-        )
-        for kind, dims, layout in ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))
-    )
+    size = lambda kind, dims: BYTES[kind] * math.prod(int(d) for d in dims.split(",") if d)
+    found = ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))
+    return tuple(Leaf(size(kind, dims), any(s in layout for s in ON_CHIP)) for kind, dims, layout in found)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import dllm_jax as dj
 from bench.compiled import hlo, traffic
 from bench.compiled.targets import TARGETS, Target
-from bench.shared.measure import Run
+from bench.shared.measure import Run, held
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.decoding.loop import denoise, scope
@@ -69,12 +69,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Case(Setting):
-    """One program.
-
-    Attributes:
-      target: a key of `TARGETS`.
-      policy: a class name, or "training" for the training step.
-    """
+    """One program: for a key of `TARGETS`, of a policy by its class name, or "training" for its step."""
 
     target: str
     policy: str
@@ -93,25 +88,12 @@ class Case(Setting):
         """The generation: one token per step, the most confident one."""
         (policy,) = policies_named([self.policy])
         embedded = roofline.images(self.spec, [PIXELS] * self.images).positions if self.images else 0
-        prompt, sampler = self.prompt + embedded, dj.samplers.Confidence()
-        return Run(
-            prompt, self.batch, self.length, self.block, self.length, policy, sampler, embedded, self.widths
-        )
+        shape = self.prompt + embedded, self.batch, self.length, self.block, self.length
+        return Run(*shape, policy, dj.samplers.Confidence(), embedded, self.widths)
 
 
-class Report(NamedTuple):
-    """A row of results, and the optimised program."""
-
-    row: dict[str, Any]
-    hlo: str
-
-
-def compile_case(case: Case) -> Report:
-    """Compiles a case; the row has the fields of the case besides what was found.
-
-    Raises:
-      Exception: whatever the compiler raises.
-    """
+def compile_case(case: Case) -> tuple[dict[str, Any], str]:
+    """A row of results with the fields of the case, and the optimised program; raises as compilers do."""
     mesh = case.on.mesh(case.dp, case.tp)
     model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers, case.weights)
     # Traced, lowered and compiled for a platform that is not there; nothing is run.
@@ -127,7 +109,7 @@ def compile_case(case: Case) -> Report:
     assert text is not None, "compilers for described devices print their programs"
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
     row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache), request)
-    return Report(row, text)
+    return row, text
 
 
 def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> jax.stages.Traced:
@@ -153,16 +135,11 @@ def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
 
 
 def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Bytes per chip, by the compiler's account; the code itself is left out."""
+    """Bytes per chip, by the compiler's account."""
     m = compiled.memory_analysis()
     assert m is not None, "compilers for described devices say what a program takes"
-    peak = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
-    return {
-        "arguments": m.argument_size_in_bytes,
-        "temporaries": m.temp_size_in_bytes,
-        "peak": peak,
-        "fits": peak <= case.on.hardware.capacity,
-    }
+    found = {"arguments": m.argument_size_in_bytes, "temporaries": m.temp_size_in_bytes, "peak": held(m)}
+    return found | {"fits": found["peak"] <= case.on.hardware.capacity}
 
 
 def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[str, Any]:
@@ -176,17 +153,14 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     for kind, (variant, floor) in _steps(case, request).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        total = step_totals(loop, skip=None if kind == "full" else REFRESH)
+        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), floor / case.tp
         found[f"{kind}_step"] = {
-            "variant": scope(variant),
-            "bytes": total.bytes,
-            "cached_bytes": total.cached,
-            "estimated_cycles": total.cycles,
-            "roofline_bytes": round(floor / case.tp),
-            "ratio": round(total.bytes / (floor / case.tp), 3),
-            "ratio_beyond_cache": round((total.bytes - total.cached) / (floor / case.tp), 3),
+            "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
+            "estimated_cycles": total.cycles, "roofline_bytes": round(floor),
+            "ratio": round(total.bytes / floor, 3),
+            "ratio_beyond_cache": round((total.bytes - total.cached) / floor, 3),
             "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
-        }
+        }  # fmt: skip
     return found
 
 
@@ -216,13 +190,7 @@ def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
 
 
 class Totals(NamedTuple):
-    """Of a trip of a loop with the loops inside of it.
-
-    Attributes:
-      bytes: moved through main memory.
-      cached: the part that a cache is likely to hold.
-      cycles: the estimates of a TPU's compiler added up, as if nothing overlapped; 0 of a GPU's.
-    """
+    """`Loop`'s bytes, cached ones and cycles of a trip of a loop with the loops inside of it."""
 
     bytes: int
     cached: int
@@ -253,20 +221,13 @@ def _collectives(loop: traffic.Loop) -> int:
 
 def _copies(loops: Iterable[traffic.Loop]) -> list[dict[str, Any]]:
     """Every instruction that only moves at least `COPY` bytes of main memory, per trip of its loop."""
-
-    def large() -> Iterator[dict[str, Any]]:
-        for loop in loops:
-            for move in loop.moves:
-                if move.copies and move.written >= COPY:
-                    array = hlo.ARRAY.search(move.instruction.type)
-                    yield {
-                        "array": array.group(0) if array else move.instruction.type,
-                        "bytes": move.written,
-                        "in": loop.source or loop.what,
-                        "of": move.instruction.source,
-                    }
-
-    return list(large())
+    found = []
+    for loop in loops:
+        for move in (move for move in loop.moves if move.copies and move.written >= COPY):
+            array = hlo.ARRAY.search(move.instruction.type)
+            about = {"array": array.group(0) if array else move.instruction.type, "bytes": move.written}
+            found.append(about | {"in": loop.source or loop.what, "of": move.instruction.source})
+    return found
 
 
 def _cpu_seconds() -> float:

@@ -30,14 +30,10 @@ MOVES = {"parameter", "constant", "tuple", "get-tuple-element", *ELEMENTWISE, *S
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What one instruction moves, in bytes.
+    """Bytes that one instruction reads from main memory and writes to it.
 
-    Attributes:
-      instruction: what moves it.
-      read: from main memory.
-      written: to it.
-      cached: the part of both that a cache of the given size is likely to hold.
-      copies: all that it does is to move an array.
+    `cached` is the part of both that a cache of the given size is likely to hold; an instruction that
+    `copies` does nothing else than to move an array.
     """
 
     instruction: Instruction
@@ -49,15 +45,14 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop body (or the entry, or a branch), what it moves per trip, and the loops inside of it.
+    """A loop body (or the entry, or a branch), what it moves per trip, and the loops inside of it, in order.
 
     Attributes:
       what: the instruction that runs it.
       source: the operations in the Python program that it comes from, as far as the compiler kept them.
       trips: how often it runs per run of what it is in, None if that depends on the data.
-      moves: of the instructions outside of loops that are inside of it.
+      moves: of the instructions outside of inner loops.
       collectives: how many of each kind.
-      inner: loops inside of it, in order.
     """
 
     what: str
@@ -92,9 +87,7 @@ class Loop:
 def program(text: str, cache: int = 0) -> Loop:
     """The entry of an optimised HLO program, with all its loops.
 
-    Args:
-      text: the program.
-      cache: bytes of the chip's last cache before main memory; 0 models none.
+    `cache`: bytes of the chip's last cache before main memory; 0 models none.
     """
     computations, entry = parse(text)
     return _Reader(computations, cache // 3).loop(entry, "entry", "", 1)
@@ -125,9 +118,8 @@ class _Reader:
                 inner.append(self.loop(i.body, f"while {i.name}", i.source, trips_inside))
             for branch in i.branches if i.op in ("conditional", "call") else ():
                 if branch in self.computations:
-                    inner.append(
-                        self.loop(branch, f"{i.op} {i.name}", i.source, 1 if i.op == "call" else None)
-                    )
+                    once = 1 if i.op == "call" else None
+                    inner.append(self.loop(branch, f"{i.op} {i.name}", i.source, once))
         return Loop(what, source, trips, moves, dict(collectives), tuple(inner))
 
     def _bound(self, condition: str | None) -> int | None:
@@ -249,11 +241,7 @@ class _Reader:
         """Per result of a fusion: the size of the in-place update that it is, or None."""
         body = self.computations[computation]
         root = next(i for i in body.values() if i.root)
-        return (
-            [self._update(body, a) for a in root.args]
-            if root.op == "tuple"
-            else [self._update(body, root.name)]
-        )
+        return [self._update(body, name) for name in (root.args if root.op == "tuple" else [root.name])]
 
     def _update(self, body: dict[str, Instruction], name: str) -> int | None:
         # Behind bitcasts, and in fusions inside of this one.

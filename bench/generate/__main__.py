@@ -46,10 +46,8 @@ class Options:
 
     def run(self, prompt: int, batch: int, policy: dj.policies.Policy) -> Run:
         """One generation of the grid."""
-        sampler = (
-            dj.samplers.Confidence() if self.threshold is None else dj.samplers.Threshold(self.threshold)
-        )
-        grid = self.grid
+        grid, rate = self.grid, self.threshold
+        sampler = dj.samplers.Confidence() if rate is None else dj.samplers.Threshold(rate)
         return Run(prompt, batch, grid.length, grid.block, grid.denoising_steps, policy, sampler)
 
 
@@ -81,8 +79,7 @@ def _step(kind: str, row: runner.Row) -> str:
 
 
 def _ratio(row: runner.Row) -> str:
-    ratio = row["over_exact"]
-    return f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else "-"
+    return "{median:.2f}x ({low:.2f} to {high:.2f})".format(**row["over_exact"]) if row["over_exact"] else "-"
 
 
 def _counted(name: str, form: str) -> Callable[[runner.Row], str]:
@@ -113,15 +110,11 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     small = options.shape == "tiny" and not options.model
     roof = device.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
     where = runner.provenance(dtype) | {
-        "model": options.model or f"{options.shape}, random weights",
-        "spec": dataclasses.asdict(model.spec),
-        "length": options.grid.length,
-        "block": options.grid.block,
-        "steps": options.grid.denoising_steps,
-        "threshold": options.threshold,
-        "limits": dataclasses.asdict(options.limits),
+        "model": options.model or f"{options.shape}, random weights", "spec": dataclasses.asdict(model.spec),
+        "length": options.grid.length, "block": options.grid.block, "steps": options.grid.denoising_steps,
+        "threshold": options.threshold, "limits": dataclasses.asdict(options.limits),
         "ceilings": dataclasses.asdict(roof),
-    }
+    }  # fmt: skip
     rows = measure(model, options, roof)
     runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})
 

@@ -21,8 +21,7 @@ class Limits:
 
     Attributes:
       repeats: timed runs.
-      turns_seconds: exact generations up to this long take turns with every policy's; longer ones are not
-        run, and their steps are added up instead.
+      turns_seconds: exact generations up to this take turns with others; of longer ones steps are added up.
     """
 
     repeats: int = 5
@@ -31,15 +30,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation ready to be timed.
+    """A generation ready to be timed: its predicted work, the times of its steps, and the compiled loop.
 
-    Attributes:
-      run: what is generated.
-      predicted: its work.
-      steps: times of its steps.
-      program: the compiled loop.
-      out: output of a warm-up run; None of an exact generation that takes too long.
-      peak: peak device memory, if this generation raised it; None otherwise.
+    `out` is the output of a warm-up run, None of an exact generation that takes too long; `peak` the peak of
+    device memory, if this generation raised it.
     """
 
     run: Run
@@ -62,47 +56,36 @@ class Generation:
             if time is None or price is None:
                 found |= {f"{name}_ms": None}
                 continue
-            found |= {
-                f"{name}_ms": dataclasses.asdict(time.scaled(1e3)),
-                f"{name}_predicted_ms": 1e3 * price.seconds(roof),
-                f"{name}_bandwidth": price.moving(roof) / time.median,
-                f"{name}_arithmetic": price.computing(roof) / time.median,
-            }
+            milliseconds, predicted = dataclasses.asdict(time.scaled(1e3)), 1e3 * price.seconds(roof)
+            found |= {f"{name}_ms": milliseconds, f"{name}_predicted_ms": predicted}
+            found[f"{name}_bandwidth"] = price.moving(roof) / time.median
+            found[f"{name}_arithmetic"] = price.computing(roof) / time.median
         fixed = self.run.fixed_steps
         return found | {"predicted_s": self.predicted.on(roof).seconds if fixed else None}
 
     def statistics(self, time: Time, out: Any) -> dict[str, Any]:
         """Counts and rates."""
         _, stats, _ = jax.tree.map(np.asarray, out)
+        decoded, computed = np.sum(stats.decoded), np.sum(stats.computed + stats.widened)
         return {
-            "tokens_per_s": float(np.sum(stats.decoded)) / time.median,
+            "tokens_per_s": float(decoded) / time.median,
             "tokens_before_eos_per_s": float(np.sum(stats.answer)) / time.median,
             "forwards": float(np.mean(stats.nfe)),
             "refreshes": float(np.mean(stats.refreshes)),
-            "positions_per_token": float(
-                np.sum(stats.computed + stats.widened) / max(np.sum(stats.decoded), 1)
-            ),
+            "positions_per_token": float(computed / max(decoded, 1)),
         }
 
     def storage(self, roof: Hardware) -> dict[str, Any]:
         """Compile times and memory."""
+        made = self.program
         return {
-            "lower_s": self.program.lower_s,
-            "compile_s": self.program.compile_s,
-            "program_bytes": self.program.bytes,
-            "device_peak_bytes": self.peak,
-            "predicted_bytes": self.predicted.memory.total(roof),
-        }
+            "lower_s": made.lower_s, "compile_s": made.compile_s, "program_bytes": made.bytes,
+            "device_peak_bytes": self.peak, "predicted_bytes": self.predicted.memory.total(roof),
+        }  # fmt: skip
 
 
 def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Generation:
-    """Times the steps and compiles the loop.
-
-    Args:
-      model: the model.
-      run: what is generated.
-      roof: rates and capacity of this device.
-      limits: an exact generation that exceeds them is not run.
+    """Times the steps, compiles the loop, and runs it unless it is an exact one that exceeds the limits.
 
     Raises:
       MemoryError: predicted or actual lack of memory.
@@ -145,9 +128,8 @@ def whole_run(mine: Generation, exact: Generation | None, limits: Limits) -> dic
     ours = times["ours"]
     base = ours if exact is mine else times.get("exact")
     compared = Time.of([by_steps]) if by_steps else base
-    return {
-        "seconds": dataclasses.asdict(ours),
-        "over_exact": compared and dataclasses.asdict(compared.over(ours)),
-        "exact_seconds": base and dataclasses.asdict(base),
-        "exact_by_steps_s": by_steps,
-    } | mine.statistics(ours, mine.out)
+    over = compared and dataclasses.asdict(compared.over(ours))
+    return mine.statistics(ours, mine.out) | {
+        "seconds": dataclasses.asdict(ours), "over_exact": over,
+        "exact_seconds": base and dataclasses.asdict(base), "exact_by_steps_s": by_steps,
+    }  # fmt: skip

@@ -91,9 +91,7 @@ def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, 
             for implementation in options.implementations:
                 try:
                     serving[implementation] = _compiled(function(family, implementation, case), case)
-                except NotImplementedError as reason:
-                    yield about | {"implementation": implementation, "error": str(reason)}
-                except jax.errors.JaxRuntimeError as error:
+                except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                     text = str(error).strip() or type(error).__name__
                     yield about | {"implementation": implementation, "error": text.splitlines()[0]}
             yield from rows(about, case, serving, options, roof)
@@ -102,9 +100,9 @@ def measure(options: Options, dtype: str, roof: Hardware) -> Iterator[dict[str, 
 
 
 def _compiled(run: Callable[..., Any], case: Operands) -> Callable[[], Any]:
-    compiled = run.lower(*case.arrays).compile()  # type: ignore[attr-defined]
-    jax.block_until_ready(compiled(*case.arrays))
-    return functools.partial(compiled, *case.arrays)
+    compiled = functools.partial(run.lower(*case.arrays).compile(), *case.arrays)  # type: ignore[attr-defined]
+    jax.block_until_ready(compiled())
+    return compiled
 
 
 def rows(
@@ -116,15 +114,13 @@ def rows(
     interleaved = device.interleaved(repeated, options.repeats)
     times = {name: time.scaled(1 / calls) for name, time in interleaved.items()}
     for name, time in times.items():
-        moved = case.bytes(serving[name]())
+        moved, took = case.bytes(serving[name]()), time.median
         yield about | {
-            "implementation": name,
-            "us": dataclasses.asdict(time.scaled(1e6)),
-            "gb_per_s": moved / time.median / 1e9,
-            "tflop_per_s": case.flops / time.median / 1e12,
-            "over_xla": times["xla"].median / time.median if "xla" in times else None,
-            "share_of_roofline": max(moved / roof.bandwidth, case.flops / roof.flops) / time.median,
-        }
+            "implementation": name, "us": dataclasses.asdict(time.scaled(1e6)),
+            "gb_per_s": moved / took / 1e9, "tflop_per_s": case.flops / took / 1e12,
+            "over_xla": times["xla"].median / took if "xla" in times else None,
+            "share_of_roofline": max(moved / roof.bandwidth, case.flops / roof.flops) / took,
+        }  # fmt: skip
 
 
 COLUMNS: runner.Columns = {

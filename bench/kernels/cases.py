@@ -1,8 +1,8 @@
 """Operands, bytes and FLOPs of the operations in `pallas_kernels`, at the shapes that their tests use."""
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,12 @@ import pallas_kernels.sparse_gather.shapes as gather_shapes
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
 
-OPERATION: Mapping[str, Operation] = {operation.name: operation for operation in OPERATIONS}
 
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """One call.
-
-    Attributes:
-      arrays: on the device.
-      options: static keywords.
-      flops: of the products; 0 where there are none.
-      read: bytes that must be read, None for all of every array.
-    """
+class Operands(NamedTuple):
+    """Arrays of one call, static keywords, FLOPs of products; `read`: bytes to read, all arrays' if None."""
 
     arrays: tuple[Any, ...]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = {}
     flops: float = 0.0
     read: float | None = None
 
@@ -37,16 +27,8 @@ class Operands:
         return (size(self.arrays) if self.read is None else self.read) + size(out)
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """An operation with its shapes.
-
-    Attributes:
-      operation: all its implementations.
-      small: shapes for CPUs.
-      models: shapes of real models, by name.
-      make: operands of a shape, in a dtype.
-    """
+class Family(NamedTuple):
+    """An operation with shapes for CPUs and of real models; `make` makes operands of a shape in a dtype."""
 
     operation: Operation
     small: list[Any]
@@ -85,15 +67,15 @@ def _attention(shape: attention_shapes.Shape, dtype: Any) -> Operands:
     return Operands(_queries(shape, dtype), flops=2 * _product(shape))
 
 
-def _afterwards(weighted: bool) -> Callable[[attention_shapes.Shape, Any], Operands]:
-    def make(shape: attention_shapes.Shape, dtype: Any) -> Operands:
-        q, k, _, mask, lengths = _queries(shape, dtype)
-        # any number serves as log-sum-exp here: the work is the same
-        lse = jnp.full((shape.batch, shape.heads, shape.queries), 10.0, jnp.float32)
-        weight = (jnp.ones((shape.batch, shape.queries), jnp.float32),) if weighted else ()
-        return Operands((q, k, lse, *weight, mask, lengths), flops=_product(shape))
+def _head_mean(shape: attention_shapes.Shape, dtype: Any, weighted: bool = False) -> Operands:
+    q, k, _, mask, lengths = _queries(shape, dtype)
+    # any number serves as log-sum-exp here: the work is the same
+    lse = jnp.full((shape.batch, shape.heads, shape.queries), 10.0, jnp.float32)
+    weight = (jnp.ones((shape.batch, shape.queries), jnp.float32),) if weighted else ()
+    return Operands((q, k, lse, *weight, mask, lengths), flops=_product(shape))
 
-    return make
+
+_received = functools.partial(_head_mean, weighted=True)
 
 
 def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
@@ -102,8 +84,7 @@ def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
     kept = min(shape.width, shape.slots)
     order = jax.random.uniform(jax.random.key(2), (shape.batch, shape.kv_heads, shape.slots))
     index = jnp.sort(jnp.argsort(order, axis=-1)[..., :kept], axis=-1).astype(jnp.int32)
-    missing = ((0, 0), (0, 0), (0, shape.width - kept))
-    index = jnp.pad(index, missing, constant_values=shape.slots)
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, shape.width - kept)), constant_values=shape.slots)
     read = index.nbytes + 2.0 * k.dtype.itemsize * index[..., :kept].size * shape.head
     return Operands((k, v, index), read=read)
 
@@ -114,14 +95,12 @@ def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
     return Operands((score, count), dict(width=shape.width))
 
 
-def _family(name: str, shapes: Any, make: Any) -> Family:
-    return Family(OPERATION[name], shapes.SMALL, shapes.MODELS, make)
-
-
-FAMILIES = (
-    _family("attention", attention_shapes, _attention),
-    _family("received", attention_shapes, _afterwards(True)),
-    _family("head_mean", attention_shapes, _afterwards(False)),
-    _family("sparse_gather", gather_shapes, _gather),
-    _family("topk_evict", topk_shapes, _evict),
-)
+MAKE: Mapping[str, tuple[Any, Callable[[Any, Any], Operands]]] = {
+    "attention": (attention_shapes, _attention),
+    "received": (attention_shapes, _received),
+    "head_mean": (attention_shapes, _head_mean),
+    "sparse_gather": (gather_shapes, _gather),
+    "topk_evict": (topk_shapes, _evict),
+}
+_NAMED = {operation.name: operation for operation in OPERATIONS}
+FAMILIES = tuple(Family(_NAMED[name], of.SMALL, of.MODELS, make) for name, (of, make) in MAKE.items())

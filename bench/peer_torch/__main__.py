@@ -13,6 +13,7 @@ in torch take turns with our own exact decoder.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ import tyro
 
 import dllm_jax as dj
 from bench.peer_torch.decoders import peer
-from bench.peer_torch.twin import Twin, take_threads_of_xla, twin
+from bench.peer_torch.twin import Twin, twin
 from bench.shared import device, models, runner
 from bench.shared.measure import Run, program
 from dllm_jax.nn.layer import unembed
@@ -81,15 +82,7 @@ class Options:
 def rows(
     model: dj.Model, theirs: Twin, options: Options, prompt: int, policy: dj.policies.Policy
 ) -> Iterator[runner.Row]:
-    """A generation's row; of the exact decoder also that of a single forward, first.
-
-    Args:
-      model: ours.
-      theirs: the same in torch.
-      options: what is compared.
-      prompt: positions.
-      policy: of our generation.
-    """
+    """A generation's row; of the exact decoder also that of a single forward, first."""
     run, decoder = options.run(prompt, policy), peer(theirs, policy)
     request = run.request(model)
     case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt}
@@ -106,12 +99,10 @@ def rows(
     start = torch.tensor(np.asarray(tokens), dtype=torch.long, device=theirs.network.device)
     if not policy.reuses:
         block = slice(prompt, prompt + run.block)
-        logits = jax.jit(
-            lambda model, tokens: unembed(model.params, model.spec, encode(model, tokens)[:, block])
-        )
+        own = jax.jit(lambda model, ids: unembed(model.params, model.spec, encode(model, ids)[:, block]))
         forwards = {
             "theirs": lambda: theirs.run(lambda: theirs.logits(theirs.full(start)[:, block])),
-            "ours": lambda: logits(model, tokens),
+            "ours": lambda: own(model, tokens),
         }
         yield case | {"of": "forward"} | beside(forwards, options.repeats)[0]
 
@@ -119,16 +110,8 @@ def rows(
     runs = {"theirs": lambda: theirs.run(lambda: decoder.generate(start.clone(), run)), "ours": ours}
     times, out = beside(runs, options.repeats)
     same = np.asarray(out["ours"][0]) == out["theirs"].cpu().numpy()
-    yield (
-        case
-        | {"of": "generation"}
-        | times
-        | {
-            "same_tokens": bool(same.all()),
-            "agreeing": int(same[:, prompt:].sum()),
-            "tokens": run.batch * run.length,
-        }
-    )
+    agreement = {"same_tokens": bool(same.all()), "agreeing": int(same[:, prompt:].sum())}
+    yield case | {"of": "generation"} | times | agreement | {"tokens": run.batch * run.length}
 
 
 def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row, dict[str, Any]]:
@@ -145,7 +128,7 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
         model = models.random_model(models.shape(shape), dtype, gain=GAIN)
         theirs = twin(model, options.compiled)
         if jax.devices()[0].platform == "cpu":
-            take_threads_of_xla(theirs.torch)
+            theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
         for prompt in options.prompt:
             for policy in options.chosen():
@@ -180,12 +163,9 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     where = runner.provenance(dtype) | {
         "weights": f"random, std {GAIN * models.INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},
-        "batch": options.batch,
-        "length": options.length,
-        "block": options.block,
-        "steps": options.steps or options.length,
-        "repeats": options.repeats,
-    }
+        "batch": options.batch, "length": options.length, "block": options.block,
+        "steps": options.steps or options.length, "repeats": options.repeats,
+    }  # fmt: skip
     # torch is imported by the first row, which says so where it is missing.
     names = ("torch", "transformers")
     versions = lambda: {name: sys.modules[name].__version__ for name in names}

@@ -16,12 +16,7 @@ Cache = list[tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Recomputes the canvas in every step, and decodes the surest masks of the block.
-
-    Attributes:
-      twin: the model.
-      policy: our policy, whose settings hold here too.
-    """
+    """Recomputes the canvas in every step, and decodes the surest masks; our policy's settings hold here."""
 
     twin: Twin
     policy: dj.policies.Policy
@@ -38,14 +33,7 @@ class Exact:
         return tokens
 
     def hidden(self, tokens: Any, block: slice, step: int, cache: Cache) -> Any:
-        """Hidden states [b c m] that predict the block, in a step of it.
-
-        Args:
-          tokens: the canvas [b l].
-          block: its positions.
-          step: index of the step in the block.
-          cache: of the block, empty in its first step.
-        """
+        """Hidden states [b c m] that predict the block of the canvas [b l] in its `step`-th step."""
         return self.twin.full(tokens)[:, self._predictors(block)]
 
     def _predictors(self, block: slice) -> slice:

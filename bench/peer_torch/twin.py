@@ -1,7 +1,6 @@
 """Hugging Face transformers' Llama or Qwen2 in torch with our weights, opened at its attention."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +22,10 @@ Attend = Callable[[int, Any, Any, Any], Any]  # layer index, q [b h q d], k and 
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """Their model. Tensors are torch's, which is a field since it need not be installed.
+    """Their causal language model. Tensors are torch's, which is a field since it need not be installed.
 
-    Attributes:
-      torch: the module.
-      network: the causal language model.
-      spec: its description.
-      compiled: the full forward through torch.compile; None where everything is eager.
-      how: "eager" or "torch.compile", or why not.
+    `compiled` is the full forward through torch.compile, None where everything is eager; `how` says which, or
+    why not.
     """
 
     torch: Any
@@ -48,15 +43,9 @@ class Twin:
         return out
 
     def hidden(self, tokens: Any, first: int, attend: Attend) -> Any:
-        """Final hidden states of consecutive positions, by the network's own modules.
+        """Final hidden states [b q m], normed, of ids [b q] from a canvas position on, by their own modules.
 
-        Args:
-          tokens: ids [b q].
-          first: canvas position of the first of them.
-          attend: the attention of a layer; it may store keys and values, and attend to stored ones.
-
-        Returns:
-          [b q m], normed.
+        `attend` is the attention of a layer; it may store keys and values, and attend to stored ones.
         """
         body = self.network.model
         x = body.embed_tokens(tokens)
@@ -101,51 +90,26 @@ def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     """A torch model of these shapes with random weights; `options` go into its config."""
     config, made = CLASSES[spec.family]
     described = getattr(transformers, config)(
-        vocab_size=spec.vocab,
-        hidden_size=spec.width,
-        intermediate_size=spec.hidden,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head,
-        rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
-        tie_word_embeddings=spec.tied,
-        use_cache=False,
-        **options,
-    )
+        vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
+        num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base}, **options,
+    )  # fmt: skip
     return getattr(transformers, made)(described).to(dtype).eval()
 
 
-def import_torch() -> Any:
-    """The module torch.
+def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
+    """Their model with our weights and dtype, on the GPU if there is one; ours is fetched layer by layer.
+
+    `compiled` tries torch.compile for full forwards; None does on GPUs.
 
     Raises:
-      SystemExit: it is not installed.
+      SystemExit: torch is not installed.
     """
     try:
         import torch
     except ModuleNotFoundError as error:
         raise SystemExit(MISSING) from error
-    return torch
-
-
-def take_threads_of_xla(torch: Any) -> None:
-    """Lets torch take as many threads on a CPU as XLA does."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
-def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
-    """Their model with our weights and dtype, on the GPU if there is one.
-
-    Args:
-      model: ours; fetched from its device layer by layer.
-      compiled: try torch.compile for full forwards; on GPUs if None.
-
-    Raises:
-      SystemExit: torch is not installed.
-    """
-    torch = import_torch()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
     _load(made, model, torch.from_numpy)

@@ -15,6 +15,7 @@ from bench.policies import plots
 from bench.policies.measure import stages
 from bench.policies.workloads import workloads
 from bench.shared import runner
+from dllm_jax.eval.run.files import read_json
 
 
 def chosen(only: tuple[str, ...], names: Iterable[str]) -> list[str]:
@@ -36,7 +37,8 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
     """
     where, every = runner.provenance("float32"), workloads(prompts)
     for name in chosen(only, every):
-        found = runner.read(json, {}).get("models", {})  # runs of different workloads may share the file
+        # Runs of different workloads may share the file.
+        found = read_json(json)["models"] if json and json.exists() else {}
         for done in stages(every[name](), found.get(name, {})):
             found |= {name: done}
             runner.write(json, where | {"models": {key: found[key] for key in every if key in found}})

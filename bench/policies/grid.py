@@ -4,6 +4,8 @@ A policy that is named here is compared in those settings, any other one of `pol
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -83,8 +85,18 @@ def at_defaults(settings: Iterable[Setting], policies: Iterable[p.Policy]) -> li
     return [Setting(policy) for policy in policies if type(policy) not in known]
 
 
-def _order(policy: p.Policy) -> Setting:
-    return Setting(policy, s.RandomOrder(), variant="random order")
+def _each(*policies: p.Policy, **options: Any) -> tuple[Setting, ...]:
+    return tuple(Setting(policy, **options) for policy in policies)
+
+
+_order = functools.partial(_each, sampler=s.RandomOrder(), variant="random order")
+_one_block = functools.partial(_each, blocks=1, variant="one block")
+
+
+def _over(kind: type[p.Policy], **options: Any) -> tuple[p.Policy, ...]:
+    """Policies of a kind with every combination of the options that are tuples."""
+    ranges = (value if isinstance(value, tuple) else (value,) for value in options.values())
+    return tuple(kind(**dict(zip(options, values, strict=True))) for values in itertools.product(*ranges))
 
 
 EXACT = Setting()
@@ -117,15 +129,12 @@ def _budget_of_pairs(delay: int) -> tuple[Setting, ...]:
     budgets = (4, 8, 16, 32, 64)
     decode = p.DKVDecode(refresh_every=4)
     return (
-        *(Setting(p.SparseDLLM(keep=keep, delay=delay)) for keep in (0.1, 0.25, 0.5, 0.75, 1.0)),
+        *_each(*_over(p.SparseDLLM, keep=(0.1, 0.25, 0.5, 0.75, 1.0), delay=delay)),
         *(mask_kv(budget=budget) for budget in budgets),
-        *(Setting(p.EvictPrompt(budget=budget)) for budget in budgets),
+        *_each(*_over(p.EvictPrompt, budget=budgets)),
         Setting(p.EvictPrompt(budget=16, reselect=False), variant="chosen once"),
-        *(
-            Setting(p.EvictPrompt(budget=b, votes=eviction.MaskVotes()), variant="masks vote")
-            for b in (8, 32)
-        ),
-        *(Setting(p.EvictPrompt(budget=b, policy=decode), variant="DKVDecode") for b in budgets[1:4]),
+        *_each(*_over(p.EvictPrompt, budget=(8, 32), votes=eviction.MaskVotes()), variant="masks vote"),
+        *_each(*_over(p.EvictPrompt, budget=budgets[1:4], policy=decode), variant="DKVDecode"),
     )
 
 
@@ -142,8 +151,8 @@ def _eviction(delay: int) -> tuple[Setting, ...]:
         "PyramidKV": {"layers": PYRAMID},
         "AdaKV": {"heads": eviction.AdaKV()},
     }
-    sides = (p.SparseDLLM(keep=keep, delay=delay, side="prefix") for keep in (0.1, 0.25, 0.5))
-    return (*(Setting(policy, variant="prefix only") for policy in sides), *_budgets(variants))
+    sides = _over(p.SparseDLLM, keep=(0.1, 0.25, 0.5), delay=delay, side="prefix")
+    return (*_each(*sides, variant="prefix only"), *_budgets(variants))
 
 
 # Answers of four tokens: little to reuse but the prompt, which is never refreshed, and no steps for a delay.
@@ -151,18 +160,13 @@ _SHORT: tuple[Setting, ...] = (
     EXACT,
     Setting(divide_steps=2, variant="fewer steps"),
     Setting(divide_steps=4, variant="fewer steps"),
-    Setting(p.PrefixCache()),
-    Setting(p.DualCache()),
-    Setting(p.DKVDecode(refresh_every=4)),
+    *_each(p.PrefixCache(), p.DualCache(), p.DKVDecode(refresh_every=4)),
     Setting(p.DKVDecode(refresh_every=4, delay=0), variant="no delay"),
-    Setting(p.DKVPrefill()),
-    Setting(p.DKVPD()),
-    _order(p.Policy()),
-    _order(p.DKVGreedy()),
-    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (2, 4)),
+    *_each(p.DKVPrefill(), p.DKVPD()),
+    *_order(p.Policy(), p.DKVGreedy()),
+    *_each(*_over(p.DLLMCache, prompt_every=32, response_every=(2, 4))),
     *_budget_of_pairs(delay=0),
-    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in GAMMAS),
-    *(Setting(p.D2Cache(k=2, p=mass)) for mass in (0.1, 0.3)),
+    *_each(*_over(p.ElasticCache, window=2, gamma=GAMMAS), *_over(p.D2Cache, k=2, p=(0.1, 0.3))),
 )
 
 # Answers of 24 tokens and more in blocks of four. Longer blocks make caches older.
@@ -178,14 +182,9 @@ _PARALLEL = (
     Setting(sampler=s.Factor(1.0), variant="factor"),
 )
 CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in parallel too
-    p.DualCache(),
-    p.DKVDecode(refresh_every=4),
-    p.DKVPD(),
-    p.DLLMCache(prompt_every=32, response_every=2),
-    p.SparseDLLM(keep=0.5),
-    p.MaskKV(prompt_every=4, response_every=1, budget=32),
-    p.D2Cache(k=8),
-)
+    p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPD(), p.DLLMCache(prompt_every=32, response_every=2),
+    p.SparseDLLM(keep=0.5), p.MaskKV(prompt_every=4, response_every=1, budget=32), p.D2Cache(k=8),
+)  # fmt: skip
 _LONG: tuple[Setting, ...] = (
     EXACT,
     *_LONGER,
@@ -196,31 +195,25 @@ _LONG: tuple[Setting, ...] = (
         for policy in (p.PrefixCache(), p.DualCache())
         for blocks in (EXACT, *_LONGER, _ONE_BLOCK)
     ),
-    *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (2, 4, 8, 16)),
-    *(
-        Setting(p.DKVDecode(refresh_every=every, delay=0), blocks=1, variant="one block, no delay")
-        for every in (2, 4, 8)
-    ),
-    Setting(p.DKVDecode(refresh_every=4)),
-    Setting(p.DKVPrefill()),
-    *(Setting(p.DKVPD(refresh_every=every), blocks=1, variant="one block") for every in (2, 4, 8, 16)),
+    *_one_block(*_over(p.DKVDecode, refresh_every=(2, 4, 8, 16))),
+    *_one_block(*_over(p.DKVDecode, refresh_every=(2, 4, 8), delay=0), variant="one block, no delay"),
+    *_each(p.DKVDecode(refresh_every=4), p.DKVPrefill()),
+    *_one_block(*_over(p.DKVPD, refresh_every=(2, 4, 8, 16))),
     Setting(p.DKVPD()),
-    _order(p.Policy()),
-    *(_order(p.DKVGreedy(refresh_every=every)) for every in (2, 4)),
-    *(_order(p.DKVGreedy(refresh_every=every, window=0)) for every in (2, 4)),
-    *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 8, 32)),
-    *(Setting(p.DLLMCache(prompt_every=32, response_every=every)) for every in (1, 3, 4)),
+    *_order(p.Policy(), *_over(p.DKVGreedy, window=(4, 0), refresh_every=(2, 4))),
+    *_each(*_over(p.DLLMCache, prompt_every=(4, 8, 32), response_every=2)),
+    *_each(*_over(p.DLLMCache, prompt_every=32, response_every=(1, 3, 4))),
     *_budget_of_pairs(delay=1),
     *(mask_kv("chosen anew", budget=budget, reselect=True) for budget in (16, 32, 64)),
-    *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in GAMMAS),
-    *(Setting(p.D2Cache(k=8, p=mass)) for mass in (0.02, 0.05, 0.1, 0.3)),
+    *_one_block(*_over(p.ElasticCache, window=8, gamma=GAMMAS), variant=""),
+    *_each(*_over(p.D2Cache, k=8, p=(0.02, 0.05, 0.1, 0.3))),
     Setting(sampler=s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),
     Setting(p.D2Cache(k=8), blocks=1, variant="one block"),
     Setting(p.D2Cache(k=8), s.CertaintyPrior(), blocks=1, variant="one block, certainty prior"),
     *(
-        dataclasses.replace(parallel, policy=policy)
+        dataclasses.replace(fewer, policy=policy)
         for policy in CACHES
-        for parallel in (HALF_THE_STEPS, THRESHOLD)
+        for fewer in (HALF_THE_STEPS, THRESHOLD)
     ),
 )
 # One or two settings of each policy, but budgets in full, for tasks with long answers.
@@ -228,26 +221,22 @@ _CORE: tuple[Setting, ...] = (
     EXACT,
     _ONE_BLOCK,
     THRESHOLD,
-    *(Setting(policy) for policy in (p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPrefill())),
-    *(Setting(policy, blocks=1, variant="one block") for policy in (p.DualCache(), p.DKVPD())),
-    *(Setting(p.DKVDecode(refresh_every=every), blocks=1, variant="one block") for every in (4, 8)),
-    _order(p.Policy()),
-    _order(p.DKVGreedy()),
-    *(Setting(p.DLLMCache(prompt_every=every, response_every=2)) for every in (4, 32)),
-    *(Setting(p.SparseDLLM(keep=keep)) for keep in (0.25, 0.5, 0.75)),
+    *_each(p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPrefill()),
+    *_one_block(p.DualCache(), p.DKVPD(), *_over(p.DKVDecode, refresh_every=(4, 8))),
+    *_order(p.Policy(), p.DKVGreedy()),
+    *_each(*_over(p.DLLMCache, prompt_every=(4, 32), response_every=2)),
+    *_each(*_over(p.SparseDLLM, keep=(0.25, 0.5, 0.75))),
     *(mask_kv(budget=budget) for budget in (16, 32, 64, 128)),
-    *(Setting(p.EvictPrompt(budget=budget)) for budget in (16, 32, 64, 128)),
-    *(Setting(p.ElasticCache(window=8, gamma=gamma), blocks=1) for gamma in (0.5, 0.9)),
+    *_each(*_over(p.EvictPrompt, budget=(16, 32, 64, 128))),
+    *_one_block(*_over(p.ElasticCache, window=8, gamma=(0.5, 0.9)), variant=""),
     Setting(p.D2Cache(k=8)),
-    Setting(p.D2Cache(k=8), blocks=1, variant="one block"),
+    *_one_block(p.D2Cache(k=8)),
 )
 # The rule for what dKV-Cache may store that waits for both tokens, which only a shifted head has.
-SHIFTED = (
-    *(
-        Setting(p.DKVDecode(refresh_every=every, shift="un_right"), blocks=1, variant="one block, un_right")
-        for every in (4, 8, 16)
-    ),
-    Setting(p.DKVPD(refresh_every=4, shift="un_right"), blocks=1, variant="one block, un_right"),
+SHIFTED = _one_block(
+    *_over(p.DKVDecode, refresh_every=(4, 8, 16), shift="un_right"),
+    p.DKVPD(refresh_every=4, shift="un_right"),
+    variant="one block, un_right",
 )
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
@@ -256,14 +245,11 @@ SHORT_EVICTION, LONG_EVICTION = _eviction(delay=0), _eviction(delay=1)
 # Questions about pictures: those that drop or skip image tokens in more settings than the others.
 _PICTURED: tuple[Setting, ...] = (
     EXACT,
-    *(Setting(p.SparseDLLM(keep=keep, delay=0)) for keep in (0.1, 0.25, 0.5)),
+    *_each(*_over(p.SparseDLLM, keep=(0.1, 0.25, 0.5), delay=0)),
     *(mask_kv(budget=budget) for budget in (2, 4, 8, 16, 32)),
-    *(Setting(p.D2Cache(k=1, p=mass)) for mass in (0.05, 0.1, 0.3)),
-    *(Setting(p.EvictPrompt(budget=budget)) for budget in (4, 8, 16)),
-    Setting(p.DKVDecode(refresh_every=4)),
-    Setting(p.DLLMCache(prompt_every=32, response_every=2)),
-    *(Setting(p.ElasticCache(window=2, gamma=gamma)) for gamma in (0.9, 0.98)),
-    _order(p.Policy()),
-    _order(p.DKVGreedy()),
+    *_each(*_over(p.D2Cache, k=1, p=(0.05, 0.1, 0.3)), *_over(p.EvictPrompt, budget=(4, 8, 16))),
+    *_each(p.DKVDecode(refresh_every=4), p.DLLMCache(prompt_every=32, response_every=2)),
+    *_each(*_over(p.ElasticCache, window=2, gamma=(0.9, 0.98))),
+    *_order(p.Policy(), p.DKVGreedy()),
 )
 PICTURED = (*_PICTURED, *at_defaults(_PICTURED, p.ALL))

@@ -17,13 +17,10 @@ PROGRAMS = 8  # settings until compiled programs are dropped: they use up the pr
 
 
 def stages(workload: Workload, earlier: dict[str, Any], saved: int = SAVED) -> Iterator[dict[str, Any]]:
-    """A workload's results, after every few settings have run.
+    """A workload's results, after every `saved` settings have run.
 
-    Args:
-      workload: what is measured.
-      earlier: its results so far. Rows that they have of the same workload are not run again; rows of
-        settings that the grid does not have any more are left out.
-      saved: settings that run until there are results again.
+    Rows that `earlier` results have of the same workload are not run again; rows of settings that the grid
+    does not have any more are left out.
     """
     about = workload.described
     same = all(earlier.get(key, "") == value for key, value in about.items() if key != "date")
@@ -58,14 +55,12 @@ def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output
     recomputed = np.sum(out.stats.computed) + np.sum(out.stats.widened)
     pairs, size = _storage(workload, setting)
     return setting.named(workload.length, workload.block) | {
-        "curve": setting.curve,
-        **workload.scores(responses(out)),
+        "curve": setting.curve, **workload.scores(responses(out)),
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
         "computed": float(recomputed / np.sum(plain.stats.computed)),
-        "kept_pairs": pairs,
-        "cache_bytes": size,
-    }
+        "kept_pairs": pairs, "cache_bytes": size,
+    }  # fmt: skip
 
 
 def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:

@@ -16,7 +16,7 @@ Z = 1.96  # standard errors of a two-sided 95 % interval
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of two settings.
+    """What a paper says of one setting beside another.
 
     Attributes:
       source: the paper's claim, with its table.
@@ -86,23 +86,18 @@ def _better() -> list[Claim]:
         *(Claim(delay, dkv(n), dkv(n, delay=0)) for n in (2, 4, 8)),
         *(
             Claim(source, mask_kv(budget=budget, **better), mask_kv(budget=budget, **other))
-            for source, better, other in mask
-            for budget in (8, 32)
+            for source, better, other in mask for budget in (8, 32)
         ),
         *(
             Claim(sides, sparse(keep, late, "both"), sparse(keep, late, "prefix"), behind=True)
-            for keep in (0.1, 0.25, 0.5)
-            for late in (0, 1)
+            for keep in (0.1, 0.25, 0.5) for late in (0, 1)
         ),
-        *(
-            Claim(gamma, _elastic(high), _elastic(low))
-            for low, high in ((0.5, 0.9), (0.9, 0.98), (0.98, 0.999))
-        ),
+        *(Claim(gamma, _elastic(b), _elastic(a)) for a, b in ((0.5, 0.9), (0.9, 0.98), (0.98, 0.999))),
         *(
             Claim(prior, _in_one_block(policy, s.CertaintyPrior()), _in_one_block(policy))
             for policy in (p.Policy(), p.D2Cache(k=8))
         ),
-    ]
+    ]  # fmt: skip
 
 
 CLAIMS = (*_kept(), *_better())

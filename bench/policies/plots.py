@@ -52,12 +52,8 @@ def main(results: runner.Results, out: Path = Path("docs")):
         figure = draw(f"{name}, {title(workload)}", workload["rows"])
         # With a salt, names inside of a file do not change from run to run.
         with matplotlib.rc_context({"svg.hashsalt": stem}):
-            for suffix in ("png", "svg"):
-                figure.savefig(
-                    out / "figures" / f"{stem}.{suffix}",
-                    dpi=110,
-                    metadata={"Date": None} if suffix == "svg" else {},
-                )
+            for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
+                figure.savefig(out / "figures" / f"{stem}.{suffix}", dpi=110, metadata=metadata)
         plt.close(figure)
         pages += [
             f"\n## {name}\n",
@@ -72,10 +68,8 @@ def main(results: runner.Results, out: Path = Path("docs")):
 def title(workload: dict[str, Any]) -> str:
     """Shapes in words."""
     count, prompt = workload["prompt"]
-    model = f"{workload['layers']} layers of width {workload['width']}"
-    return (
-        f"{model}, {count} prompts of {prompt} tokens, length {workload['length']}, block {workload['block']}"
-    )
+    model = f"{workload['layers']} layers of width {workload['width']}, {count} prompts of {prompt} tokens"
+    return f"{model}, length {workload['length']}, block {workload['block']}"
 
 
 def draw(name: str, rows: list[dict[str, Any]]):

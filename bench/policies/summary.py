@@ -30,12 +30,9 @@ FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the table.
+    """A line: a setting on chains, whose answers have 32 tokens, and a note that its policy does not say.
 
-    Attributes:
-      chain: the setting on chains, whose answers have 32 tokens.
-      short: its counterpart on the other tasks, whose answers have four; the same if None.
-      note: what its policy does not say.
+    `short` is its counterpart on the other tasks, whose answers have four; the same if None.
     """
 
     chain: Setting
@@ -66,10 +63,7 @@ LINES = (
     Line(Setting(p.DKVGreedy(), s.RandomOrder()), note="random order"),
     Line(Setting(p.DLLMCache(prompt_every=32, response_every=2))),
     Line(Setting(p.DLLMCache(prompt_every=32, response_every=4))),
-    *(
-        Line(Setting(p.SparseDLLM(keep=keep)), Setting(p.SparseDLLM(keep=keep, delay=0)))
-        for keep in (0.75, 0.5, 0.25)
-    ),
+    *(Line(Setting(p.SparseDLLM(keep=k)), Setting(p.SparseDLLM(keep=k, delay=0))) for k in (0.75, 0.5, 0.25)),
     *(Line(mask_kv(budget=budget)) for budget in (64, 32, 8)),
     *(Line(mask_kv(budget=budget, reselect=True), mask_kv(budget=budget)) for budget in (32, 16)),
     *(Line(Setting(p.EvictPrompt(budget=budget))) for budget in (64, 32, 16, 8)),
@@ -106,9 +100,8 @@ def table(measured: dict[str, Any], models: Iterable[str]) -> str:
     shown, cells = lines(measured), []
     for line in shown:
         rows = [found(measured[f"{model} {task}"], line.on(task)) for model, task in asked]
-        cells.append(
-            _cells(rows[0]["policy"], line.note, rows, rows[0], lambda row: f"{row['accuracy']:.1%}")
-        )
+        right = lambda row: f"{row['accuracy']:.1%}"
+        cells.append(_cells(rows[0]["policy"], line.note, rows, rows[0], right))
     short = (line.short.policy for line in shown if line.short and line.short.policy != line.chain.policy)
     others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
@@ -145,11 +138,8 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
     workloads = [measured[f"{model} chain"] for model in models]
     cells = []
     for policy in (EXACT.policy, *grid.CACHES):
-        rows = [
-            found(workload, dataclasses.replace(fewer, policy=policy))
-            for workload in workloads
-            for fewer in FEWER.values()
-        ]
+        settings = [dataclasses.replace(fewer, policy=policy) for fewer in FEWER.values()]
+        rows = [found(workload, setting) for workload in workloads for setting in settings]
         shown = (f"{row['accuracy']:.1%} ({workloads[0]['length'] / row['forwards']:.1f})" for row in rows)
         cells.append((f"`{call(policy)}`", *shown))
     heads = ("policy", *(f"`{model}`, {way}" for model in models for way in FEWER))
@@ -157,15 +147,10 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
 
 
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """The row of a setting.
-
-    Raises:
-      LookupError: it was not measured.
-    """
-    row = find(workload, setting)
-    if row is None:
-        raise LookupError(f"{setting} was not measured")
-    return row
+    """The row of a setting, which must have been measured."""
+    if row := find(workload, setting):
+        return row
+    raise LookupError(f"{setting} was not measured")
 
 
 def main(results: runner.Results):

@@ -58,16 +58,12 @@ class Workload:
     @property
     def described(self) -> dict[str, Any]:
         """Description that goes with its results."""
+        spec = self.model.spec
         return {
-            "prompt": list(self.prompt.shape),
-            "length": self.length,
-            "block": self.block,
-            "chunk": self.chunk,
-            "layers": self.model.spec.layers,
-            "width": self.model.spec.width,
-            "model_sha256": self.sha256,
+            "prompt": list(self.prompt.shape), "length": self.length, "block": self.block,
+            "chunk": self.chunk, "layers": spec.layers, "width": spec.width, "model_sha256": self.sha256,
             "date": now(),
-        }
+        }  # fmt: skip
 
     def chunks(self) -> list[slice]:
         """Which prompts are decoded together, `chunk` at a time."""
@@ -76,16 +72,11 @@ class Workload:
     def run(self, setting: Setting, prompts: slice) -> dj.Output:
         """One generation, of some of the prompts."""
         out = dj.generate(
-            self.model,
-            self.prompt[prompts],
+            self.model, self.prompt[prompts], length=self.length, policy=setting.policy,
             prompt_embeds=None if self.embeds is None else self.embeds[prompts],
-            policy=setting.policy,
-            sampler=setting.sampler,
-            key=jax.random.key(0) if setting.sampler.draws else None,
-            length=self.length,
-            block=setting.block(self.length, self.block),
-            steps=self.length // setting.divide_steps,
-        )
+            sampler=setting.sampler, key=jax.random.key(0) if setting.sampler.draws else None,
+            block=setting.block(self.length, self.block), steps=self.length // setting.divide_steps,
+        )  # fmt: skip
         return jax.block_until_ready(out)
 
     def scores(self, responses: np.ndarray) -> dict[str, Any]:
@@ -158,10 +149,8 @@ ASKED = {
 # What a model answers less than every fifth time tells little of policies; a test compares with its card.
 UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "needle-1024", "sorting"}}
 # What is lost by dropping or skipping image tokens, of which an answer needs one.
-ASKED_OF_PICTURES = {
-    "read-2": Asked(tasks.ReadNumbers(digits=1, scattered=True), 2, 2, pictured=True),
-    "read-5": Asked(tasks.ReadNumbers(digits=1, scattered=True), 5, 2, pictured=True),
-}
+_NUMBERS = tasks.ReadNumbers(digits=1, scattered=True)
+ASKED_OF_PICTURES = {f"read-{size}": Asked(_NUMBERS, size, 2, pictured=True) for size in (2, 5)}
 
 
 def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
@@ -194,12 +183,11 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
 
 def workloads(prompts: int) -> dict[str, Callable[[], Workload]]:
     """Functions that make the workloads, by name."""
-    of_text = ((name, title, ASKED) for name in dj.embedded.TEXT for title in ASKED)
-    of_pictures = (
-        (name, title, ASKED_OF_PICTURES) for name in dj.embedded.PICTURED for title in ASKED_OF_PICTURES
-    )
+    kinds = (dj.embedded.TEXT, ASKED), (dj.embedded.PICTURED, ASKED_OF_PICTURES)
     return {
         f"{name} {title}": functools.partial(_workload, name, title, asked[title], prompts)
-        for name, title, asked in (*of_text, *of_pictures)
+        for names, asked in kinds
+        for name in names
+        for title in asked
         if title not in UNLEARNT.get(name, ())
     }

@@ -17,14 +17,7 @@ from dllm_jax.roofline import Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of repeated runs, or another quantity with one value per run.
-
-    Attributes:
-      median: of the values.
-      low: the smallest.
-      high: the largest.
-      values: all of them, in order.
-    """
+    """Seconds of repeated runs, or another quantity with one value per run, in order."""
 
     median: float
     low: float
@@ -55,11 +48,10 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def several(run: Callable[[], Any], calls: int) -> Any:
-    """Calls `run` `calls` times without blocking and returns the last result."""
-    out = None
-    for _ in range(calls):
-        out = run()
-    return out
+    """The last result of `calls` calls, which are queued without waiting for each other."""
+    for _ in range(calls - 1):
+        run()
+    return run()
 
 
 def timed(run: Callable[[], Any], repeats: int, calls: int = 1) -> Time:
@@ -70,30 +62,20 @@ def timed(run: Callable[[], Any], repeats: int, calls: int = 1) -> Time:
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Time]:
     """Times several runs in turns, so that other load on the machine slows all of them alike."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            taken[name].append(seconds(run))
-    return {name: Time.of(values) for name, values in taken.items()}
+    turns = [[seconds(run) for run in runs.values()] for _ in range(repeats)]
+    return {name: Time.of(list(taken)) for name, taken in zip(runs, zip(*turns, strict=True), strict=True)}
 
 
 def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: int | None = None) -> Hardware:
-    """Measures the rates of this device, which its other figures are compared with.
+    """Measures the rates of this device, which its other figures are compared with; the fastest run counts.
 
-    Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix once, as a step of
-    few positions does. Arithmetic is a square matrix product, at the model's precision and in float32.
-    Operands are random.
-
-    Args:
-      dtype: of the operands.
-      repeats: timed runs; the fastest counts.
-      megabytes: size of the streamed matrix.
-      side: of the square matrices.
+    Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix of so many
+    `megabytes` once, as a step of few positions does. Arithmetic is a product of square matrices of this
+    `side`, at the model's precision and in float32. Operands are random.
     """
     device = jax.devices()[0]
     small = device.platform == "cpu"
-    megabytes = megabytes or (256 if small else 2048)
-    calls = 1 if small else 8
+    megabytes, calls = megabytes or (256 if small else 2048), 1 if small else 8
     best = lambda run, *args: timed(lambda: run(*args), repeats, calls).low
     rows = 64 * (megabytes * 10**6 // (64 * 4096 * jnp.dtype(dtype).itemsize))
     matrix, vector = _random((rows, 4096), dtype), _random((4096,), dtype)
@@ -105,9 +87,8 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     for kind in dict.fromkeys((jnp.dtype(dtype).name, "float32")):
         square = _random((side, side), kind)
         rates[kind] = 2 * side**3 / best(_product, square, square)
-    stats = device.memory_stats() or {}
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    capacity = float(stats.get("bytes_limit", host))
+    capacity = float((device.memory_stats() or {}).get("bytes_limit", host))
     notes = f"measured: copy {copy:.3g} B/s, matrix times vector {product:.3g} B/s"
     flops = rates[jnp.dtype(dtype).name]
     return Hardware(device.device_kind, flops, max(copy, product), capacity, notes, rates["float32"])
@@ -129,5 +110,4 @@ def _product(x, y):
 
 def peak_bytes() -> int | None:
     """Peak device memory of this process, None if the device does not report it."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use")
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

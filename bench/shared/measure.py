@@ -61,18 +61,9 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is generated.
+    """What is generated, from random ids; the sampler is `RandomOrder` where a policy must know the order.
 
-    Attributes:
-      prompt: positions; the ids are random.
-      batch: sequences.
-      length: response positions.
-      block: positions per block.
-      steps: denoising steps of fixed schedules.
-      policy: what is recomputed.
-      sampler: what is decoded; `RandomOrder` instead where the policy needs to know the order.
-      embedded: positions at the prompt's beginning whose inputs are no embeddings of ids, such as images.
-      widths: see `dj.generate`.
+    So many `embedded` positions at the prompt's beginning have inputs that are no embeddings, as images.
     """
 
     prompt: int
@@ -103,29 +94,18 @@ class Run:
         if self.embedded:
             tokens[:, : self.embedded] = dj.EMBEDDED
             embeds = np.zeros((*tokens.shape, model.spec.width), model.dtype)
+        key = jax.random.key(0) if sampler.draws else None
         return prepare(
-            model,
-            tokens,
-            prompt_embeds=embeds,
-            length=self.length,
-            block=self.block,
-            steps=self.steps,
-            policy=self.policy,
-            sampler=sampler,
-            key=jax.random.key(0) if sampler.draws else None,
-            widths=self.widths,
-        )
+            model, tokens, prompt_embeds=embeds, length=self.length, block=self.block, steps=self.steps,
+            policy=self.policy, sampler=sampler, key=key, widths=self.widths,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled generation.
+    """A compiled generation, with the seconds of tracing and lowering, and of XLA or of reading its cache.
 
-    Attributes:
-      compiled: the executable.
-      run: runs it on the model and request it was compiled for; tokens, statistics and None.
-      lower_s: seconds of tracing and lowering.
-      compile_s: seconds of XLA, or of reading its cache if one is set up.
+    `run` runs it on the model and request it was compiled for: tokens, statistics and None.
     """
 
     compiled: jax.stages.Compiled
@@ -135,12 +115,13 @@ class Program:
 
     @property
     def bytes(self) -> int | None:
-        """Arguments, results and temporaries at once, by the compiler's account; None if it has none."""
-        m = self.compiled.memory_analysis()
-        if m is None:
-            return None
-        held = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
-        return held - m.alias_size_in_bytes
+        """What it takes, by the compiler's account; None if it has none."""
+        return (m := self.compiled.memory_analysis()) and held(m)
+
+
+def held(m: Any) -> int:
+    """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
+    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def program(model: dj.Model, request: Request) -> Program:

@@ -42,12 +42,7 @@ def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.
 
     They have the form that `load` gives weights on this device. Memory never holds more than the weights and
     one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
-
-    Args:
-      spec: the model.
-      dtype: of the weights.
-      seed: of the draws.
-      gain: multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
+    `gain` multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
     """
     apart = separate_is_faster(default_device().platform)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))

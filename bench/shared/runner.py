@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 import tyro
 
-from dllm_jax.eval.run.files import read_json, write_json
+from dllm_jax.eval.run.files import write_json
 from dllm_jax.provenance import device, now
 
 Row = dict[str, Any]
@@ -27,18 +27,9 @@ def run(
 ) -> list[Row]:
     """Measures the rows of a bench.
 
-    Each is printed as soon as it is there, and the results so far are written, so that an interrupted run
-    leaves what it has measured.
-
-    Args:
-      rows: measures them, one after another.
-      columns: the cells of the printed table by their headings; the first is aligned to the left. A row with
-        an "error" shows that in place of the cells that it has no fields for.
-      path: JSON file; None writes none.
-      document: what is written of the rows so far.
-
-    Returns:
-      the rows.
+    Each is printed as soon as it is there, and `document` of the rows so far is written, so that an
+    interrupted run leaves what it has measured. A row with an "error" shows that in place of the cells that
+    it has no fields for.
     """
     measured: list[Row] = []
     for row in rows:
@@ -68,12 +59,7 @@ def table_of(columns: Columns, rows: Iterable[Row], left: int = 1) -> str:
 
 
 def table(heads: Sequence[str], align: str, lines: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown.
-
-    Args:
-      heads: of the columns.
-      align: "l" or "r" for every column.
-      lines: cells, shown by `str`.
+    """A table in Markdown; `align` has "l" or "r" for every column, `lines` the cells, shown by `str`.
 
     Raises:
       ValueError: a line has not as many cells as there are heads.
@@ -100,18 +86,10 @@ def provenance(dtype: str) -> dict[str, Any]:
     """Device, driver and CPU if known, cores, versions and date, for every result."""
     where = device()
     return {
-        "device": where.kind,
-        "platform": where.platform,
-        "devices": where.count,
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "driver": driver(where.platform),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__,
-        "dllm_jax": version("dllm-jax"),
-        "dtype": dtype,
-        "date": now(),
-    }
+        "device": where.kind, "platform": where.platform, "devices": where.count, "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)), "driver": driver(where.platform), "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__, "dllm_jax": version("dllm-jax"), "dtype": dtype, "date": now(),
+    }  # fmt: skip
 
 
 def processor() -> str | None:
@@ -140,12 +118,3 @@ def write(path: Path | None, document: Any):
     """Writes results atomically and makes the folder; does nothing without a path."""
     if path is not None:
         write_json(path, document)
-
-
-def read(path: Path | None, default: Any) -> Any:
-    """The contents of a JSON file; `default` if there is none.
-
-    Raises:
-      ValueError: not JSON; names file and line.
-    """
-    return read_json(path) if path and path.exists() else default

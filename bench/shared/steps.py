@@ -21,13 +21,10 @@ ENOUGH = 0.5  # seconds of steps that are timed together
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Times of a step by its kind.
+    """Times of a full step, and of the first partial one if there is one among the first steps.
 
-    Attributes:
-      full: recomputes every position.
-      partial: the first partial step, None if there is none among the first steps.
-      width: positions per sequence of that step, its padding included.
-      positions: positions per sequence that it computes, a mean over sequences.
+    `width` are the positions per sequence of that step, its padding included, `positions` those that it
+    computes, a mean over sequences.
     """
 
     full: Time
@@ -38,12 +35,7 @@ class StepTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Stepper:
-    """A generation, one step at a time.
-
-    Attributes:
-      model: the model.
-      request: what is generated.
-    """
+    """A generation, one step at a time."""
 
     model: dj.Model
     request: Request

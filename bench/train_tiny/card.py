@@ -51,17 +51,10 @@ Beyond what it was trained on, in one block:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutPrompts:
-    """Prompts of one kind.
+    """So many prompts of one kind, with their length of responses and block; None is the whole response.
 
-    Attributes:
-      task: where they come from.
-      size: see the task.
-      prompts: how many.
-      length: response positions.
-      guess: fraction that a model gets right which knows the form but not the look-up.
-      batch: prompts decoded together.
-      block: positions per block; the whole response if None.
-      title: what cards call it; the task's name if empty.
+    `guess` is the fraction that a model gets right which knows the form but not the look-up; `title` what
+    cards call it, the task's name if empty.
     """
 
     task: tasks.Task
@@ -95,15 +88,16 @@ def _needle(tokens: int, prompts: int) -> HeldOutPrompts:
     return HeldOutPrompts(task, pairs, prompts, 4, 1 / pairs, batch, title="needle")
 
 
-def _few_shot(task: tasks.FewShot, size: int, prompts: int) -> HeldOutPrompts:
-    return HeldOutPrompts(task, size, prompts, 4, 1 / task.kinds)
+def _few_shot(prompts: int, **options: int) -> HeldOutPrompts:
+    task = tasks.FewShot(**options)
+    return HeldOutPrompts(task, 5, prompts, 4, 1 / task.kinds)
 
 
 HELD_OUT = (
     *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
     *(HeldOutPrompts(tasks.Chain(), 7, 256, 32, block=block) for block in (4, 8, 32)),
-    _few_shot(tasks.FewShot(), 5, 256),
-    _few_shot(tasks.FewShot(kinds=8), 5, 256),
+    _few_shot(256),
+    _few_shot(256, kinds=8),
     HeldOutPrompts(tasks.Chain(8, values=12), 7, 256, 32, block=4, title="chain among values"),
     HeldOutPrompts(tasks.Chain(20), 16, 256, 72, block=4, title="chain of 16"),
     HeldOutPrompts(*tasks.needle(256, 8), 256, 56, block=4, title="needles"),
@@ -118,7 +112,7 @@ BEYOND = (
     *LONGER,
     HeldOutPrompts(tasks.Chain(letters=32), 7, 64, 32),
     HeldOutPrompts(tasks.Chain(), 10, 64, 41),
-    _few_shot(tasks.FewShot(kinds=9), 5, 64),
+    _few_shot(64, kinds=9),
 )
 
 
@@ -128,19 +122,12 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
     for kind in kinds:
         drawn = tasks.examples(kind.task, 2026, kind.size, kind.prompts, "held_out")
         score = tasks.accuracy(model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block)
-        rows.append(
-            {
-                "task": kind.title or kind.task.name,
-                "size": kind.size,
-                "asked": kind.words,
-                "prompt": positions(model, tokenizer, drawn[0]),
-                "length": kind.length,
-                "block": kind.block or kind.length,
-                "count": kind.prompts,
-                "exact": score,
-                "guess": kind.guess,
-            }
-        )
+        row = {
+            "task": kind.title or kind.task.name, "size": kind.size, "asked": kind.words,
+            "prompt": positions(model, tokenizer, drawn[0]), "length": kind.length,
+            "block": kind.block or kind.length, "count": kind.prompts, "exact": score, "guess": kind.guess,
+        }  # fmt: skip
+        rows.append(row)
     return rows
 
 

@@ -30,14 +30,8 @@ NEEDLES = {64: 0.2, 128: 0.3, 256: 0.5, 512: 1.5, 1024: 2.5}  # weights in rehea
 class Recipe:
     """All that determines an embedded model, and what the card says of how the one that ships came about.
 
-    Attributes:
-      name: of the model.
-      stages: what it learns, in order.
-      config: of a run from nothing.
-      further: of a run that goes on from a model that has learnt the stages.
-      history: for the card.
-      held_out: what its card reports.
-      beyond: the same, of what it was not trained on; empty if its card has no such table.
+    `config` is of a run from nothing, `further` of one that goes on from a model that has learnt the stages;
+    the card reports `held_out`, and what the model was not trained on if there is such a table.
     """
 
     name: str
