@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,8 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from tests.campaigns.__main__ import main
-from tests.campaigns.catalogue import CAMPAIGNS
-from tests.campaigns.runner import Tally, run_for, sample, table
+from tests.campaigns.__main__ import CAMPAIGNS, main, table
+from tests.campaigns.runner import run_for, sample
 from tests.campaigns.verdicts import Case, Outcome, Verdict, judge
 
 SEED = 0
@@ -71,12 +71,9 @@ def test_what_dies_or_hangs_is_a_crash_and_the_rest_goes_on():
 
 
 def test_the_table_counts_what_was_tried():
-    tally = Tally()
-    for outcome in (Outcome.RIGHT, Outcome.RIGHT, Outcome.CLEAR, Outcome.WRONG):
-        tally.add("case", Verdict(outcome))
-    columns = {column.header: list(column.cells) for column in table({"x": tally}).columns}
+    counts = Counter([Outcome.RIGHT, Outcome.RIGHT, Outcome.CLEAR, Outcome.WRONG])
+    columns = {column.header: list(column.cells) for column in table({"x": counts}).columns}
     assert (columns["tried"], columns["right"], columns["wrong"]) == (["4"], ["2"], ["1"])
-    assert tally.faults == [("case", Verdict(Outcome.WRONG))]
 
 
 def raised(error: Exception):

@@ -70,6 +70,17 @@ def test_every_field_refuses_another_type(kind, field, value):
         kind(**(OPTIONS[kind] | {field: value}))
 
 
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_fields_refuse_what_no_option_is(kind):
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name in [field.name for field in dataclasses.fields(kind) if field.init]:
+        for odd in (
+            (object(), object, len, {"a": 1}, b"1", 1j, [[1]]) if kind_of(hints[name]) in WRONG else ()
+        ):
+            with pytest.raises((ValueError, TypeError), match=name):
+                kind(**(OPTIONS[kind] | {name: odd}))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -8,14 +8,16 @@ other tokens once, from a fault, which comes again.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import eviction, policies, samplers
+from dllm_jax import eviction as ev
+from dllm_jax import policies as p
+from dllm_jax import samplers as s
 from dllm_jax.policies.parts.drift import HeadCosine, KeyCosine
 from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import FAMILIES, frequencies, separate, tiny
@@ -26,17 +28,76 @@ SINGLE, REQUESTS = 8, 16  # the first settings have one request each, the later 
 PROMPTS = 9, 5  # lengths of prompts: of few, for each is a program of the sequence alone
 AGAIN = 3  # how often a difference is tried with other weights
 
+# Of which values the options of policies and samplers are drawn: they bite on a canvas of some 20 positions.
+EVERY, BOTH = (1, 2, 3, 5), (False, True)
+LAYERS = (
+    ev.BoundaryMiddle(), ev.BoundaryMiddle((0.3, 0.7), beta=0.0), ev.BoundaryMiddle((0.3, 0.7), beta=0.4),
+    ev.UniformLayers(), ev.OnlineLayers(), ev.PyramidKV(beta=2, window=1, outside=False),
+    ev.PyramidKV(beta=2, window=1, outside=True), ev.SqueezeAttention((0.2, 0.9)),
+)  # fmt: skip
+HEADS = (*(ev.PromptPreference(alpha=alpha) for alpha in (0.0, 0.1, 1.0)), ev.EvenHeads(), ev.AdaKV())
+VOTES = (
+    ev.MaskVotes(), ev.PromptVotes(), ev.AllVotes(), ev.PositionVotes(0), ev.PositionVotes(3),
+    *(ev.SnapKV(window, kernel) for window in (1, 3) for kernel in (1, 3)),
+)  # fmt: skip
+LATE = {"refresh_every": (None, None, *EVERY), "delay": (0, 1, 2), "shift": ("un", "un_right")}
+POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
+    p.Policy: {}, p.PrefixCache: {}, p.DualCache: {}, p.DKVPrefill: {}, p.DKVDecode: LATE, p.DKVPD: LATE,
+    p.DKVGreedy: {"refresh_every": LATE["refresh_every"], "window": (0, 1, 4), "around": ("next", "last")},
+    p.SparseDLLM: {
+        "keep": (0.0, 0.3, 0.5, 1.0), "kernel": (1, 3, 5), "delay": (0, 1, 2), "side": ("both", "prefix")
+    },
+    p.DLLMCache: {"prompt_every": EVERY, "response_every": EVERY, "ratio": (0.0, 0.25, 1.0)},
+    p.MaskKV: {
+        "prompt_every": (1, 2, 3), "response_every": (1, 2, 3), "ratio": (0.0, 0.25, 1.0),
+        "budget": (1, 2, 4, 50), "layers": LAYERS, "heads": HEADS, "votes": VOTES, "reselect": BOTH,
+    },
+    p.ElasticCache: {
+        "window": (1, 2, 4, 30), "gamma": (-1.0, 0.9, 0.97, 2.0), "track": (1, 3), "block_caching": BOTH,
+        "test": (HeadCosine(), KeyCosine()),
+    },
+    p.D2Cache: {
+        "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
+        "rollout_layers": (None, 1),
+    },
+}  # fmt: skip
+COMMON = {
+    "cfg_scale": (0.0, 0.0, 1.5), "temperature": (0.0, 0.0, 0.7), "top_p": (None, None, 0.9),
+    "top_k": (None, None, 5), "logits_eos_inf": BOTH,
+}  # fmt: skip
+ALGS, SIGMA = ("prob", "margin", "entropy"), {"sigma": (0.5, 10.0)}
+SAMPLERS: dict[type[s.Sampler], tuple[dict[str, tuple[Any, ...]], ...]] = {
+    s.Confidence: ({"alg": ALGS},),
+    s.RandomOrder: ({},),
+    s.Threshold: ({"threshold": (0.0, 0.2, 0.4, 1.0), "alg": ALGS[:2]},),
+    s.Factor: ({"factor": (0.5, 1.0, 2.0)},),
+    s.EBSampler: ({"gamma": (0.0, 0.5, 5.0), "alg": ALGS},),
+    s.PCSampler: ({"frequencies": (frequencies(),), "decay": (0.0, 0.25, 5.0), "clip": (1.0, 10.0)},),
+    s.KLASS: ({"confidence_threshold": (0.0, 0.1), "divergence": (0.01, 1.0), "history": (1, 2)},),
+    s.WINO: ({"wide_in": (0.0, 0.1), "narrow_out": (0.1, 0.5), "fewest": (1, 5)},),
+    s.CertaintyPrior: (
+        SIGMA, SIGMA | {"threshold": (0.2,)}, SIGMA | {"tokens_per_step": (2,)},
+        SIGMA | {"alg": ("entropy",)}, SIGMA | {"alg": ("margin",), "threshold": (0.1,)},
+    ),
+    s.DreamSchedule: (
+        {"alg": ("origin", "maskgit_plus", "entropy")}, {"alg": ("topk_margin",), "alg_temp": (0.5,)}
+    ),
+}  # fmt: skip
+
+
+class Request(NamedTuple):
+    """Prompts int [b p], their mask, False at padding, and a key per sequence."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    keys: jax.Array
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the requests of a program have in common.
+    """A tiny model, whose layers may be separate arrays, options of `generate`, and a batch.
 
-    Attributes:
-      family: of the tiny model.
-      apart: its layers are separate arrays.
-      options: of `generate`, but for the key.
-      batch: sequences.
-      padded: their prompts have two lengths.
+    Prompts of a padded batch have two lengths.
     """
 
     family: str
@@ -50,31 +111,14 @@ class Setting:
         """The model with the weights that all tests use."""
         return separate(tiny(self.family)) if self.apart else tiny(self.family)
 
-    def run(self, model: dj.Model, request: "Request") -> dj.Output:
-        """The batch."""
+    def run(self, model: dj.Model, request: Request, sequence: int | None = None) -> dj.Output:
+        """The batch, or one sequence of it alone."""
+        if sequence is not None:
+            own, padding = slice(sequence, sequence + 1), int((~request.mask[sequence]).sum())
+            return dj.generate(model, request.ids[own, padding:], key=request.keys[own], **self.options)
         ids = np.where(request.mask, request.ids, model.spec.eos_id)
         mask = None if request.mask.all() else request.mask
         return dj.generate(model, ids, prompt_mask=mask, key=request.keys, **self.options)
-
-    def alone(self, model: dj.Model, request: "Request", sequence: int) -> dj.Output:
-        """One sequence of the batch."""
-        own, padding = slice(sequence, sequence + 1), int((~request.mask[sequence]).sum())
-        return dj.generate(model, request.ids[own, padding:], key=request.keys[own], **self.options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Prompts and keys.
-
-    Attributes:
-      ids: int [b p].
-      mask: False at padding.
-      keys: one per sequence.
-    """
-
-    ids: np.ndarray
-    mask: np.ndarray
-    keys: jax.Array
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -87,35 +131,33 @@ def cases(seed: int) -> Iterator[Case]:
             yield Case(description, functools.partial(held, setting, source), limit=600.0)
 
 
+def pick(rng: np.random.Generator, *values: Any) -> Any:
+    """One of the values."""
+    return values[rng.integers(len(values))]
+
+
 def drawn_setting(rng: np.random.Generator) -> Setting:
-    """A random setting: every policy and sampler with options that bite on a canvas of some 20 positions."""
-    family = pick(rng, *FAMILIES)
-    chosen = policy(rng, shifts=("un", "un_right") if family == "dream" else ("un",))
-    guidance = rng.choice([0.0, 1.5], p=[0.7, 0.3])
-    common = {
-        "cfg_scale": float(guidance),
-        "temperature": float(rng.choice([0.0, 0.7], p=[0.7, 0.3])),
-        "top_p": pick(rng, None, None, 0.9),
-        "top_k": pick(rng, None, None, 5),
-        "logits_eos_inf": pick(rng, False, True),
-    }
-    kinds = [samplers.RandomOrder] if isinstance(chosen, policies.DKVGreedy) else list(SAMPLERS)
-    if family == "dream" or type(chosen).layer is not policies.Policy.layer:
-        kinds = [kind for kind in kinds if not kind.verifies]
-    kind = pick(rng, *kinds)
+    """A random setting."""
+    each = lambda choices: {name: pick(rng, *values) for name, values in choices.items()}
+    family, kind = pick(rng, *FAMILIES), pick(rng, *POLICIES)
+    options = each(POLICIES[kind])
+    if kind is p.MaskKV:
+        options["prompt_every"] *= options["response_every"]
+    if "shift" in options and family != "dream":
+        options["shift"] = "un"
+    fits = [
+        each for each in SAMPLERS if not each.verifies or (family != "dream" and kind.layer is p.Policy.layer)
+    ]
+    sampler = s.RandomOrder if kind is p.DKVGreedy else pick(rng, *fits)
     length, block = pick(rng, (4, 4), (8, 4), (8, 2), (6, 3))
-    options = {
-        "length": length,
-        "block": block,
-        "steps": length // block * int(rng.integers(1, block + 1)),
-        "policy": chosen,
-        "sampler": kind(**common, **SAMPLERS[kind](rng)),
-        "stop_at_eos": pick(rng, False, False, True),
-        "widths": pick(rng, None, None, (3, 7)),
+    whole = {
+        "length": length, "block": block, "steps": length // block * int(rng.integers(1, block + 1)),
+        "policy": kind(**options), "sampler": sampler(**each(COMMON), **each(pick(rng, *SAMPLERS[sampler]))),
+        "stop_at_eos": pick(rng, False, False, True), "widths": pick(rng, None, None, (3, 7)),
         "buckets": pick(rng, None, None, dj.buckets.Ladder((12,))),
-    }
+    }  # fmt: skip
     batch = pick(rng, 1, 2, 3)
-    return Setting(family, pick(rng, False, True), options, batch, batch > 1 and pick(rng, False, True, True))
+    return Setting(family, pick(rng, *BOTH), whole, batch, batch > 1 and pick(rng, False, True, True))
 
 
 def drawn_request(setting: Setting, rng: np.random.Generator) -> Request:
@@ -131,12 +173,10 @@ def drawn_request(setting: Setting, rng: np.random.Generator) -> Request:
 def held(setting: Setting, source: tuple[int, ...]) -> Verdict:
     """Runs a request and says what does not hold of it."""
     request, model = drawn_request(setting, np.random.default_rng(source)), setting.model
-    out = setting.run(model, request)
-    again = setting.run(model, request)
+    out, again = (setting.run(model, request) for _ in range(2))
     same = jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), out, again)
     fault = "another run of the same request differs" * (not all(jax.tree.leaves(same)))
-    fault = fault or of_tokens(setting, request, out) or of_statistics(setting, request, out)
-    if fault:
+    if fault := fault or contradiction(setting, request, out):
         return Verdict(Outcome.WRONG, fault)
 
     # A sequence alone: what differs once may have been a near tie.
@@ -149,50 +189,36 @@ def held(setting: Setting, source: tuple[int, ...]) -> Verdict:
     return Verdict(Outcome.WRONG, f"{differs}; and again: {found}") if persists else Verdict(Outcome.RIGHT)
 
 
-def of_tokens(setting: Setting, request: Request, out: dj.Output) -> str:
-    """What is wrong with the tokens."""
-    tokens, width = np.asarray(out.tokens), request.ids.shape[1]
-    if tokens.shape != (setting.batch, width + setting.options["length"]):
-        return f"tokens have shape {tokens.shape}"
-    if not np.array_equal(tokens[:, :width][request.mask], request.ids[request.mask]):
-        return "the prompt was changed"
-    if (tokens[:, width:] == setting.model.spec.mask_id).any():
-        return f"masks are left: {tokens[:, width:].tolist()}"
-    if (tokens < 0).any() or (tokens >= setting.model.spec.vocab).any():
-        return "tokens outside of the vocabulary"
-    return ""
-
-
-def of_statistics(setting: Setting, request: Request, out: dj.Output) -> str:
-    """Which statistics contradict the tokens or each other."""
-    stats = jax.tree.map(np.asarray, out.stats)
-    response, length = np.asarray(out.tokens)[:, request.ids.shape[1] :], setting.options["length"]
+def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
+    """Which tokens and statistics contradict the request or each other, "" if none does."""
+    spec, length, width = setting.model.spec, setting.options["length"], request.ids.shape[1]
+    stats, tokens = jax.tree.map(np.asarray, out.stats), np.asarray(out.tokens)
+    response, is_eos = tokens[:, width:], tokens[:, width:] == spec.eos_id
     valid = request.mask.sum(axis=1) + length
-    is_eos = response == setting.model.spec.eos_id
-    before = np.where(is_eos.any(axis=1), is_eos.argmax(axis=1), length)
-    stops = setting.options["stop_at_eos"]
-    possible = valid * stats.nfe
+    possible, computed = valid * stats.nfe, stats.computed + stats.widened
     rules = {
+        "shape": tokens.shape == (setting.batch, width + length),
+        "prompt": np.array_equal(tokens[:, :width][request.mask], request.ids[request.mask]),
+        "masks": response != spec.mask_id,
+        "vocabulary": (tokens >= 0) & (tokens < spec.vocab),
         "finite": stats.finite,
         "nfe": (stats.nfe >= 1) & (stats.nfe <= setting.options["steps"] + 2 * length),
         "refreshes": (stats.refreshes >= 1) & (stats.refreshes <= stats.nfe),
         "computed": (stats.computed >= stats.refreshes * valid) & (stats.computed <= possible),
         "widened": (stats.widened >= 0) & (stats.widened <= possible + valid),
-        "decoded": (stats.decoded <= length) if stops else stats.decoded == length,
-        "answer": stats.answer == before,
-        "cache_ratio": np.isclose(
-            stats.cache_ratio, 1 - (stats.computed + stats.widened) / possible, atol=1e-6
-        ),
+        "decoded": (stats.decoded <= length) & (setting.options["stop_at_eos"] | (stats.decoded == length)),
+        "answer": stats.answer == np.where(is_eos.any(axis=1), is_eos.argmax(axis=1), length),
+        "cache_ratio": np.isclose(stats.cache_ratio, 1 - computed / possible, atol=1e-6),
     }
     broken = [name for name, holds in rules.items() if not np.all(holds)]
-    return f"statistics contradict: {', '.join(broken)}: {stats}" if broken else ""
+    return f"{', '.join(broken)} contradict: {stats}, {tokens.tolist()}" if broken else ""
 
 
 def of_batch(setting: Setting, request: Request, model: dj.Model, out: dj.Output) -> str:
     """Which sequences of the batch differ from the sequences alone, and in what."""
     width = request.ids.shape[1]
     for sequence in range(setting.batch):
-        alone = setting.alone(model, request, sequence)
+        alone = setting.run(model, request, sequence)
         ours, theirs = out.tokens[sequence, width:], alone.tokens[0, -setting.options["length"] :]
         if not np.array_equal(ours, theirs):
             return f"sequence {sequence} is {ours.tolist()} in the batch and {theirs.tolist()} alone"
@@ -207,99 +233,3 @@ def other(model: dj.Model, index: int) -> dj.Model:
     embed = model.params["embed"]
     change = 1 + 0.02 * jax.random.normal(jax.random.key(index), embed.shape)
     return dataclasses.replace(model, params={**model.params, "embed": embed * change})
-
-
-def pick(rng: np.random.Generator, *values: Any) -> Any:
-    """One of the values."""
-    return values[rng.integers(len(values))]
-
-
-def policy(rng: np.random.Generator, shifts: tuple[str, ...]) -> policies.Policy:
-    """A random policy with random options; `shifts` are dKV-Cache's for the model's head."""
-    of = functools.partial(pick, rng)
-    every = lambda: of(1, 2, 3, 5)
-    make: tuple[Callable[[], policies.Policy], ...] = (
-        policies.Policy,
-        policies.PrefixCache,
-        policies.DualCache,
-        policies.DKVPrefill,
-        lambda: policies.SparseDLLM(
-            keep=of(0.0, 0.3, 0.5, 1.0), kernel=of(1, 3, 5), delay=of(0, 1, 2), side=of("both", "prefix")
-        ),
-        lambda: policies.DLLMCache(prompt_every=every(), response_every=every(), ratio=of(0.0, 0.25, 1.0)),
-        lambda: maskkv(rng),
-        lambda: policies.ElasticCache(
-            window=of(1, 2, 4, 30), gamma=of(-1.0, 0.9, 0.97, 2.0), track=of(1, 3),
-            test=of(HeadCosine(), KeyCosine()), block_caching=of(True, False),
-        ),
-        lambda: policies.D2Cache(
-            k=of(1, 4, 50), sigma=of(0.5, 10.0), p=of(0.0, 0.2, 1.0), inflate=of(0, 2),
-            rollout_layers=of(None, 1),
-        ),
-        lambda: policies.DKVDecode(
-            refresh_every=of(None, every()), delay=of(0, 1, 2), shift=of(*shifts)
-        ),
-        lambda: policies.DKVPD(refresh_every=of(None, every()), delay=of(0, 1), shift=of(*shifts)),
-        lambda: policies.DKVGreedy(
-            refresh_every=of(None, every()), window=of(0, 1, 4), around=of("next", "last")
-        ),
-    )  # fmt: skip
-    return of(*make)()
-
-
-def maskkv(rng: np.random.Generator) -> policies.MaskKV:
-    """MaskKV with random budgets and voters."""
-    of = functools.partial(pick, rng)
-    response = of(1, 2, 3)
-    layers = of(
-        eviction.BoundaryMiddle(),
-        eviction.BoundaryMiddle((0.3, 0.7), beta=of(0.0, 0.4)),
-        eviction.UniformLayers(),
-        eviction.OnlineLayers(),
-        eviction.PyramidKV(beta=2, window=1, outside=of(True, False)),
-        eviction.SqueezeAttention((0.2, 0.9)),
-    )
-    heads = of(eviction.PromptPreference(alpha=of(0.0, 0.1, 1.0)), eviction.EvenHeads(), eviction.AdaKV())
-    votes = of(
-        eviction.MaskVotes(),
-        eviction.PromptVotes(),
-        eviction.AllVotes(),
-        eviction.PositionVotes(of(0, 3)),
-        eviction.SnapKV(window=of(1, 3), kernel=of(1, 3)),
-    )
-    return policies.MaskKV(
-        prompt_every=response * of(1, 2, 3), response_every=response, ratio=of(0.0, 0.25, 1.0),
-        budget=of(1, 2, 4, 50), layers=layers, heads=heads, votes=votes, reselect=of(True, False),
-    )  # fmt: skip
-
-
-# How each sampler's own options are drawn.
-SAMPLERS: dict[type[samplers.Sampler], Callable[[np.random.Generator], dict[str, Any]]] = {
-    samplers.Confidence: lambda rng: {"alg": pick(rng, "prob", "margin", "entropy")},
-    samplers.RandomOrder: lambda rng: {},
-    samplers.Threshold: lambda rng: {
-        "threshold": pick(rng, 0.0, 0.2, 0.4, 1.0), "alg": pick(rng, "prob", "margin")
-    },
-    samplers.Factor: lambda rng: {"factor": pick(rng, 0.5, 1.0, 2.0)},
-    samplers.EBSampler: lambda rng: {
-        "gamma": pick(rng, 0.0, 0.5, 5.0), "alg": pick(rng, "prob", "margin", "entropy")
-    },
-    samplers.PCSampler: lambda rng: {
-        "frequencies": frequencies(), "decay": pick(rng, 0.0, 0.25, 5.0), "clip": pick(rng, 1.0, 10.0)
-    },
-    samplers.KLASS: lambda rng: {
-        "confidence_threshold": pick(rng, 0.0, 0.1), "divergence": pick(rng, 0.01, 1.0),
-        "history": pick(rng, 1, 2),
-    },
-    samplers.WINO: lambda rng: {
-        "wide_in": pick(rng, 0.0, 0.1), "narrow_out": pick(rng, 0.1, 0.5), "fewest": pick(rng, 1, 5)
-    },
-    samplers.CertaintyPrior: lambda rng: {"sigma": pick(rng, 0.5, 10.0)} | pick(
-        rng, {}, {"threshold": 0.2}, {"tokens_per_step": 2}, {"alg": "entropy"},
-        {"alg": "margin", "threshold": 0.1},
-    ),
-    samplers.DreamSchedule: lambda rng: pick(
-        rng, {"alg": "origin"}, {"alg": "maskgit_plus"}, {"alg": "topk_margin", "alg_temp": 0.5},
-        {"alg": "entropy"},
-    ),
-}  # fmt: skip

@@ -5,7 +5,7 @@ import enum
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dllm_jax
 import pallas_kernels
@@ -25,11 +25,10 @@ class Outcome(enum.StrEnum):
     @property
     def bad(self) -> bool:
         """Whether the library has to be mended."""
-        return self in (Outcome.UNCLEAR, Outcome.CRASH, Outcome.WRONG)
+        return self not in (Outcome.RIGHT, Outcome.CLEAR)
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How a case ended, and for what is not right in which way."""
 
     outcome: Outcome
@@ -38,12 +37,9 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to try.
+    """One thing to try, described in a line with every value that reproduces it.
 
-    Attributes:
-      description: one line that says what is tried, with every value that reproduces it.
-      run: tries it; an exception that it lets through is a crash.
-      limit: seconds after which it counts as hanging, which is a crash.
+    An exception that `run` lets through is a crash, and so is not to end within `limit` seconds.
     """
 
     description: str
@@ -59,14 +55,8 @@ def judge(
 ) -> Verdict:
     """Calls and judges what comes of it.
 
-    An error is clear if it is a ValueError, a TypeError or an OSError, raised by this library (or an OSError
-    that knows its file), and names what is wrong: one of `named`, an argument or a file.
-
-    Args:
-      call: what is tried.
-      named: words of which a clear error holds at least one.
-      valid: whether the call has to succeed (True) or to be refused (False); None if both will do.
-      check: what is wrong with a result, in words; "" if nothing is.
+    A clear error names one of the arguments or files in `named`. `valid` says whether the call has to succeed
+    or to be refused, None that both will do; `check` what is wrong with a result, in words, "" if nothing is.
     """
     try:
         result = call()
@@ -75,19 +65,16 @@ def judge(
             return Verdict(Outcome.WRONG, f"valid, but {_described(error)}")
         fault = _unclear(error, named)
         return Verdict(Outcome.UNCLEAR, fault) if fault else Verdict(Outcome.CLEAR)
-    if valid is False:
-        return Verdict(Outcome.WRONG, "accepted, but invalid")
-    fault = check(result)
+    fault = "accepted, but invalid" if valid is False else check(result)
     return Verdict(Outcome.WRONG, fault) if fault else Verdict(Outcome.RIGHT)
 
 
 def _unclear(error: Exception, named: Sequence[str]) -> str:
-    """What makes an error unclear, in words; "" if it is clear."""
+    """Why an error is no ValueError, TypeError or OSError of ours that says what is wrong; "" if it is."""
     if not isinstance(error, ValueError | TypeError | OSError) or isinstance(error, UnicodeError):
         return _described(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    known = isinstance(error, OSError) and error.filename is not None
-    if not known and not frames[-1].filename.startswith(OURS):
+    known = isinstance(error, OSError) and error.filename is not None  # it names its file itself
+    if not known and not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS):
         return f"raised elsewhere: {_described(error)}"
     if not any(name in str(error) for name in named):
         return f"names none of {', '.join(named)}: {_described(error)}"
@@ -95,6 +82,5 @@ def _unclear(error: Exception, named: Sequence[str]) -> str:
 
 
 def _described(error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
+    last, text = traceback.extract_tb(error.__traceback__)[-1], " ".join(str(error).split())
     return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text[:300]}"
