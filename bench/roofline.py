@@ -2,7 +2,7 @@
 
 python -m bench.roofline
 python -m bench.roofline --models llada-8b --hardware h100 --policies DualCache MaskKV --prompts 1024
-python -m bench.roofline --batches 1 --markdown     (the tables of docs/performance.md)
+python -m bench.roofline --batches 1 --markdown     (the tables of docs/background/performance.md)
 """
 
 import dataclasses

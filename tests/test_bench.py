@@ -130,9 +130,14 @@ def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):
 
 
 def commands() -> list[str]:
-    """Command lines of docs/performance.md, docs/compiled.md, docs/results.md and bench/README.md."""
+    """Command lines of performance.md, compiled.md, results.md and bench/README.md."""
     root = pathlib.Path(__file__).parents[1]
-    pages = ("docs/performance.md", "docs/compiled.md", "docs/results.md", "bench/README.md")
+    pages = (
+        "docs/background/performance.md",
+        "docs/background/compiled.md",
+        "docs/background/results.md",
+        "bench/README.md",
+    )
     texts = [(root / name).read_text() for name in pages]
     found = [line for text in texts for line in re.findall(r"python -m (bench\.[^`\n]*)", text)]
     return found

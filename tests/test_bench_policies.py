@@ -183,7 +183,7 @@ def test_page_and_figures(results, tmp_path):
         json.dumps({"device": "test", "jax": "0", "dtype": "float32", "models": {"tiny": results}})
     )
     plots.main(found, tmp_path / "docs")
-    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    page = (tmp_path / "docs" / "background" / "benchmarks.md").read_text()
     assert "`DualCache()`" in page
     assert "4 prompts of" in page
     drawn = {file.name for file in (tmp_path / "docs" / "figures").iterdir()}
@@ -274,19 +274,20 @@ def test_results_without_newer_policies_and_with_gaps():
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
-    """README's is a part of the one in docs/results.md; of the measured policies no line is missing."""
-    page, readme = (ROOT / "docs/results.md").read_text(), (ROOT / "README.md").read_text().splitlines()
+    """README's is a part of that of background/results.md; of the measured policies no line is missing."""
+    page = (ROOT / "docs/background/results.md").read_text()
+    readme = (ROOT / "README.md").read_text().splitlines()
     measured = json.loads((ROOT / "bench/results/policies_cpu.json").read_text())["models"]
     tables = summary.table(measured, dj.embedded.TEXT), summary.fewer_steps(measured, dj.embedded.TEXT)
     assert all(table in page for table in tables)
     head = next(line for line in page.splitlines() if line.startswith("| policy | chain, `tiny-llada`"))
     shown = readme[readme.index(head) + 2 :][:12]
     assert all(line.startswith("| `") and line in page for line in shown), shown
-    whole = (ROOT / "docs/benchmarks.md").read_text()
+    whole = (ROOT / "docs/background/benchmarks.md").read_text()
     assert all(plots.table(workload) in whole for workload in measured.values())
     assert orderings.table(measured) in whole
     summary.main(ROOT / "bench/results/policies_pictures_cpu.json")
-    assert capsys.readouterr().out.strip() in (ROOT / "docs/vision.md").read_text()
+    assert capsys.readouterr().out.strip() in (ROOT / "docs/how-to/vision.md").read_text()
 
 
 def test_every_chunk_is_decoded_with_its_own_images():

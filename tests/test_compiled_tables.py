@@ -1,4 +1,4 @@
-"""The tables of docs/compiled.md and docs/scaling.md say what the recorded programs' files say."""
+"""The tables of background/compiled.md and how-to/scaling.md say what the recorded programs' files say."""
 
 import json
 import pathlib
@@ -47,7 +47,9 @@ def recorded() -> dict[tuple[str, str], list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("page", "begin", "least"), [("compiled", 3, 60), ("scaling", 2, 50)])
+@pytest.mark.parametrize(
+    ("page", "begin", "least"), [("background/compiled", 3, 60), ("how-to/scaling", 2, 50)]
+)
 def test_tables_of_compiled_programs_are_the_files(page, begin, least):
     rows = re.findall(
         r"^\| ([^|]+ layers[^|]*) \| `(\w+)` \|(.*)\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.M
@@ -61,7 +63,7 @@ def test_tables_of_compiled_programs_are_the_files(page, begin, least):
 
 @pytest.mark.parametrize("step", ["reuse_step", "full_step"])
 def test_estimated_cycles_after_the_change_are_the_file_s(step):
-    text = (ROOT / "docs" / "compiled.md").read_text()
+    text = (ROOT / "docs" / "background" / "compiled.md").read_text()
     table = text[text.index("| policy | reuse step before |") :].split("\n\n")[0]
     printed = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
     rows = json.loads((ROOT / "bench" / "results" / "compiled_v6e.json").read_text())["rows"]

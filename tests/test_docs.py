@@ -111,12 +111,12 @@ def test_every_member_of_a_policy_and_of_the_canvas_is_described():
 
 
 def test_the_example_of_an_abstract_model_runs(capsys):
-    exec(examples((DOCS / "compiled.md").read_text())[0], {})
+    exec(examples((DOCS / "background" / "compiled.md").read_text())[0], {})
     assert capsys.readouterr().out.startswith("Model(llada, 8,015,581,184 parameters, bfloat16)")
 
 
 def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
-    exec(examples((DOCS / "performance.md").read_text())[0], {})
+    exec(examples((DOCS / "background" / "performance.md").read_text())[0], {})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["16", "24"]
     assert lines[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
@@ -125,7 +125,7 @@ def test_the_example_of_the_ladder_runs_and_returns_no_padding(capsys):
 def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    for block in examples((DOCS / "watching.md").read_text()):
+    for block in examples((DOCS / "how-to" / "watching.md").read_text()):
         exec(block, namespace)
     streamed, out = namespace["out"], namespace["runs"]["DualCache()"]
     np.testing.assert_array_equal(streamed.trace.tokens, out.trace.tokens)
@@ -136,7 +136,7 @@ def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_of_the_published_settings_runs(capsys):
-    exec(examples((DOCS / "published-settings.md").read_text())[0], {})
+    exec(examples((DOCS / "policies" / "published-settings.md").read_text())[0], {})
     preset, listing = capsys.readouterr().out.splitlines()
     assert preset.startswith("SparseDLLM(")
     assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
@@ -144,7 +144,7 @@ def test_the_example_of_the_published_settings_runs(capsys):
 
 def as_printed(page: str, **changes: str) -> list[str]:
     """The examples of a page with a small model, and other words of them replaced; each must be there."""
-    blocks = examples((DOCS / page).read_text())
+    blocks = examples((DOCS / "how-to" / page).read_text())
     text = "\x00".join(blocks)
     for old, new in changes.items():
         assert old in text, old

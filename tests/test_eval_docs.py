@@ -1,4 +1,4 @@
-"""The commands of docs/evaluation.md: those said to run as printed do, the others parse."""
+"""The commands of docs/how-to/evaluation.md: those said to run as printed do, the others parse."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ import tyro
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.results import record
 
-TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "evaluation.md").read_text()
 BLOCKS = re.findall(r"(\*Runs as printed:\*\n\n)?```bash\n(.*?)```", TEXT, re.DOTALL)
 PREFIX = ["python", "-m", "dllm_jax.eval"]
 

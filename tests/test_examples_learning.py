@@ -14,7 +14,7 @@ from examples.learning import pretrained
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "learning.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "learning.md"
 FEW = {
     "sft": (sft_lora.main, dict(steps=2, batch=4, rank=2, review_every=1, questions=4)),
     "dpo": (dpo.main, dict(steps=2, batch=2, rank=2, review_every=1, questions=4)),

@@ -44,7 +44,7 @@ def test_the_example_with_weights_runs_on_a_mesh(tmp_path):
 def test_every_page_with_an_example_is_run_by_a_test():
     """Blocks that no test runs say why in a comment: they configure the process, or need several."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
         if "```python" in page.read_text():
             assert f'"{page.name}"' in tests, f"no test reads {page.name}"
 

@@ -15,7 +15,7 @@ from dllm_jax.tasks import examples as drawn_examples
 from examples import see_inside
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "seeing-inside.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "seeing-inside.md").read_text()
 
 
 def test_the_examples_of_the_page_run(capsys):

@@ -21,7 +21,7 @@ from dllm_jax.published.preset import read
 from dllm_jax.tasks import FewShot, examples
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "tuning.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "tuning.md").read_text()
 QUESTIONS = examples(FewShot(), 0, 5, 12, "held_out")
 SETTINGS = [policies.DKVPrefill(), Candidate(steps=2)]
 

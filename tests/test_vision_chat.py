@@ -178,7 +178,7 @@ def test_what_is_no_stop_is_refused(unannotated, stop):
 
 
 def test_the_page_runs_as_printed(path, tmp_path):
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "vision.md").read_text()
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "vision.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 3
     picture(64, 48).save(tmp_path / "chart.png")

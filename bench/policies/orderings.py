@@ -1,4 +1,4 @@
-"""The papers' own comparisons, beside what bench.policies measured: a table of docs/benchmarks.md."""
+"""The papers' own comparisons, beside what bench.policies measured: a table of background/benchmarks.md."""
 
 import dataclasses
 import math

@@ -23,7 +23,7 @@ LEGEND = 5  # curves in a line of the legend
 HEAD = """\
 # Policies measured
 
-Made by `bench.policies` and its `plots` from [{source}](../{source}): {device}, jax {jax}, {dtype}.
+Made by `bench.policies` and its `plots` from [{source}](../../{source}): {device}, jax {jax}, {dtype}.
 `exact match`: right answers, with their 95 % interval (Wilson's); `tokens`: right tokens of the answers, end
 of turn included; `as exact`: tokens equal to those of the exact decoder with the same sampler, block and
 steps; `computed`: positions that went through the network, relative to the first line; `kept`: K/V pairs
@@ -42,9 +42,10 @@ mechanism, not a number.
 
 
 def main(results: runner.Results, out: Path = Path("docs")):
-    """A figure per workload, figures/policies-NAME as PNG and SVG, and benchmarks.md with the tables."""
+    """A figure per workload, figures/policies-NAME as PNG and SVG, and a page, background/benchmarks.md."""
     report = read_json(results)
-    (out / "figures").mkdir(parents=True, exist_ok=True)
+    for folder in ("figures", "background"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
     where = {key: report[key] for key in ("device", "jax", "dtype")}
     pages = [HEAD.format(source=results.as_posix(), **where)]
     for name, workload in report["models"].items():
@@ -58,11 +59,11 @@ def main(results: runner.Results, out: Path = Path("docs")):
         pages += [
             f"\n## {name}\n",
             f"{title(workload)}.\n",
-            f"![{name}](figures/{stem}.svg)\n",
+            f"![{name}](../figures/{stem}.svg)\n",
             table(workload),
         ]
     pages += [ORDERINGS, orderings.table(report["models"])]
-    (out / "benchmarks.md").write_text("\n".join(pages) + "\n")
+    (out / "background" / "benchmarks.md").write_text("\n".join(pages) + "\n")
 
 
 def title(workload: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""The tables of policies in docs/results.md and docs/vision.md, from what bench.policies measured.
+"""The tables of policies in background/results.md and how-to/vision.md, from what bench.policies measured.
 
     python -m bench.policies.summary bench/results/policies_cpu.json
     python -m bench.policies.summary bench/results/policies_pictures_cpu.json
 
 Of the models that read text a line per policy, and right answers against tokens per forward where steps are
-fewer; every other setting and task is in docs/benchmarks.md. Of pictures, all settings.
+fewer; every other setting and task is in docs/background/benchmarks.md. Of pictures, all settings.
 """
 
 import dataclasses

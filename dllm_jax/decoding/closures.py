@@ -41,7 +41,7 @@ def constants(options: Options, name: str) -> Constants:
                     f"{name}: {method} reads {variable}, an array {leaf.dtype}{list(leaf.shape)} outside of "
                     "the class. A compiled program would go on with what it was when it was compiled: pass "
                     "arrays as interventions=(dj.Intervention.patch(..),), numbers as fields "
-                    "(docs/seeing-inside.md)"
+                    "(docs/how-to/seeing-inside.md)"
                 )
         if isinstance(value, int | float | complex | str | bytes | bytearray | list | tuple | dict | set):
             found.append((f"{method}.{variable}", f"{type(value).__name__} {value!r}"))

@@ -45,7 +45,7 @@ class PredictingVotes(Voters):
     """The positions that predict the masked ones: these themselves, with a shifted head those before them.
 
     Ours: equation 7 counts what masks look at, but a shifted head's logits of the first masked position come
-    from the prompt's last one, which is no mask, and what it looks at is dropped (docs/which-policy.md).
+    from the prompt's last one, which is no mask, and what it looks at is dropped (docs/policies/index.md).
     """
 
     @override

@@ -63,7 +63,7 @@ class IntervenedLayer(Layer):
             if intervention.place not in self.reached:
                 raise ValueError(
                     f"{by} never calls layer.{through.get(intervention.place, intervention.place)}: an "
-                    f"intervention at {intervention.place} would do nothing (docs/seeing-inside.md)"
+                    f"intervention at {intervention.place} would do nothing (docs/how-to/seeing-inside.md)"
                 )
 
     def _changed(self, place: Place, x: Array, position: Array | None = None, ahead: int = 0) -> Array:

@@ -41,7 +41,7 @@ class D2Cache(Policy):
       rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
 
     Exact limit: p=1.
-    Departures: the released code's four slips are repaired as its comments intend (docs/departures.md).
+    Departures: the released code's four slips are repaired as its comments intend (docs/dev/departures.md).
     From the code, against the paper: the density is normalised, the nucleus takes the mass within p rather
     than the first to exceed it, M* looks no further than the block that holds the k-th mask. Beyond both:
     padding is never computed nor counted; scores below zero ("entropy") are divided by the density.

@@ -36,7 +36,7 @@ class ElasticCache(Policy):
     canvas (the shifted window is of predictors and leaves out the last mask's own position).
     Departures: old queries are recomputed from the stored inputs instead of being stored; batches work, each
     sequence with its own refreshes; a block smaller than the response limits the window to the block; see
-    docs/departures.md.
+    docs/dev/departures.md.
 
     Attributes:
       window: masks that are computed and may be decoded (beta); where a schedule wants more in a step,

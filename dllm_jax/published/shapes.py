@@ -33,7 +33,7 @@ def abstract(
     """The model that `load` would return, as shapes and placements: nothing is read or allocated.
 
     `warmup` compiles for it. On the mesh of a described topology
-    (`jax.experimental.topologies.get_topology_desc`) that needs no device; see docs/compiled.md.
+    (`jax.experimental.topologies.get_topology_desc`) that needs no device; see docs/background/compiled.md.
 
     Args:
       shape: a spec, the name of a published model ("llada-8b", "dream-7b"), or a checkpoint as in `load`.

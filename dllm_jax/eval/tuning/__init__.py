@@ -1,6 +1,6 @@
 """Choosing a policy: settings walked on your questions, with the exact decoder as the reference.
 
-`dj.tune` for a model in memory, `python -m dllm_jax.eval tune` for a checkpoint; see docs/tuning.md.
+`dj.tune` for a model in memory, `python -m dllm_jax.eval tune` for a checkpoint; see docs/how-to/tuning.md.
 """
 
 from dllm_jax.eval.tuning.candidates import Candidate as Candidate
