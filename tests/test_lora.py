@@ -62,12 +62,8 @@ def test_fresh_adapters_change_nothing_and_come_off_again(family):
     adapted_model = lora.attach(model, OPTIONS, KEY)
     ids = tokens(model)
     np.testing.assert_array_equal(dj.forward(adapted_model, ids), dj.forward(model, ids))
-    assert all(
-        ours is theirs
-        for ours, theirs in zip(
-            jax.tree.leaves(lora.detach(adapted_model)), jax.tree.leaves(model), strict=True
-        )
-    )
+    leaves = (jax.tree.leaves(each) for each in (lora.detach(adapted_model), model))
+    assert all(ours is theirs for ours, theirs in zip(*leaves, strict=True))
     assert lora.options_of(adapted_model) == OPTIONS
     assert "LoRA    q, k, v, o, gate, up, down, head; rank 3, alpha 5" in repr(adapted_model)
 
@@ -127,22 +123,15 @@ def test_training_moves_the_factors_alone_and_goes_on_from_checkpoints(tmp_path)
     base = cast(tiny("dream"), jnp.bfloat16)
     model = lora.attach(base, lora.LoRA(rank=2, matrices=("q", "down")), KEY)
     options = dict(learning_rate=1e-2, warmup=0, review_every=2, save_every=2)
-    go = lambda steps: train(
-        model,
-        Batches(batch),
-        TrainConfig(steps=steps, **options),
-        trainable=lora.trainable,
-        directory=tmp_path / "run",
-        progress=False,
-    )
-    first = go(2)
+    go = lambda steps, directory=None: train(
+        model, Batches(batch), TrainConfig(steps=steps, **options), trainable=lora.trainable,
+        directory=directory, progress=False,
+    )  # fmt: skip
+    first = go(2, tmp_path / "run")
     assert same(lora.detach(first.model).params, base.params)
     assert all(np.any(matrix.b) and matrix.a.dtype == jnp.bfloat16 for matrix in adapted(first.model.params))
-    resumed = go(4)
-    alone = train(
-        model, Batches(batch), TrainConfig(steps=4, **options), trainable=lora.trainable, progress=False
-    )
-    assert same(resumed.model.params, alone.model.params)
+    resumed = go(4, tmp_path / "run")
+    assert same(resumed.model.params, go(4).model.params)
     assert not same(resumed.model.params, first.model.params)
 
 
@@ -277,10 +266,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_bad_input_is_refused(message):
-    with pytest.raises(ValueError, match=message):
-        REFUSED[message]()
+def test_bad_input_is_refused():
+    for message, make in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.fixture(scope="module")
@@ -288,9 +277,10 @@ def written(tmp_path_factory):
     return lora.save(with_adapters("llada"), tmp_path_factory.mktemp("written") / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written, tmp_path):
+    config = json.loads((written / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes((written / "adapter_model.safetensors").read_bytes())
+    for changes, message in (
         (dict(peft_type="IA3"), "peft_type='IA3' is not supported"),
         (dict(use_dora=True), "use_dora=True is not supported"),
         (dict(use_rslora=True), "use_rslora=True is not supported"),
@@ -300,30 +290,23 @@ def written(tmp_path_factory):
         (dict(r=4), r"misshaped: .*q_proj.lora_A.weight is \[3, 32\], expected \[4, 32\]"),
         (dict(lora_alpha=None), "required key 'lora_alpha' is null"),
         (dict(r="x"), "r='x' must be an integer"),
-    ],
-)
-def test_other_adapters_are_refused(written, tmp_path, changes, message):
-    config = json.loads((written / "adapter_config.json").read_text()) | changes
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "adapter_model.safetensors").write_bytes((written / "adapter_model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=message):
-        lora.load(tiny("llada"), tmp_path)
-
-
-def test_adapters_of_other_models_and_broken_files_are_refused(written, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"no tensor of .* is named base_model\.model\.model\.embed|is named"
     ):
-        lora.load(tiny("dream"), written)
-    with pytest.raises(ValueError, match=r"missing: .*blocks\.2\.q_proj"):
-        lora.load(tiny("llada", layers=3), written)
-    with pytest.raises(ValueError, match=r"unknown: .*blocks\.1\.q_proj"):
-        lora.load(tiny("llada", layers=1), written)
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=message):
+            lora.load(tiny("llada"), tmp_path)
+    for model, message in (
+        (tiny("dream"), r"no tensor of .* is named base_model\.model\.model\."),
+        (tiny("llada", layers=3), r"missing: .*blocks\.2\.q_proj"),
+        (tiny("llada", layers=1), r"unknown: .*blocks\.1\.q_proj"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lora.load(model, written)
     with pytest.raises(FileExistsError):
         lora.save(with_adapters("llada"), written)
-    with pytest.raises(FileNotFoundError):
-        lora.load(tiny("llada"), tmp_path)
-    (tmp_path / "adapter_config.json").write_text((written / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="cannot be read"):
+        lora.load(tiny("llada"), tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
         lora.load(tiny("llada"), tmp_path)

@@ -19,6 +19,7 @@ from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import AXES, OUTPUTS, sizes
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
 
 Matrix = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
@@ -124,16 +125,20 @@ def _first_factors(
     model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any, name: str, layer: int | None
 ) -> Factors:
     """A drawn for this matrix of this layer, and a B of zeros."""
-    length = sizes(model.spec)
-    inputs, outputs = (axes.removeprefix("n").replace("-", "") for axes in factor_axes(name))
-    fan_in = math.prod(length[axis] for axis in inputs)
+    shape, other = factor_shapes(model.spec, name, lora.rank)
     # A key per matrix and layer: A does not depend on which others have adapters, nor on the form of layers.
     own = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
-    shape = (*(length[axis] for axis in inputs), lora.rank)
     # PEFT's kaiming_uniform(a = sqrt(5)) of A; with B = 0 the model begins as it was.
-    bound = 1 / math.sqrt(fan_in)
+    bound = 1 / math.sqrt(math.prod(shape[:-1]))
     a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
-    return a, jnp.zeros((lora.rank, *(length[axis] for axis in outputs)), dtype)
+    return a, jnp.zeros(other, dtype)
+
+
+def factor_shapes(spec: ModelSpec, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A, whose last axis is the rank, and B, whose first is, in one layer."""
+    length = sizes(spec) | {"-": rank}
+    a, b = (tuple(length[axis] for axis in axes.removeprefix("n")) for axes in factor_axes(name))
+    return a, b
 
 
 def _placed(model: Model, factor: Array, axes: str) -> Array:

@@ -16,19 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from dllm_jax.checkpoint.config import Config, Requirement, read_config
 from dllm_jax.checkpoint.directory import file_inside
-from dllm_jax.checkpoint.dtypes import SAFETENSORS
 from dllm_jax.checkpoint.families import family_of
 from dllm_jax.checkpoint.names.table import TensorName, units
 from dllm_jax.checkpoint.staging import atomic_directory
-from dllm_jax.checkpoint.writer import Shard
-from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, options_of
-from dllm_jax.nn.low_rank import LowRankMatrix, factor_axes
+from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, factor_shapes, options_of
+from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
-from dllm_jax.nn.sharding import OUTPUTS, sizes
+from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveFloat, check_argument
 from dllm_jax.state import host
@@ -71,7 +70,7 @@ def save(
 
     Raises:
       FileExistsError: the directory exists.
-      ValueError: no adapters, several ranks, factors of several dtypes, or several processes.
+      ValueError: no adapters, several ranks, or several processes.
     """
     if jax.process_count() > 1:
         raise ValueError(
@@ -79,22 +78,16 @@ def save(
         )
     lora, target = options_of(model), Path(directory)
     check_argument("overwrite", overwrite, bool)
+    # Each matrix of each layer has two factors, named after its module in the Hugging Face model.
     tensors: dict[str, np.ndarray] = {}
     for (name, layer), module in _modules(model.spec, lora.in_order).items():
         matrix = (model.params if layer is None else layer_of(model.params, layer))[name]
         for letter, tensor in zip("AB", _to_peft(matrix), strict=True):
-            tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = tensor
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1 or not dtypes <= set(SAFETENSORS.values()):
-        raise ValueError(f"the factors have the dtypes {sorted(map(str, dtypes))}; one of them can be saved")
-    shard = Shard(tuple((name, tensor.shape) for name, tensor in tensors.items()), dtypes.pop())
+            tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = np.ascontiguousarray(tensor)
     with atomic_directory(target, overwrite) as partial:
         text = json.dumps(_config(model.spec, lora, base), indent=2)
         (partial / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-        with (partial / WEIGHTS).open("wb") as file:
-            file.write(shard.header)
-            for tensor in tensors.values():
-                file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     return target
 
 
@@ -121,17 +114,13 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
     modules = _modules(model.spec, names)
     # Which matrices: those of which the file has a factor; target_modules may be a pattern or a list.
-    present: Any = tuple(
-        name
-        for name in names
-        if any(
-            f"{PREFIX}{module}.lora_A.weight" in found for (own, _), module in modules.items() if own == name
-        )
-    )
+    own = {name for (name, _), module in modules.items() if f"{PREFIX}{module}.lora_A.weight" in found}
+    present: Any = tuple(name for name in names if name in own)
     if not present:
         raise ValueError(
             f"{path}: no tensor of {WEIGHTS} is named {PREFIX}{next(iter(modules.values()))}.lora_A..."
         )
+    # All layers must have what one of them has, in the shapes of the rank that the config names.
     lora = LoRA(rank=config.integer("r"), alpha=alpha, matrices=present)
     wanted = {place: module for place, module in modules.items() if place[0] in present}
     _compare(model.spec, lora, wanted, found, str(path))
@@ -150,16 +139,6 @@ def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
     return {(entry.leaf, layer): entry.name.removesuffix(".weight") for layer, entry in entries}
 
 
-def _shapes(spec: ModelSpec, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of PEFT's factors of a matrix."""
-    length = sizes(spec)
-    inputs, outputs = (
-        math.prod(length[axis] for axis in axes.removeprefix("n").replace("-", ""))
-        for axes in factor_axes(name)
-    )
-    return (rank, inputs), (outputs, rank)
-
-
 def _to_peft(matrix: LowRankMatrix) -> tuple[np.ndarray, np.ndarray]:
     # Merged axes, then transposed: PyTorch's linear layers are [outputs, inputs].
     a, b = (host.everywhere(factor) for factor in (matrix.a, matrix.b))
@@ -167,36 +146,22 @@ def _to_peft(matrix: LowRankMatrix) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _to_ours(spec: ModelSpec, name: str, a: np.ndarray, b: np.ndarray) -> Factors:
-    length, (inputs, outputs) = sizes(spec), (axes.removeprefix("n") for axes in factor_axes(name))
-    shape = lambda axes: tuple(len(a) if axis == "-" else length[axis] for axis in axes)
-    ours = a.T.reshape(shape(inputs)), b.T.reshape(shape(outputs))
-    first, second = (jax.device_put(np.ascontiguousarray(factor)) for factor in ours)
+    ours = zip((a, b), factor_shapes(spec, name, len(a)), strict=True)
+    first, second = (jax.device_put(np.ascontiguousarray(part.T.reshape(shape))) for part, shape in ours)
     return first, second
 
 
 def _config(spec: ModelSpec, lora: LoRA, base: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter."""
+    """adapter_config.json of an adapter; what it lacks are PEFT's defaults."""
     return {
         "peft_type": "LORA",
-        "task_type": None,
-        "auto_mapping": None,
         "base_model_name_or_path": base,
-        "revision": None,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
         "target_modules": _targets(spec, lora),
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
     }
 
 
@@ -241,16 +206,17 @@ def _compare(
 ):
     """Raises ValueError that lists every missing, misshaped and unknown tensor, or one of another dtype."""
     # Every tensor that does not fit is named, not the first one alone.
-    expected = {
-        f"{PREFIX}{module}.lora_{letter}.weight": shape
-        for (name, _), module in modules.items()
-        for letter, shape in zip("AB", _shapes(spec, name, lora.rank), strict=True)
-    }
-    lines = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in found]
-    lines += [
+    expected: dict[str, tuple[int, ...]] = {}
+    for (name, _), module in modules.items():
+        (*inputs, rank), (_, *outputs) = factor_shapes(spec, name, lora.rank)
+        expected[f"{PREFIX}{module}.lora_A.weight"] = rank, math.prod(inputs)
+        expected[f"{PREFIX}{module}.lora_B.weight"] = math.prod(outputs), rank
+    lines = [
         f"misshaped: {name} is {list(found[name].shape)}, expected {list(shape)}"
+        if name in found
+        else f"missing: {name} {list(shape)}"
         for name, shape in expected.items()
-        if name in found and found[name].shape != shape
+        if name not in found or found[name].shape != shape
     ]
     lines += [f"unknown: {name} {list(found[name].shape)}" for name in sorted(set(found) - set(expected))]
     known = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
