@@ -1,6 +1,7 @@
 """What a task is: text prompts with one right answer, drawn from a seed, in two halves that cannot meet."""
 
 import abc
+import dataclasses
 import zlib
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -11,8 +12,6 @@ from jaxtyping import UInt8
 from dllm_jax.options import Options
 
 Split = Literal["train", "held_out"]
-# One prompt in so many is held out, which leaves some to train on; one of them is found by drawing.
-HoldOut = Annotated[int, Interval(ge=2, le=1024)]
 
 # The characters of the tasks: each kind has a job of its own, so that prompts can be read by eye.
 LETTERS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ"  # no vowels: no accidental words
@@ -71,16 +70,18 @@ class Task(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChecksumSplit(Options, abc.ABC):
     """The part of a `Task` that splits by the prompt's checksum, so that the halves cannot meet.
 
-    A base of frozen dataclasses that have a field `hold_out`.
+    A base of frozen dataclasses.
 
     Attributes:
-      hold_out: one prompt in `hold_out` is held out.
+      hold_out: one prompt (or picture) in so many is held out, which leaves some to train on; one of them is
+        found by drawing.
     """
 
-    hold_out: HoldOut
+    hold_out: Annotated[int, Interval(ge=2, le=1024)] = 8
 
     def example(self, rng: np.random.Generator, size: int, split: Split) -> Example:
         """Draws examples until one lies in the half that is wanted.
@@ -88,7 +89,10 @@ class ChecksumSplit(Options, abc.ABC):
         Raises:
           ValueError: a size that the task does not have.
         """
-        self._check_size(size)
+        low, high, reason = self._sizes
+        if not low <= size <= high:
+            raise ValueError(f"size={size} must lie in [{low}, {high}], {reason}")
+        # Rejection: the half wanted is at worst one example in `hold_out`.
         while True:
             example = self._draw(rng, size)
             if self.split_of(example) == split:
@@ -99,14 +103,16 @@ class ChecksumSplit(Options, abc.ABC):
 
         The pixels of an image count in it.
         """
+        # A property of the example itself: whoever draws it, by whatever seed, finds it in the same half.
         checksum = zlib.crc32(example.prompt.encode())
         if example.image is not None:
             checksum = zlib.crc32(example.image.tobytes(), checksum)
         return "train" if checksum % self.hold_out else "held_out"
 
+    @property
     @abc.abstractmethod
-    def _check_size(self, size: int):
-        """Raises ValueError for a size that the task does not have."""
+    def _sizes(self) -> tuple[int, float, str]:
+        """The least and the largest size that the task has, and why."""
 
     @abc.abstractmethod
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
@@ -115,6 +121,7 @@ class ChecksumSplit(Options, abc.ABC):
 
 def examples(task: Task, seed: int | tuple[int, ...], size: int, count: int, split: Split) -> list[Example]:
     """Draws `count` examples as a pure function of the arguments; they may repeat in tiny tasks."""
+    # The size is part of the seed, so that sizes do not share their first draws.
     rng = np.random.default_rng([*(seed if isinstance(seed, tuple) else (seed,)), size])
     return [task.example(rng, size, split) for _ in range(count)]
 

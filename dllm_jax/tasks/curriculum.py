@@ -93,6 +93,7 @@ class Curriculum(Options, Source):
         """Draws training examples of one stage."""
         rng = np.random.default_rng((self.seed, step))
         current = memory["stage"]
+        # Rehearsal: some batches, and all once everything is mastered, are of any stage so far, by weight.
         if current == len(self.stages) or rng.random() < self.rehearsal:
             weights = np.array([stage.weight for stage in self.stages[: current + 1]])
             current = int(rng.choice(len(weights), p=weights / weights.sum()))
@@ -112,6 +113,7 @@ class Curriculum(Options, Source):
         if memory["stage"] == len(self.stages):
             return memory
         stage = self.stages[memory["stage"]]
+        # New examples of the training half: the held-out half is for the evaluation alone.
         unseen = examples(stage.task, (self.seed, REVIEW + step), stage.size, self.review_examples, "train")
         score = accuracy(model, self.tokenizer, unseen, self.review_examples, length=stage.length)
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
@@ -142,11 +144,13 @@ def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: Mod
         tokenizer = tokenizer.tokenizer
     else:
         prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
+    # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
     answers = np.full((len(examples), length), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
         ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
         if len(ids) > length:
             raise ValueError(f"length={length}: {example.answer!r} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
+    # Without padding there is nothing to mask.
     known = None if mask.all() else jnp.asarray(mask)
     return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, images=images)

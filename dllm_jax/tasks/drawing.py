@@ -69,8 +69,10 @@ GLYPHS = dict(zip("0123456789", _glyphs(_DIGITS), strict=True)) | dict(
 def picture(rng: np.random.Generator, marks: list[Mark]) -> UInt8[np.ndarray, "side side 3"]:
     """Draws marks, each at a random place within its cell, on a dark background with noise."""
     image = np.empty((SIDE, SIDE, 3))
+    # One dark colour behind everything, in which no mark can hide.
     image[:] = rng.integers(BACKGROUND + 1, size=3)
     for mark in marks:
+        # A glyph is smaller than its cell, and may be anywhere within.
         glyph = GLYPHS[mark.glyph]
         top = mark.row * CELL + rng.integers(CELL - glyph.shape[0] + 1)
         left = mark.column * CELL + rng.integers(CELL - glyph.shape[1] + 1)

@@ -7,7 +7,7 @@ import numpy as np
 from annotated_types import Interval
 from typing_extensions import override
 
-from dllm_jax.tasks.base import DIGITS, ChecksumSplit, Example, HoldOut
+from dllm_jax.tasks.base import DIGITS, ChecksumSplit, Example
 from dllm_jax.tasks.drawing import CELLS, COLOURS, SHAPES, Mark, picture
 
 MOST_COUNTED = 9  # an answer is one digit
@@ -28,14 +28,12 @@ class ReadNumbers(ChecksumSplit):
       asked: how many of the numbers are asked for.
       scattered: numbers begin anywhere in their row; otherwise all in one column, which tells their digits
         apart by column.
-      hold_out: one picture in `hold_out` is held out.
     """
 
     colours: Annotated[int, Interval(ge=1, le=len(COLOURS))] = len(COLOURS)
     digits: Annotated[int, Interval(ge=1, le=CELLS)] = 3
     asked: Annotated[int, Interval(ge=1, le=len(COLOURS))] = 1
     scattered: bool = False
-    hold_out: HoldOut = 8
 
     name = "read"
 
@@ -43,25 +41,27 @@ class ReadNumbers(ChecksumSplit):
         """Number of characters in an answer, whatever the size."""
         return self.digits if self.asked == 1 else self.asked * (self.digits + 3)
 
+    @property
     @override
-    def _check_size(self, size: int):
-        if not self.asked <= size <= self.colours:
-            ends = "from what is asked for to the number of colours"
-            raise ValueError(f"size={size} must lie in [{self.asked}, {self.colours}], {ends}")
+    def _sizes(self) -> tuple[int, float, str]:
+        return self.asked, self.colours, "from what is asked for to the number of colours"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        # Numbers differ in colour and row, so that a question names exactly one of them.
         colours = rng.permutation(list(COLOURS)[: self.colours])[:size].tolist()
         rows = rng.permutation(CELLS)[:size].tolist()
         numbers = ["".join(DIGITS[i] for i in drawn) for drawn in rng.integers(10, size=(size, self.digits))]
         marks = []
         for colour, row, number in zip(colours, rows, numbers, strict=True):
+            # Digits stand in neighbouring cells of their row.
             room = CELLS - self.digits
             first = int(rng.integers(room + 1)) if self.scattered else room // 2
             marks += [Mark(digit, colour, row, first + i) for i, digit in enumerate(number)]
         image = picture(rng, marks)
         if self.asked == 1:
             return Example(f"value {colours[0][0]}", numbers[0], image)
+        # Several: the form of `Recall`, with initials of colours as keys.
         form = "".join(f"{colour[0]}={'?' * self.digits};" for colour in colours[: self.asked])
         pairs = zip(colours[: self.asked], numbers, strict=False)
         return Example(form, "".join(f"{colour[0]}={number};" for colour, number in pairs), image)
@@ -75,11 +75,9 @@ class CountShapes(ChecksumSplit):
 
     Attributes:
       most: largest count.
-      hold_out: one picture in `hold_out` is held out.
     """
 
     most: Annotated[int, Interval(ge=1, le=MOST_COUNTED)] = 6
-    hold_out: HoldOut = 8
 
     name = "count"
 
@@ -87,15 +85,16 @@ class CountShapes(ChecksumSplit):
         """One digit."""
         return 1
 
+    @property
     @override
-    def _check_size(self, size: int):
-        if not 0 <= size <= CELLS**2 - self.most:
-            raise ValueError(f"size={size} must lie in [0, {CELLS**2 - self.most}], the cells that are left")
+    def _sizes(self) -> tuple[int, float, str]:
+        return 0, CELLS**2 - self.most, "the cells that are left"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         asked = SHAPES[rng.integers(len(SHAPES))]
         others = [shape for shape in SHAPES if shape != asked]
+        # The count is drawn first and then drawn that often: all counts are as likely.
         count = int(rng.integers(self.most + 1))
         shapes = [asked] * count + [others[i] for i in rng.integers(len(others), size=size)]
         return Example(f"count {asked[0]}", DIGITS[count], picture(rng, _scattered(rng, shapes)))
@@ -106,12 +105,7 @@ class LocateShape(ChecksumSplit):
     """`where c` is answered with row and column of the one cross, counted from 1, as in `25`.
 
     The size is how many other shapes there are. A decoder needs one image token, and where it stands.
-
-    Attributes:
-      hold_out: one picture in `hold_out` is held out.
     """
-
-    hold_out: HoldOut = 8
 
     name = "locate"
 
@@ -119,15 +113,16 @@ class LocateShape(ChecksumSplit):
         """Two digits."""
         return 2
 
+    @property
     @override
-    def _check_size(self, size: int):
-        if not 0 <= size < CELLS**2:
-            raise ValueError(f"size={size} must lie in [0, {CELLS**2 - 1}], the cells that are left")
+    def _sizes(self) -> tuple[int, float, str]:
+        return 0, CELLS**2 - 1, "the cells that are left"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         asked = SHAPES[rng.integers(len(SHAPES))]
         others = [shape for shape in SHAPES if shape != asked]
+        # One of the kind asked for, so that its place is the answer.
         shapes = [asked, *(others[i] for i in rng.integers(len(others), size=size))]
         marks = _scattered(rng, shapes)
         answer = f"{marks[0].row + 1}{marks[0].column + 1}"

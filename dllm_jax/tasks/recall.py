@@ -8,7 +8,7 @@ from annotated_types import Interval
 from typing_extensions import override
 
 from dllm_jax.options import NonNegativeInt, PositiveInt
-from dllm_jax.tasks.base import DIGITS, FILLER, LETTERS, ChecksumSplit, Example, HoldOut
+from dllm_jax.tasks.base import DIGITS, FILLER, LETTERS, ChecksumSplit, Example
 
 TEMPLATE_TOKENS = 10  # of the chat template around a prompt
 SPARSER = 16  # tokens to a pair where several are asked for
@@ -30,14 +30,12 @@ class Recall(ChecksumSplit):
       digits: length of a value.
       asked: how many of the pairs are asked for.
       filler: vowels strewn between the pairs, so that prompts can be long and pairs far apart.
-      hold_out: one prompt in `hold_out` is held out.
     """
 
     alphabet: Annotated[int, Interval(ge=2, le=len(LETTERS))] = len(LETTERS)
     digits: PositiveInt = 3
     filler: NonNegativeInt = 0
     asked: PositiveInt = 1
-    hold_out: HoldOut = 8
 
     name = "recall"
 
@@ -45,15 +43,15 @@ class Recall(ChecksumSplit):
         """Number of characters in an answer, whatever the size."""
         return self.digits if self.asked == 1 else self.asked * (self.digits + 3)
 
+    @property
     @override
-    def _check_size(self, size: int):
-        if not self.asked <= size <= self.alphabet:
-            keys = "the number of keys" if self.asked == 1 else "from what is asked for to the number of keys"
-            raise ValueError(f"size={size} must lie in [{self.asked}, {self.alphabet}], {keys}")
+    def _sizes(self) -> tuple[int, float, str]:
+        return self.asked, self.alphabet, "from what is asked for to the number of keys"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         """Draws `size` pairs and asks for one, or some, of them."""
+        # Distinct keys, values of any digits: which pair is asked for does not follow from the others.
         keys = [LETTERS[i] for i in rng.choice(self.alphabet, size, replace=False)]
         drawn = rng.integers(len(DIGITS), size=(size, self.digits))
         values = ["".join(DIGITS[i] for i in digits) for digits in drawn]
@@ -61,12 +59,14 @@ class Recall(ChecksumSplit):
         if self.asked == 1:
             asked = int(rng.integers(size))
             return Example(f"{self._strewn(rng, pairs)}{keys[asked]}=", values[asked])
+        # Several: the answer is the form filled in, in the order of the form, not of the prompt.
         some = rng.choice(size, self.asked, replace=False)
         form = "".join(f"{keys[i]}={'?' * self.digits};" for i in some)
         return Example(self._strewn(rng, pairs) + form, "".join(pairs[i] for i in some))
 
     def _strewn(self, rng: np.random.Generator, pairs: list[str]) -> str:
         """The pairs in order, with filler before, between and after them."""
+        # How much filler goes before, between and behind the pairs; all places are as likely.
         gaps = rng.multinomial(self.filler, np.full(len(pairs) + 1, 1 / (len(pairs) + 1)))
         vowels = "".join(FILLER[i] for i in rng.integers(len(FILLER), size=self.filler))
         ends = np.cumsum(gaps)
@@ -85,6 +85,7 @@ def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
     task = Recall(asked=asked)
     if tokens < (shortest := max(SHORTEST, SPARSER * asked if asked > 1 else 0)):
         raise ValueError(f"tokens={tokens} must be at least {shortest}")
+    # What the template, the question and the pairs leave of the length is filler.
     pairs = min(tokens // (8 if asked == 1 else SPARSER), len(LETTERS))
     of_pair = task.digits + 3
     question = 2 if asked == 1 else asked * of_pair

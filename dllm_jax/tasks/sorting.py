@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from typing_extensions import override
 
-from dllm_jax.tasks.base import LETTERS, ChecksumSplit, Example, HoldOut
+from dllm_jax.tasks.base import LETTERS, ChecksumSplit, Example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,12 +13,7 @@ class Sorting(ChecksumSplit):
     """Different letters put in order, small ones before capitals; the size is their number.
 
     Each place of the answer depends on the whole prompt. A prompt has size + 1 characters.
-
-    Attributes:
-      hold_out: one prompt in `hold_out` is held out.
     """
-
-    hold_out: HoldOut = 8
 
     name = "sorting"
 
@@ -26,14 +21,15 @@ class Sorting(ChecksumSplit):
         """Number of characters in an answer."""
         return size
 
+    @property
     @override
-    def _check_size(self, size: int):
-        if not 2 <= size <= len(LETTERS):
-            raise ValueError(f"size={size} must lie in [2, {len(LETTERS)}], the number of letters")
+    def _sizes(self) -> tuple[int, float, str]:
+        return 2, len(LETTERS), "the number of letters"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
         """Draws different letters."""
+        # The alphabet of `LETTERS` is in order itself, so that places can be sorted instead of letters.
         drawn = rng.choice(len(LETTERS), size, replace=False)
         letters = lambda order: "".join(LETTERS[i] for i in order)
         return Example(f"{letters(drawn)}>", letters(sorted(drawn)))

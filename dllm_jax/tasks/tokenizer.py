@@ -31,6 +31,7 @@ def build(phrases: Sequence[str] = ()) -> Tokenizer:
     """
     vocab = VOCAB | {phrase: len(VOCAB) + i for i, phrase in enumerate(phrases)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    # Phrases before words, words before characters: the first alternative that matches wins.
     pattern = "|".join((*map(re.escape, phrases), *WORDS, r"[\s\S]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")  # pyright: ignore
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore
