@@ -116,25 +116,19 @@ def test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features(model
     np.testing.assert_allclose(near.astype(np.float32), want, atol=0.15)
 
 
-def test_kinds_of_images_are_the_same_image(tmp_path):
-    image = picture(9, 6)
+def test_kinds_of_images_are_the_same_image_turned_on_request_alone(tmp_path):
+    image, exif = picture(9, 6), Image.Exif()
     image.save(tmp_path / "a.png")
     for source in (tmp_path / "a.png", str(tmp_path / "a.png"), np.asarray(image), image):
         np.testing.assert_array_equal(open_image(source), np.asarray(image))
     assert open_image(picture(9, 6, mode="L")).mode == "RGB"
     assert open_image(picture(9, 6, mode="L"), convert=False).mode == "L"
     assert open_image(np.zeros((6, 9, 4), np.uint8)).mode == "RGB"
-    np.testing.assert_array_equal(open_image(picture(9, 6).convert("P")).size, (9, 6))
-
-
-def test_orientation_is_applied_on_request_alone(tmp_path):
-    image = picture(9, 6)
-    exif = Image.Exif()
+    assert open_image(picture(9, 6).convert("P")).size == (9, 6)
     exif[0x0112] = 6  # turned by a quarter
     image.save(tmp_path / "a.png", exif=exif)
     assert open_image(tmp_path / "a.png").size == (9, 6)
-    turned = open_image(tmp_path / "a.png", exif=True)
-    np.testing.assert_array_equal(turned, np.rot90(np.asarray(image), -1))
+    np.testing.assert_array_equal(open_image(tmp_path / "a.png", exif=True), np.rot90(image, -1))
 
 
 def broken(path):
@@ -165,10 +159,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_no_image_is_refused_by_name(tmp_path, message):
-    with warnings.catch_warnings(), pytest.raises((ValueError, FileNotFoundError), match=message):
-        open_image(REFUSED[message](tmp_path))
+def test_what_is_no_image_is_refused_by_name(tmp_path):
+    for message, make in REFUSED.items():
+        with warnings.catch_warnings(), pytest.raises((ValueError, FileNotFoundError), match=message):
+            open_image(make(tmp_path))
 
 
 class Letters:
@@ -196,29 +190,21 @@ def test_the_first_id_behind_an_image_is_lost_unless_it_is_asked_for():
     assert prompt_ids(Letters(), "ab<image>\ncd", drop_first_id=False) == [97, 98, PLACE, 10, 99, 100]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+def test_messages_that_do_not_match_their_images_are_refused():
+    of = lambda content, **images: [{"role": "user", "content": content, **images}]
+    for messages, message in (
         ([], "messages=.* must be at least one message"),
-        ([{"role": "user", "content": "<image>"}], r"messages\[0\] has 1 placeholders <image> and 0 images"),
-        ([{"role": "user", "content": "A", "images": [1]}], "has 0 placeholders <image> and 1 images"),
-        (
-            [{"role": "user", "content": "<image> <image>", "images": [1]}],
-            "2 placeholders <image> and 1 ",
-        ),
+        (of("<image>"), r"messages\[0\] has 1 placeholders <image> and 0 images"),
+        (of("A", images=[1]), "has 0 placeholders <image> and 1 images"),
+        (of("<image> <image>", images=[1]), "2 placeholders <image> and 1 "),
         ([{"role": "robot", "content": "A"}], "roles: system, user, assistant"),
         ([{"role": "user"}], r"messages\[0\]="),
-        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]="),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}],
-            "1 placeholders <image> and 0 images",
-        ),
-        ([{"role": "user", "content": "<image>", "images": 3}], "images=3 must be a list"),
-    ],
-)
-def test_messages_that_do_not_match_their_images_are_refused(messages, message):
-    with pytest.raises(ValueError, match=message):
-        rendered(messages)
+        (of([{"type": "video"}]), r"messages\[0\]="),
+        (of([{"type": "text", "text": "<image>"}]), "1 placeholders <image> and 0 images"),
+        (of("<image>", images=3), "images=3 must be a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rendered(messages)
 
 
 def test_an_image_needs_a_tower_and_a_place():

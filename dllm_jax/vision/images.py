@@ -244,6 +244,7 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
     """
     name = f"image {os.fspath(source)!r}" if isinstance(source, str | os.PathLike) else "image"
     image = _opened(source, name)
+    # The header alone has been read so far: nothing is decoded before its size is known to be bearable.
     w, h = image.size
     if w < 1 or h < 1:
         raise ValueError(f"{name} has {w} x {h} pixels; expected at least one")
@@ -314,6 +315,7 @@ def _bilinear(places: Int[np.ndarray, "n"], length: int) -> Line:
     """Places scaled to a length: torch's interpolation with align_corners=False, in float32."""
     scale = np.float32(len(places)) / np.float32(length)
     at = np.maximum(scale * (np.arange(length, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
+    # Each place is between two, weighted by how near they are; the last one has itself on both sides.
     first = at.astype(np.int64)
     second = np.minimum(first + 1, len(places) - 1)
     fraction = at - first.astype(np.float32)

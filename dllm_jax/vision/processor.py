@@ -147,6 +147,7 @@ class Processor(Options):
         if not views:
             return ids, mask, None
         side = spec.vision.image
+        # Black views (-1) fill up prompts with fewer of them: one array for the batch.
         pixels = np.full((len(prompts), views, side, side, 3), -1, np.float32)
         for row, prompt in enumerate(prompts):
             pixels[row, : len(prompt.pixels)] = normalised(prompt.pixels)
@@ -155,6 +156,7 @@ class Processor(Options):
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
         """One conversation on the host: ids, and what its image tokens are made of."""
         text, sources = rendered(messages)
+        # One image is cut into tiles, several have one view each, as published.
         images = [open_image(source, self.exif, self.convert) for source in sources]
         views = self.one if len(images) < 2 else self.several
         pixels = [views.pixels(image, vision) for image in images]
@@ -184,6 +186,7 @@ def spliced(
     """
     if ids.count(PLACE) != len(merges):
         raise ValueError(f"the prompt has {ids.count(PLACE)} places for {len(merges)} images")
+    # Features are counted over all views of the prompt, image after image.
     first = np.cumsum([0, *map(len, pixels)])[:-1] * vision.patches  # of each image, among all features
     images = iter(zip(merges, first, strict=True))
     tokens, source, weight = [], [], []

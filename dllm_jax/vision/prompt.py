@@ -35,6 +35,7 @@ def rendered(messages: Sequence[dict[str, Any]]) -> tuple[str, list[Any]]:
         raise ValueError(f"messages={shown(messages)} must be at least one message, each of which {RULE}")
     contents = [_content(message, i) for i, message in enumerate(messages)]
     turns = [(message["role"], text) for message, (text, _) in zip(messages, contents, strict=True)]
+    # The published system prompt, unless the conversation brings its own.
     if turns[0][0] != "system":
         turns.insert(0, ("system", SYSTEM))
     text = "".join(HEADER.format(role=role) + content.strip() + END for role, content in turns)
@@ -49,35 +50,29 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
         raise ValueError(f"{name}={shown(message)} {RULE}; roles: {', '.join(ROLES)}")
     content, images = message["content"], message.get("images", [])
     if isinstance(content, str):
+        # Text with placeholders, and images beside it.
         if not isinstance(images, list | tuple):
             raise ValueError(f"{name}: images={shown(images)} must be a list")
-        _check_places(name, content.count(IMAGE), len(images))
-        return content, list(images)
-    if "images" in message or not isinstance(content, list | tuple) or not all(map(_is_part, content)):
-        raise ValueError(f"{name}={shown(message)} {RULE}")
-    texts = [part["text"] for part in content if part["type"] == "text"]
-    images = [part["image"] for part in content if part["type"] == "image"]
-    _check_places(name, sum(text.count(IMAGE) for text in texts) + len(images), len(images))
-
-    # Images first is the published layout: "<image> <image>\n" and the text. Otherwise parts follow as given.
-    kinds = [part["type"] for part in content]
-    if kinds == ["image"] * len(images) + ["text"] * len(texts):
-        places = " ".join([IMAGE] * len(images)) + "\n" * bool(images)
-        return places + "".join(texts), images
-    return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content), images
+        text = content
+    else:
+        # Or a list of parts, in which every image stands where it belongs.
+        if "images" in message or not isinstance(content, list | tuple) or not all(map(_is_part, content)):
+            raise ValueError(f"{name}={shown(message)} {RULE}")
+        images = [part["image"] for part in content if part["type"] == "image"]
+        text = "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)
+        # Images first is the published layout: "<image> <image>\n" and the text.
+        if images and all(part["type"] == "image" for part in content[: len(images)]):
+            text = " ".join([IMAGE] * len(images)) + "\n" + text[len(IMAGE) * len(images) :]
+    if text.count(IMAGE) != len(images):
+        given = f"{text.count(IMAGE)} placeholders {IMAGE} and {len(images)} images"
+        raise ValueError(f"{name} has {given}: every image needs one")
+    return text, list(images)
 
 
 def _is_part(part: Any) -> bool:
     if not isinstance(part, dict) or part.get("type") not in ("image", "text"):
         return False
     return "image" in part if part["type"] == "image" else isinstance(part.get("text"), str)
-
-
-def _check_places(name: str, places: int, images: int):
-    if places != images:
-        raise ValueError(
-            f"{name} has {places} placeholders {IMAGE} and {images} images: every image needs one"
-        )
 
 
 def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[int]:
@@ -90,5 +85,6 @@ def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[in
         takes it to be a begin-of-text that its tokenizer does not add, so published numbers are without it;
         False is the form that the model was trained on.
     """
+    # Pieces are encoded one by one, as the released code does: no token spans an image.
     first, *others = (list(tokenizer.encode(piece, add_special_tokens=False)) for piece in text.split(IMAGE))
     return first + [i for ids in others for i in (PLACE, *(ids[1:] if drop_first_id else ids))]

@@ -76,6 +76,7 @@ def patch_embeddings(
     params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]
 ) -> Float[Array, "views P M"]:
     """Patches as vectors, row-major, with their positions added; borders that fill no patch are cut off."""
+    # A convolution whose stride is its width is a matrix product over flattened patches.
     n, size = vision.side, vision.patch
     inner = pixels[:, : n * size, : n * size].astype(params["patch"].dtype)
     patches = inner.reshape(-1, n, size, n, size, 3).transpose(0, 1, 3, 2, 4, 5)
@@ -88,6 +89,7 @@ def encoder_layer(
     weights: dict[str, Any], vision: VisionSpec, x: Float[Array, "views P M"]
 ) -> Float[Array, "views P M"]:
     """A pre-norm encoder layer: attention over the patches of a view, then a tanh-GELU MLP."""
+    # Attention over the patches of one view: views know nothing of each other.
     normed = layer_norm(x, weights["norm1"], weights["norm1_bias"], vision.norm_eps)
     project = lambda name: einsum("tpM,MHD->tpHD", normed, weights[name]) + weights[f"{name}_bias"]
     o, _ = attention(project("vision_q"), project("vision_k"), project("vision_v"))
@@ -105,6 +107,7 @@ def encode(
 ) -> Float[Array, "views P M"]:
     """The tower's features: the residual stream behind its last layer."""
     x, layers = patch_embeddings(params, vision, pixels), params["layers"]
+    # Separate layers are unrolled, stacked ones share one body.
     if isinstance(layers, list):
         for weights in layers:
             x = encoder_layer(weights, vision, x)
@@ -115,6 +118,7 @@ def encode(
 def project(params: Params, features: Float[Array, "views P M"]) -> Float[Array, "views P m"]:
     """Features in the decoder's width."""
     hidden = einsum("tpM,Me->tpe", features, params["projector_in"]) + params["projector_in_bias"]
+    # The projector has the exact GELU, the tower its tanh approximation: as trained.
     hidden = jax.nn.gelu(hidden, approximate=False)
     return einsum("tpe,em->tpm", hidden, params["projector_out"]) + params["projector_out_bias"]
 
@@ -123,6 +127,7 @@ def layer_norm(
     x: Float[Array, "*b M"], scale: Float[Array, "M"], bias: Float[Array, "M"], eps: float
 ) -> Float[Array, "*b M"]:
     """LayerNorm in float32, cast back to x's dtype."""
+    # Mean and variance lose too much in bfloat16.
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
@@ -183,6 +188,7 @@ def _merged(newline, views, source, weight) -> Float[Array, "b p m"]:
 
 
 def _weighted_sums(newline, views, source, weight) -> Float[Array, "*b p m"]:
+    # The newline is one more feature behind all others, so that `NEWLINE` becomes an index like any.
     rows = jnp.concatenate([views.reshape(-1, views.shape[-1]), newline[None]])
     source = jnp.where(source == NEWLINE, rows.shape[0] - 1, source)
     parts = (rows[source[..., i]].astype(jnp.float32) * weight[..., i, None] for i in range(4))
