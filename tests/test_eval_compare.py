@@ -36,21 +36,20 @@ def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
     resampled = [np.mean(rng.choice(b - a, 50)) for _ in range(4000)]
     assert found[0].difference == pytest.approx(np.mean(b) - np.mean(a))
     assert (found[0].low, found[0].high) == pytest.approx(np.percentile(resampled, (5, 95)), abs=0.01)
+    means = bootstrap(np.array([0.0, 1.0]), 1300, np.random.default_rng(0))  # in several chunks
+    assert means.shape == (1300,)
+    assert set(means) == {0, 0.5, 1}
 
 
-def test_pairing_is_narrower_than_the_two_means_are_wide():
+def test_what_is_paired_and_averaged():
+    """Pairing is narrower than the two means are wide; the average is over tasks, not over requests."""
     a = np.random.default_rng(0).random(60)
     found = compare(record({"t": list(a)}), record({"t": list(a + 0.1)})).scores[0]
     assert (found.low, found.high) == pytest.approx((0.1, 0.1))
-
-
-def test_the_average_is_over_tasks_not_over_requests():
     found = compare(record({"x": [0] * 9, "y": [0]}), record({"x": [0] * 9, "y": [1]})).scores
     assert [d.group for d in found] == ["x", "y", "average"]
-    assert (found[-1].a, found[-1].b, found[-1].difference) == (0, 0.5, 0.5)
-
-
-def test_requests_without_a_partner_are_counted_and_left_out():
+    assert (found[-1].count, found[-1].a, found[-1].b, found[-1].difference) == (10, 0, 0.5, 0.5)
+    assert 0.5 == found[-1].low == found[-1].high  # of the tasks' resamples, each of which is certain
     found = compare(record({"t": [1, 1, 1]}), record({"t": [1, 0], "u": [1]}))
     assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
 
@@ -108,9 +107,3 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
         path.write_text(json.dumps(whole | change))
         with pytest.raises(ValueError, match=reason):
             read(path)
-
-
-def test_the_bootstrap_draws_what_it_should():
-    means = bootstrap(np.array([0.0, 1.0]), 1300, np.random.default_rng(0))
-    assert means.shape == (1300,)
-    assert set(means) == {0, 0.5, 1}

@@ -198,8 +198,8 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
         (dict(failures="ignore"), "failures='ignore'"),
         (dict(preset="gsm8k"), "preset='gsm8k'"),
         (dict(draws=100), "draws=100"),
-        (dict(bucket=0), "bucket=0 must be at least 1"),
-        (dict(dtype="float16"), "dtype=float16 is not supported; supported: float32, bfloat16"),
+        (dict(bucket=0), "bucket=0 must be a whole number of at least 1"),
+        (dict(dtype="float16"), "dtype='float16' must be one of 'float32', 'bfloat16'"),
     ):
         with pytest.raises(ValueError, match=reason):
             read(given | wrong)

@@ -12,7 +12,6 @@ from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, publishe
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import Checkpoint
-from dllm_jax.eval.run.pictured import PicturedRunner
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.vision import Processor
@@ -50,7 +49,7 @@ def test_scores():
 
 
 def sample(question: str = "Q?", answers: tuple[str, ...] = ("B",), choices: tuple[str, ...] = ()) -> Sample:
-    return Sample("1", (), question, answers, choices, "f:1")
+    return Sample("1", ("a.png",), question, answers, choices, "f:1")
 
 
 def test_questions_are_put_and_answers_scored(unannotated):
@@ -60,7 +59,7 @@ def test_questions_are_put_and_answers_scored(unannotated):
     assert text.endswith(" directly. /no_think")
     assert task.score("b.", sample(choices=CHOICES)) == 0
     assert task.score(" B.", sample(choices=CHOICES)) == 1
-    assert ImageTask("letter", "{question}{choices}").score("C", sample("", ("A", "C"), CHOICES)) == 1
+    assert ImageTask("letter", "{question}{choices}").score("C", sample("Q", ("A", "C"), CHOICES)) == 1
     for wrong, choices in ((task, ()), (ImageTask(), CHOICES)):
         with pytest.raises(ValueError, match=rf"f:1: {len(choices)} choices for the template "):
             wrong.text(sample(choices=choices))
@@ -101,54 +100,52 @@ def test_settings_are_those_published():
 GOOD = {"id": "1", "image": "a.png", "question": "Q?", "answer": "A"}
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "not JSON: "),
-        ("[" * 100_000, "not JSON: nested too deeply"),
-        ("[1]", "expected an object, found list"),
-        ({"choises": ["x"]}, "field 'choises' is not among id, image, question, answer, choices"),
-        ({"id": None}, "id=None must be a text or a whole number"),
-        ({"id": True}, "id=True must be a text or a whole number"),
-        ({"question": " "}, "question=' ' must be a text that is not empty"),
-        ({"answer": []}, r"answer=\[\] must be a text or a list of texts"),
-        ({"answer": 3}, "answer=3 must be a text or a list of texts"),
-        ({"answer": ["a", 3]}, r"answer=\['a', 3\] must hold texts"),
-        ({"image": []}, r"image=\[\] must be a text or a list of texts"),
-        ({"image": "b.png"}, "image 'b.png' does not exist in "),
-        ({"image": ["a.png", ".."]}, r"image '\.\.' must lie in "),
-        ({"image": "/etc/hostname"}, "image '/etc/hostname' must lie in "),
-        ({"image": "../outside.png"}, r"image '\.\./outside.png' must lie in "),
-        ({"image": "link.png"}, "image 'link.png' must lie in "),
-        ({"image": "a\0.png"}, r"image 'a\\x00.png' must lie in "),
-        ({"question": "<image> or <image>?"}, "the question has 2 placeholders <image> for 1 images"),
-        ({"choices": "ab"}, "choices='ab' must be a text or a list of texts"),
-        ({"choices": ["a"]}, "1 choices; expected 2 to 26"),
-        ({"choices": ["a", "b"], "answer": "C"}, "answer='C' must be among A, B, the letters of the choices"),
-        ({"id": "0"}, "id '0' is that of .*q.jsonl:1 too"),
-    ],
-)
-def test_bad_lines_are_refused_with_file_and_line(tmp_path, line, reason):
+BAD = [
+    ("{", "not JSON: "),
+    ("[" * 100_000, "not JSON: nested too deeply"),
+    ("[1]", "expected an object, found list"),
+    ({"choises": ["x"]}, "field 'choises' is not among id, image, question, answer, choices"),
+    ({"id": None}, "id=None must be a str"),
+    ({"id": True}, "id=True must be a str"),
+    ({"question": " "}, "question=' ' must hold texts that are not empty"),
+    ({"answer": []}, r"answer=\[\] must be one or more strs"),
+    ({"answer": 3}, "answer=3 must be one or more strs"),
+    ({"answer": ["a", 3]}, r"answer=\['a', 3\] must be one or more strs"),
+    ({"image": []}, r"image=\[\] must be one or more strs"),
+    ({"image": "b.png"}, "image 'b.png' does not exist in "),
+    ({"image": ["a.png", ".."]}, r"image '\.\.' must lie in "),
+    ({"image": "/etc/hostname"}, "image '/etc/hostname' must lie in "),
+    ({"image": "../outside.png"}, r"image '\.\./outside.png' must lie in "),
+    ({"image": "link.png"}, "image 'link.png' must lie in "),
+    ({"image": "a\0.png"}, r"image 'a\\x00.png' must lie in "),
+    ({"question": "<image> or <image>?"}, "the question has 2 placeholders <image> for 1 images"),
+    ({"choices": "ab"}, "choices='ab' must be"),
+    ({"choices": ["a"]}, "1 choices; expected 2 to 26"),
+    (
+        {"choices": ["a", "b"], "answer": "C"},
+        r"answer=\('C',\) must be among A, B, the letters of the choices",
+    ),
+    ({"id": "0"}, "id '0' is that of .*q.jsonl:1 too"),
+]
+
+
+def test_bad_lines_and_files_without_questions_are_refused(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     picture(8, 8).save(folder / "a.png")
     picture(8, 8).save(tmp_path / "outside.png")
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
-    text = line if isinstance(line, str) else json.dumps(GOOD | line)
-    (folder / "q.jsonl").write_text(json.dumps(GOOD | {"id": 0}) + "\n\n" + text + "\n")
-    with pytest.raises(ValueError, match=rf"q\.jsonl:3: {reason}"):
+    with pytest.raises(FileNotFoundError, match=r"q\.jsonl does not exist"):
         read(folder / "q.jsonl")
-
-
-def test_files_without_questions_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"q\.jsonl does not exist: expected a JSONL file"):
-        read(tmp_path / "q.jsonl")
-    (tmp_path / "q.jsonl").write_bytes(b"\n")
-    with pytest.raises(ValueError, match="holds no questions"):
-        read(tmp_path / "q.jsonl")
-    (tmp_path / "q.jsonl").write_bytes(b"\n\xff\n")
-    with pytest.raises(ValueError, match=r"q\.jsonl:2: not UTF-8"):
-        read(tmp_path / "q.jsonl")
+    for line, reason in BAD:
+        text = line if isinstance(line, str) else json.dumps(GOOD | line)
+        (folder / "q.jsonl").write_text(json.dumps(GOOD | {"id": 0}) + "\n\n" + text + "\n")
+        with pytest.raises(ValueError, match=rf"q\.jsonl:3: {reason}"):
+            read(folder / "q.jsonl")
+    for content, reason in ((b"\n", "holds no samples"), (b"\n\xff\n", r"q\.jsonl:2: not UTF-8")):
+        (folder / "q.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=reason):
+            read(folder / "q.jsonl")
 
 
 QUESTIONS = [
@@ -264,8 +261,8 @@ def test_whatever_an_answer_depends_on_is_in_its_key(path, folder):
     plain = Processor.load(path)
     picture(70, 25, seed=5).save(folder / "c.png")  # of the size of a.png
     ask = lambda processor, stop=(), text="Q?", image="a.png": (
-        made := PicturedRunner.of(Runner(lm, Decoding(length=4)), processor)
-    ).key(made.request("1", text, [str(folder / image)], 4, stop, "g"))
+        made := Runner(lm, Decoding(length=4)).with_images(processor)
+    ).key(made.pictured("1", text, [str(folder / image)], 4, stop, "g"))
     settings = [
         ask(plain),
         ask(plain, stop=("x",)),
@@ -277,9 +274,9 @@ def test_whatever_an_answer_depends_on_is_in_its_key(path, folder):
     ]
     assert len(set(settings)) == len(settings)
     assert ask(Processor.load(path, at_once=2)) == settings[0]
-    made = PicturedRunner.of(Runner(lm, Decoding(length=4)), plain)
-    with pytest.raises(ValueError, match="request '1' has images: a PicturedRunner answers it"):
-        Runner(lm, Decoding(length=4)).key(made.request("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
+    made = Runner(lm, Decoding(length=4)).with_images(plain)
+    with pytest.raises(ValueError, match="request '1' has images: a runner `with_images` answers it"):
+        Runner(lm, Decoding(length=4)).key(made.pictured("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
 
 
 def test_text_and_images_go_through_one_runner_and_end_at_stops(path, folder, monkeypatch):
@@ -288,8 +285,8 @@ def test_text_and_images_go_through_one_runner_and_end_at_stops(path, folder, mo
     Stops end the decoding as in the released code, the end of turn being the last of them.
     """
     lm, found = Checkpoint(str(path)).open(), []
-    pictured = PicturedRunner.of(Runner(lm, Decoding(length=4, batch=2)), Processor.load(path))
-    request = pictured.request("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
+    pictured = Runner(lm, Decoding(length=4, batch=2)).with_images(Processor.load(path))
+    request = pictured.pictured("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
     text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
     generate = runner_module.generate

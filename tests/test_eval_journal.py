@@ -9,12 +9,31 @@ import sys
 
 import pytest
 
-from dllm_jax.eval.run.answering import answers
+from dllm_jax.eval.run.answering import Answering
+from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Journal, origin
+from dllm_jax.eval.run.settings import Decoding
+from tests.models import tiny
 
 
 def entry(key: str, answer: str) -> dict:
     return {"key": key, "answer": answer, "error": None}
+
+
+class Answered(Answering[str]):
+    """What a journal holds, computes nothing."""
+
+    def key(self, item):
+        return item
+
+    def _shape(self, item):
+        return 0
+
+    def _answer(self, chunk):
+        pytest.fail("computed")
+
+
+ANSWERED = Answered(LanguageModel("tiny", tiny("llada"), None, "weights"), Decoding())
 
 
 def test_it_remembers_and_the_last_entry_counts(tmp_path):
@@ -26,9 +45,12 @@ def test_it_remembers_and_the_last_entry_counts(tmp_path):
     assert len(path.read_text().splitlines()) == 4  # the first says where they were made
 
 
-@pytest.mark.parametrize("cut", range(1, 40))
-def test_a_line_that_was_being_written_is_dropped_and_the_next_begins_a_new_one(tmp_path, cut):
-    path = tmp_path / "journal.jsonl"
+def test_a_line_that_was_being_written_is_dropped_and_the_next_begins_a_new_one(tmp_path):
+    for cut in range(1, 40):
+        cut_off(tmp_path / f"{cut}.jsonl", cut)
+
+
+def cut_off(path, cut: int):
     Journal(path).add([entry("a", "1"), entry("b", "2")])
     path.write_bytes(path.read_bytes()[:-cut])
     again = Journal(path)
@@ -131,20 +153,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     assert set(Journal(path).entries) == {"a", "c"}
 
 
-def test_a_run_is_refused_before_it_computes_anything(tmp_path):
+def test_a_run_is_refused_before_it_computes_anything_and_sees_what_was_added_since(tmp_path):
     path = tmp_path / "journal.jsonl"
-    other = Journal(path)
+    other, early = Journal(path), Journal(path)
     other.claim()
     with pytest.raises(ValueError, match="another evaluation"):
-        answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, Journal(path))
+        ANSWERED.run(["a"], early)
     other.add([entry("a", "1")])
-    late = Journal(path)
-    assert answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, late)
-
-
-def test_what_another_run_answered_meanwhile_is_not_computed_again(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    early = Journal(path)
-    Journal(path).add([entry("a", "1")])
-    found = answers([("a", 1)], lambda chunk: pytest.fail("computed"), 1, lambda item: 0, early)
-    assert [each["answer"] for each in found] == ["1"]
+    assert ANSWERED.run(["a"], Journal(path))  # reading needs no lock
+    other.close()
+    assert [each["answer"] for each in ANSWERED.run(["a"], early)] == ["1"]

@@ -34,52 +34,46 @@ def test_samples_are_read(tmp_path):
     unnamed = {name: value for name, value in ROW.items() if name != "_id"}
     path = write(tmp_path / "trec.jsonl", ROW, "", {**unnamed, "all_classes": ["m", "w"]})
     assert read(path) == [
-        Sample("1", "b=w;t=m;", "t=", ("m",), (), 1),
-        Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w"), 3),
+        Sample("1", "b=w;t=m;", "t=", ("m",), (), f"{path}:1"),
+        Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w"), f"{path}:3"),
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
+def test_bad_data_names_file_and_line(tmp_path):
+    for row, reason in (
         ('{"context": "', "not JSON: .* at column 13"),
         ('{"context": ' + "[" * 100_000, "not JSON: nested too deeply"),
         ("[1]", "expected an object, found list"),
-        ({n: v for n, v in ROW.items() if n != "context"}, "'context' is missing"),
-        ({**ROW, "input": None}, "'input' is no string"),
-        ({n: v for n, v in ROW.items() if n != "answers"}, "'answers' is missing"),
-        ({**ROW, "answers": "m"}, "'answers' is no list of strings"),
-        ({**ROW, "answers": []}, "no or an empty reference"),
-        ({**ROW, "answers": ["m", " "]}, "no or an empty reference"),
-        ({**ROW, "all_classes": [1]}, "'all_classes' is no list of strings"),
-        (ROW, "'1' is that of line 1 too"),
-    ],
-)
-def test_bad_data_names_file_and_line(tmp_path, row, reason):
-    path = write(tmp_path / "trec.jsonl", ROW, row)
-    with pytest.raises(ValueError, match=rf"trec\.jsonl:2: .*{reason}"):
-        read(path)
+        ({n: v for n, v in ROW.items() if n != "context"}, "context=None must be a str"),
+        ({**ROW, "input": 3}, "input=3 must be a str"),
+        ({**ROW, "answers": None}, "answers=None must be one or more strs"),
+        ({**ROW, "answers": "m"}, "answers='m' must be one or more strs"),
+        ({**ROW, "answers": []}, r"answers=\[\] must be one or more strs"),
+        ({**ROW, "answers": ["m", " "]}, "hold an empty reference"),
+        ({**ROW, "all_classes": [1]}, r"classes=\[1\] must be"),
+        (ROW, "id '1' is that of .*trec.jsonl:1 too"),
+    ):
+        path = write(tmp_path / "trec.jsonl", ROW, row)
+        with pytest.raises(ValueError, match=rf"trec\.jsonl:2: .*{reason}"):
+            read(path)
 
 
-def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path):
+def test_files_that_cannot_be_read_are_named(tmp_path):
     path = write(tmp_path / "trec.jsonl", ROW)
     path.write_bytes(path.read_bytes() + b'{"context": "\xe9"}\n')
     for reader in (read, Prompts.read, needle.read, needle.haystack, record.read):
         with pytest.raises(ValueError, match=r"trec\.jsonl:2: not UTF-8: byte 0xe9"):
             reader(path)
-
-
-def test_missing_and_empty_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"lcc\.jsonl does not exist"):
-        read(tmp_path / "lcc.jsonl")
-    with pytest.raises(ValueError, match="holds no samples"):
-        read(write(tmp_path / "lcc.jsonl", ""))
-    with pytest.raises(FileNotFoundError, match=r"dataset2prompt\.json does not exist"):
-        Prompts.read(tmp_path / "dataset2prompt.json")
-    with pytest.raises(ValueError, match=r"dataset2prompt\.json:2: not JSON"):
-        Prompts.read(write(tmp_path / "dataset2prompt.json", "{"))
-    with pytest.raises(ValueError, match=r"'trec' has no \{context\}"):
-        Prompts.read(write(tmp_path / "dataset2prompt.json", {"trec": "{input}"}))
+    for reader, name in ((read, "lcc.jsonl"), (Prompts.read, "dataset2prompt.json")):
+        with pytest.raises(FileNotFoundError, match=rf"{name} does not exist"):
+            reader(tmp_path / name)
+    for reader, name, content, reason in (
+        (read, "lcc.jsonl", "", "holds no samples"),
+        (Prompts.read, "dataset2prompt.json", "{", r"dataset2prompt\.json:2: not JSON"),
+        (Prompts.read, "dataset2prompt.json", {"trec": "{input}"}, r"'trec' has no \{context\}"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            reader(write(tmp_path / name, content))
 
 
 def test_the_middle_is_cut_out(tokenizer):
@@ -91,7 +85,7 @@ def test_the_middle_is_cut_out(tokenizer):
 
 
 def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path, tokenizer):
-    sample = Sample("1", "a {input} b", "t=", ("m",), (), 1)
+    sample = Sample("1", "a {input} b", "t=", ("m",), (), "here")
     text = lambda name: tokenizer.decode(prompts(tmp_path).ids(TASKS[name], sample, tokenizer, None))
     assert text("trec") == "a {input} bt="
     assert text("gov_report").startswith("<|startoftext|><|start_header_id|>user")
@@ -151,10 +145,11 @@ def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
 def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "_id": "0", "all_classes": ["m"]}, "", ROW)
-    with pytest.raises(ValueError, match=r"trec\.jsonl:3: sample '1': it lacks all_classes"):
-        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("trec",))
     write(tmp_path / "passage_retrieval_en.jsonl", ROW)
-    with pytest.raises(ValueError, match=r"en\.jsonl:1: sample '1': reference 'm' does not name a paragraph"):
-        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("passage_retrieval_en",))
-    with pytest.raises(ValueError, match="'qasper_zh' is not among"):
-        cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=("qasper_zh",))
+    for task, reason in (
+        ("trec", r"trec\.jsonl:3: sample '1': it lacks all_classes"),
+        ("passage_retrieval_en", r"en\.jsonl:1: sample '1': reference 'm' does not name a paragraph"),
+        ("qasper_zh", "'qasper_zh' is not among"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=(task,))

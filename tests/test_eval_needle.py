@@ -25,31 +25,21 @@ def tokenizer():
     return Checkpoint("tiny-llada").open().tokenizer
 
 
-@pytest.mark.parametrize(
-    ("depth", "text"), [(0, "*abcabc"), (50, "abc*abc"), (84, "abcab*c"), (100, "abcabc*")]
-)
-def test_the_needle_lies_at_its_depth_and_the_haystack_is_repeated(tokenizer, depth, text):
-    hay = tokenizer("abc", add_special_tokens=False)["input_ids"]
-    assert STAR.prompt(hay, 11, depth, tokenizer) == f"<{text}> Where?"
-
-
-def test_the_prompt_has_the_length_asked_for(tokenizer):
-    hay = tokenizer(needle.haystack(HAYSTACK), add_special_tokens=False)["input_ids"]
-    text = DUO_ATTENTION.prompt(hay, 1000, 33, tokenizer)
-    book = text.split("<book> ")[1].split(" </book>")[0]
-    assert len(tokenizer(book, add_special_tokens=False)["input_ids"]) == 800
+def test_the_needle_lies_at_its_depth_and_the_prompt_has_the_length_asked_for(tokenizer):
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    for depth, text in ((0, "*abcabc"), (50, "abc*abc"), (84, "abcab*c"), (100, "abcabc*")):
+        assert STAR.prompt(encode("abc"), 11, depth, tokenizer) == f"<{text}> Where?"  # the haystack twice
+    text = DUO_ATTENTION.prompt(encode(needle.haystack(HAYSTACK)), 1000, 33, tokenizer)
+    assert len(encode(text.split("<book> ")[1].split(" </book>")[0])) == 800
     assert text.endswith("Answer: The best thing to do in San Francisco is")
-
-
-def test_bad_geometry_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="length=5 leaves 0 tokens"):
-        STAR.prompt([40], 5, 0, tokenizer)
-    with pytest.raises(ValueError, match="of 0; at least one"):
-        STAR.prompt([], 50, 0, tokenizer)
-    with pytest.raises(ValueError, match="depth=101"):
-        STAR.prompt([40], 50, 101, tokenizer)
-    with pytest.raises(ValueError, match=r"no \{context\}"):
-        Needle("*", "?", "star", "{question}")
+    for make, reason in (
+        (lambda: STAR.prompt([40], 5, 0, tokenizer), "length=5 leaves 0 tokens"),
+        (lambda: STAR.prompt([], 50, 0, tokenizer), "of 0; at least one"),
+        (lambda: STAR.prompt([40], 50, 101, tokenizer), "depth=101"),
+        (lambda: Needle("*", "?", "star", "{question}"), r"no \{context\}"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make()
 
 
 def test_scores():
@@ -89,12 +79,13 @@ def test_recall_asks_for_the_pair_at_the_depth():
     assert cells == synthetic.grid((64, 130), (0, 50, 100), 2, seed=0)
     alone = synthetic.grid((64,), (50.0,), 2, seed=0)  # a cell's questions do not depend on the other cells
     assert [example for *_, example in alone] == [e for n, d, e in cells if (n, d) == (64, 50)]
-    with pytest.raises(ValueError, match="depths="):
-        synthetic.grid((64,), (120,), 1, 0)
-    with pytest.raises(ValueError, match="nothing to evaluate"):
-        synthetic.grid((), (0,), 1, 0)
-    with pytest.raises(ValueError, match="tokens=20 must be at least 42"):
-        synthetic.grid((20,), (0,), 1, 0)
+    for cell, reason in (
+        (((64,), (120,)), "depths="),
+        (((), (0,)), "nothing to evaluate"),
+        (((20,), (0,)), "tokens=20 must be at least 42"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            synthetic.grid(*cell, 1, 0)
 
 
 def test_cells_of_the_picture_are_means(tmp_path):

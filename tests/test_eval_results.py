@@ -7,11 +7,11 @@ import pytest
 
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval import cli
+from dllm_jax.eval.cli.options import part_of
 from dllm_jax.eval.results.record import paths
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.part import Part, merge
 from dllm_jax.eval.run.settings import Decoding
 
 COUNT = 7
@@ -53,25 +53,17 @@ def test_an_answer_counts_before_a_failure(tmp_path):
         journal.close()
     for order in ("ab", "ba"):
         target = tmp_path / f"into-{order}"
-        assert merge(target, [tmp_path / name for name in order]) == 1
+        assert Journal(target).merge([tmp_path / name for name in order]) == 1
         assert Journal(target).entries == {"k": answered}
-        assert merge(target, [tmp_path / "b"]) == 0  # what is answered stays so
+        assert Journal(target).merge([tmp_path / "b"]) == 0  # what is answered stays so
     with pytest.raises(FileNotFoundError, match="no part was evaluated there"):
-        merge(tmp_path / "into", [tmp_path / "c"])
+        Journal(tmp_path / "into").merge([tmp_path / "c"])
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b", "1/0", "-1/2", "1/2/3", ""])
 def test_what_is_no_part_is_refused(text):
     with pytest.raises(ValueError, match="must be like 2/4"):
-        Part.read(text)
-
-
-def test_every_request_is_in_one_part():
-    keys = [f"{i:08x}ff" for i in range(100)]
-    for count in (1, 3, 8):
-        owners = [[n for n in range(1, count + 1) if Part(n, count).holds(key)] for key in keys]
-        assert all(len(owner) == 1 for owner in owners)
-    assert Part.read("2/4") == (2, 4)
+        part_of(text)
 
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):

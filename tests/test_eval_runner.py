@@ -61,14 +61,12 @@ def test_with_a_warm_up_no_answer_is_cold(lm, asked, monkeypatch):
     calls, generate = [], runner_module.generate
     spy = lambda *args, **options: calls.append(1) or generate(*args, **options)
     monkeypatch.setattr(runner_module, "generate", spy)
-    warm, ready = set(), dataclasses.replace(runner(lm), warm_up=True)
-    entries = ready.run(asked, None, warm)
-    assert answers(entries) == ANSWERS
-    assert not any(entry["cold"] for entry in entries)
-    assert (len(calls), warm) == (3, {(64, 4)})  # two batches, the first of them twice
-    assert not any(entry["cold"] for entry in ready.run(asked, None, warm))
+    ready = dataclasses.replace(runner(lm), warm_up=True)
+    entries = ready.run(asked)
+    assert (answers(entries), len(calls), ready.compiled) == (ANSWERS, 3, {(4, 64)})  # the first batch twice
+    entries += ready.run(asked)
     assert len(calls) == 5
-    assert [e["cold"] for e in runner(lm).run(asked, None, warm)] == [False] * 3
+    assert not any(entry["cold"] for entry in entries)
 
 
 def test_positions_that_single_layers_computed_count():
@@ -92,8 +90,7 @@ def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
 
 
 def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
-    journal = Journal(tmp_path / "journal.jsonl")
-    ran = []
+    path, ran, generate = tmp_path / "journal.jsonl", [], runner_module.generate
 
     def interrupted(*args, **options):
         if len(ran) == 1:
@@ -101,16 +98,15 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypat
         ran.append(1)
         return generate(*args, **options)
 
-    generate = runner_module.generate
     monkeypatch.setattr(runner_module, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner(lm).run(asked, journal)
-    assert len(Journal(journal.path).entries) == 2
+        runner(lm).run(asked, Journal(path))
+    assert len(Journal(path).entries) == 2
     ran.append(1)
-    assert answers(runner(lm).run(asked, Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
     assert len(ran) == 3  # the first batch, the mark, the second batch
     monkeypatch.setattr(runner_module, "generate", None)  # nothing is decoded any more
-    assert answers(runner(lm).run(asked, Journal(journal.path))) == ANSWERS
+    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
 
 
 def test_other_settings_are_other_requests(lm, asked):
@@ -169,18 +165,14 @@ def test_provenance_is_complete(lm, tmp_path):
     assert fingerprint(tmp_path) != first
 
 
-def test_policies_samplers_and_tasks_are_read_from_text():
+def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
     assert expressions.policy("DualCache") == policies.DualCache()
     assert expressions.policy(" PrefixCache( ) ") == policies.PrefixCache()
     assert expressions.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
     assert expressions.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
     with pytest.raises(ValueError, match="temperature=-1"):
         expressions.sampler("Confidence(temperature=-1)")
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    for text, reason in (
         ("Dual", "'Dual': Dual is not one of .*DualCache"),
         ("DualCache(1)", "DualCache"),
         ("DualCache(", "not a constructor call"),
@@ -188,11 +180,9 @@ def test_policies_samplers_and_tasks_are_read_from_text():
         ("DualCache(open('x'))", "open is not one of"),
         ("DKVDecode({[]: 1})", "is no literal"),
         ("1", "is not one of"),
-    ],
-)
-def test_anything_else_is_refused(text, reason):
-    with pytest.raises(ValueError, match=reason):
-        expressions.policy(text)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            expressions.policy(text)
 
 
 def test_steps_are_literal_without_a_length_and_per_position_with_one():

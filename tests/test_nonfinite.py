@@ -149,5 +149,5 @@ def test_an_evaluation_records_such_a_sequence_as_a_failure():
     assert [entry["error"] for entry in entries] == [NOT_FINITE, None]
     assert entries[0]["answer"] is None
     pairs = [((2, POISON), (4,)), ((2, 3), (4,))]
-    entries = Likelihood(lm, Decoding(batch=2, bucket=4), draws=2, strata=2).run(pairs, True)
+    entries = Likelihood(lm, Decoding(batch=2, bucket=4), draws=2, strata=2).run(pairs)
     assert [entry["error"] for entry in entries] == [NOT_FINITE, None]

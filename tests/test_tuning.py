@@ -11,16 +11,16 @@ import scipy.stats
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
-from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence, read_jsonl
+from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence
 from dllm_jax.eval.tuning.candidates import candidates, default_block
-from dllm_jax.eval.tuning.objectives import Answered, MeasuredTime, objective_for
-from dllm_jax.eval.tuning.questions import prompt_ids, scored
-from dllm_jax.eval.tuning.search import Given, Walk, exact_decoding
+from dllm_jax.eval.tuning.objectives import MeasuredTime, objective_for
+from dllm_jax.eval.tuning.search import exact_decoding, prompt_ids
 from dllm_jax.policies import Policy
 from dllm_jax.published.preset import read
 from dllm_jax.roofline import HARDWARE, work
@@ -41,7 +41,7 @@ REQUESTS = [Request(f"{i}", (1, 2, i), 4, score=lambda answer: float(answer == "
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 1), (3, 8), (64, 64), (201, 256)])
 def test_intervals_of_accuracies_are_those_of_scipy(right, asked):
-    found = evidence.accuracy([1.0] * right + [0.0] * (asked - right), evidence.two_sided(0.9))
+    found = evidence.accuracy([1.0] * right + [0.0] * (asked - right), evidence.quantile(0.9, 2))
     wanted = scipy.stats.binomtest(right, asked).proportion_ci(0.9, method="wilson")
     np.testing.assert_allclose(found, (right / asked, wanted.low, wanted.high), atol=1e-12)
 
@@ -57,21 +57,17 @@ def bonett_price(lost: int, won: int, asked: int, quantile: float) -> tuple[floa
 def test_intervals_of_paired_differences_are_those_of_the_paper(lost, won, asked):
     scores = np.r_[np.zeros(lost), np.ones(won), np.ones(asked - lost - won)]
     others = np.r_[np.ones(lost), np.zeros(won), np.ones(asked - lost - won)]
-    quantile = scipy.stats.norm.ppf(0.975)
-    found = evidence.difference(scores.tolist(), others.tolist(), evidence.two_sided(0.95))
-    low, high = bonett_price(lost, won, asked, quantile)
+    found = evidence.difference(scores.tolist(), others.tolist(), evidence.quantile(0.95, 2))
+    low, high = bonett_price(lost, won, asked, scipy.stats.norm.ppf(0.975))
     np.testing.assert_allclose(found, ((won - lost) / asked, max(-1, low), min(1, high)), atol=1e-12)
 
 
-def test_partial_credit_counts_as_it_is_and_bounds_share_what_may_go_wrong():
+def test_partial_credit_counts_as_it_is():
     a, b = np.random.default_rng(0).random((2, 20))
     d = np.r_[a - b, 1, -1]
     found = evidence.difference(a.tolist(), b.tolist(), 2.0)
     half = 2 * d.std() / math.sqrt(len(d))
     np.testing.assert_allclose(found, ((a - b).mean(), d.mean() - half, d.mean() + half), atol=1e-12)
-    for comparisons in (1, 5 * 30 * 30):
-        wanted = scipy.stats.norm.isf(0.05 / comparisons)
-        assert evidence.one_sided(0.95, comparisons) == pytest.approx(wanted, abs=1e-9)
 
 
 # -- the walk, on answers that a journal already holds ------------------------------------------------------
@@ -97,7 +93,7 @@ class Made(Journal):
     def __init__(self, lm: LanguageModel, outcomes: list[list[str]]):
         self.entries: dict[str, Entry] = {}
         for setting, answers in zip((EXACT, *SETTINGS), outcomes, strict=False):
-            runner = Runner(lm, setting.decoding(DECODING))
+            runner = Runner(lm, dataclasses.replace(DECODING, **vars(setting)))
             for request, answer in zip(REQUESTS, answers, strict=True):
                 self.entries[runner.key(request)] = decoded(runner.key(request), answer)
 
@@ -118,50 +114,52 @@ def outcomes(*rights: int) -> list[list[str]]:
     return [["right" if hard < right else "wrong" for hard in order] for right in rights]
 
 
-def walk(costs, settings=tuple(SETTINGS), slack: float = 0.0, **options) -> Walk:
-    listed = Listed(costs, slack)
-    search = Search(**{"objective": listed, "first": 8, "accuracy_within": 0.05, **options})
-    lm = LanguageModel("tiny-llada", tiny("llada"), None, "weights")
-    return Walk(search, lm, REQUESTS, DECODING, listed, tuple(settings))
-
-
 def walked(answers: list[list[str]], costs, **options) -> Tuned:
-    made = walk(costs, SETTINGS[: len(answers) - 1], **options)
-    return made.result(Made(made.lm, answers))
+    lm, objective = LanguageModel("tiny-llada", tiny("llada"), None, "weights"), Listed(costs)
+    search = Search(**{"objective": objective, "first": 8, "accuracy_within": 0.05, **options})
+    settings = (EXACT, *SETTINGS)[: len(answers)]
+    runners = {s: Runner(lm, dataclasses.replace(DECODING, **vars(s))) for s in settings}
+    rows = search.walk(REQUESTS, runners, objective, Made(lm, answers))
+    return Tuned(rows, lm.name, 4, objective.unit, search.accuracy_within, search.confidence)
 
 
-def test_the_cheapest_within_the_tolerance_is_chosen():
+@pytest.fixture(scope="module")
+def found() -> Tuned:
     """Two of 64 are within five points, seven are not; what is hopeless is dropped early."""
-    found = walked(outcomes(60, 58, 60, 53, 0), costs=(9.0, 5.0, 7.0, 4.0, 1.0))
+    return walked(outcomes(60, 58, 60, 53, 0), costs=(9.0, 5.0, 7.0, 4.0, 1.0))
+
+
+def test_the_cheapest_within_the_tolerance_is_chosen(found):
     assert found.chosen.setting == SETTINGS[0]
     assert [row.setting for row in found.front] == [SETTINGS[2], SETTINGS[0], SETTINGS[1]]
     assert found.rows[0].setting == EXACT
     assert [row.questions for row in found.rows[:-1]] == [64] * 4
-    hopeless = found.rows[-1]
-    assert hopeless.questions < 64
-    assert "less accurate than the exact decoder" in hopeless.dropped
+    assert found.rows[-1].questions < 64
+    assert "less accurate than the exact decoder" in found.rows[-1].dropped
     assert [row.accuracy.value for row in found.rows] == [60 / 64, 58 / 64, 60 / 64, 53 / 64, 0]
-
-
-@pytest.mark.parametrize(
-    ("rights", "costs", "chosen", "options"),
-    [
+    for rights, costs, chosen, options in (
         ((60, 58, 60, 53, 0), (9.0, 5.0, 7.0, 4.0, 1.0), 2, {"accuracy_within": 0}),
         ((60, 58, 60, 53, 50), (1.0, 2.0, 2.0, 2.0, 2.0), 0, {}),  # the exact decoder is cheapest
-        ((64, 0, 0, 0, 0), (9.0, 1.0, 1.0, 1.0, 1.0), 0, {}),  # or nothing is as good
         ((60, 58, 59, 58, 57), (9.0, 1.0, 1.0, 1.0, 1.0), 2, {}),  # a tie goes to the more accurate
-    ],
-)
-def test_what_is_chosen(rights, costs, chosen, options):
-    found = walked(outcomes(*rights), costs, **options)
-    assert found.chosen.setting == (EXACT, *SETTINGS)[chosen]
-    if rights[1:] == (0, 0, 0, 0):  # rounds are left out once nothing is left
-        assert all(row.dropped for row in found.rows[1:])
-        assert found.exact.questions == max(row.questions for row in found.rows) < 64
+    ):
+        assert walked(outcomes(*rights), costs, **options).chosen.setting == (EXACT, *SETTINGS)[chosen]
+
+    # Rounds are left out once nothing is left.
+    nothing = walked(outcomes(64, 0, 0, 0, 0), (9.0, 1.0, 1.0, 1.0, 1.0))
+    assert nothing.chosen is nothing.exact
+    assert all(row.dropped for row in nothing.rows[1:])
+    assert nothing.exact.questions == max(row.questions for row in nothing.rows) < 64
 
 
-def given(rights: np.ndarray) -> Given:
-    return Given(tuple(decoded(f"{i}") for i in range(len(rights))), tuple(float(r) for r in rights))
+def given(*rights: np.ndarray) -> dict:
+    """Scored answers of the exact decoder and SETTINGS."""
+    scored = [[decoded(f"{i}") | {"score": float(r)} for i, r in enumerate(row)] for row in rights]
+    return dict(zip((EXACT, *SETTINGS), scored, strict=True))
+
+
+def verdicts(answers: dict, costs, within: float = 0.1, slack: float = 0.0, bounds: int = 3 * 4 * 4) -> dict:
+    priced = {s: evidence.Estimate(c, c - slack, c + slack) for s, c in zip(answers, costs, strict=True)}
+    return Search(accuracy_within=within).verdicts(answers, priced, bounds)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,8 +168,7 @@ def test_the_dropping_rule_is_that_of_bounds_computed_anew(seed):
     asked = int(rng.choice([16, 32, 64]))
     rates = rng.choice([0.2, 0.5, 0.8, 1.0], size=5)
     rights = rng.random((5, asked)) < rates[:, None]
-    answers = dict(zip((EXACT, *SETTINGS), map(given, rights), strict=True))
-    found = walk(costs, first=16, accuracy_within=0.1).verdicts(answers)
+    found = verdicts(given(*rights), costs)
 
     # Three rounds of four settings, each compared with the exact decoder and the three others.
     quantile = scipy.stats.norm.isf(0.05 / (3 * 4 * 4))
@@ -187,21 +184,27 @@ def test_the_dropping_rule_is_that_of_bounds_computed_anew(seed):
 
 def test_the_rule_drops_both_kinds_and_keeps_others():
     """So that the test above tests something; a range of costs that overlaps is no dominance."""
-    most, half, few = (given(np.arange(64) < n) for n in (64, 40, 4))
-    rights = dict(zip((EXACT, *SETTINGS), (half, most, half, few, half), strict=True))
+    answers = given(*(np.arange(64) < n for n in (40, 64, 40, 4, 40)))
     costs = (5.0, 3.0, 4.0, 2.0, 2.0)
-    found = walk(costs, accuracy_within=0.1).verdicts(rights)
+    found = verdicts(answers, costs)
     assert found.keys() == {SETTINGS[1], SETTINGS[2]}
     assert found[SETTINGS[1]] == "costs no less and is less accurate than DualCache()"
     assert "points less accurate than the exact decoder" in found[SETTINGS[2]]
-    assert walk(costs, slack=1.0, accuracy_within=0.1).verdicts(rights).keys() == {SETTINGS[2]}
+    assert verdicts(answers, costs, slack=1.0).keys() == {SETTINGS[2]}
 
-
-def test_a_setting_that_fails_is_dropped():
+    # A setting that fails is dropped, and dominates no other.
     failed = Entry(key="k", answer=None, error="RuntimeError: out of memory")
-    broken = dict.fromkeys((EXACT, *SETTINGS), given(np.arange(16) % 2 == 0))
-    broken[SETTINGS[0]] = Given((failed,) * 16, (0.0,) * 16)
-    assert walk((1.0,) * 5).verdicts(broken) == {SETTINGS[0]: "failed: RuntimeError: out of memory"}
+    answers[SETTINGS[0]] = [failed | {"score": 1.0}] * 64
+    reasons = {SETTINGS[0]: "failed: RuntimeError: out of memory", SETTINGS[2]: found[SETTINGS[2]]}
+    assert verdicts(answers, costs) == reasons
+
+
+def test_bounds_share_what_may_go_wrong_among_settings_rivals_and_rounds(monkeypatch):
+    """Four settings, rounds of 8, 16, 32, 64; the rows' own intervals have two sides each."""
+    seen, quantile = set(), evidence.quantile
+    monkeypatch.setattr(evidence, "quantile", lambda *args: seen.add(args) or quantile(*args))
+    walked(outcomes(60, 58, 60, 53, 60), (9.0, 5.0, 7.0, 4.0, 1.0), confidence=0.9)
+    assert seen == {(0.9, 4 * 4 * 4), (0.9, 2)}
 
 
 # -- scores and questions -----------------------------------------------------------------------------------
@@ -210,13 +213,6 @@ def test_a_setting_that_fails_is_dropped():
 @pytest.fixture(scope="module")
 def lm():
     return Checkpoint("tiny-llada").open()
-
-
-def test_the_scorer_gets_the_answer_and_the_callers_own_question():
-    credit = lambda answer, question: 0.25 * (answer == question.answer)
-    assert [scored(credit, Example("a", "b"), answer) for answer in "bc"] == [0.25, 0]
-    with pytest.raises(ValueError, match=r"score gave 7 for the answer 'b'; it must lie in \[0, 1\]"):
-        scored(lambda *_: 7, Example("a", "b"), "b")
 
 
 def test_prompts_are_text_messages_or_ids(lm):
@@ -306,14 +302,15 @@ DUAL = Candidate(policies.DualCache()).filled(LONGER)
 LAYOUT = dj.Layout(64, 8, 4, 8, padded=True)
 
 
-def answered(count: int = 1, prompt: int = 64, **costs) -> list[Answered]:
-    return [Answered(prompt, decoded(f"{i}", **{"forwards": 8, **costs})) for i in range(count)]
+def answered(count: int = 1, prompt: int = 64, **costs) -> list[dict]:
+    row = {"prompt_tokens": prompt - 3, "forwards": 8} | costs  # buckets of 64
+    return [decoded(f"{i}") | row for i in range(count)]
 
 
-def cost(candidate: Candidate, answers: list[Answered], objective="bytes", accelerator=None) -> float:
-    model = tiny("llada")
-    of = objective_for(objective, accelerator, model.spec, model.dtype, LONGER)
-    return of.cost(candidate, answers, answers).value
+def cost(candidate: Candidate, answers: list[dict], objective="bytes", accelerator=None) -> float:
+    return (
+        objective_for(objective, accelerator, tiny("llada"), LONGER).cost(candidate, answers, answers).value
+    )
 
 
 def test_bytes_are_those_of_the_roofline():
@@ -352,11 +349,6 @@ def test_time_is_relative_to_the_exact_decoder_and_of_warm_answers():
 
 
 # -- results ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def found() -> Tuned:
-    return walked(outcomes(60, 58, 60, 53, 0), costs=(9.0, 5.0, 7.0, 4.0, 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,7 +400,7 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
         ({"first": 0}, "first=0 must be a whole number of at least 1"),
         ({"confidence": 1.0}, r"confidence=1.0 must be a number in \(0, 1\)"),
         ({"score": "exact"}, "score='exact' must be a function"),
-        ({"questions": []}, "questions are empty"),
+        ({"questions": []}, "questions=.* must be pairs .* one or more"),
         ({"questions": "what?"}, "questions='what\\?' must be pairs"),
         ({"questions": [("a", 3)]}, r"questions hold .*, 3\): they must be pairs|'a'.* answer being text"),
         ({"questions": [3]}, "questions hold 3"),

@@ -63,6 +63,8 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
         patch.setattr(runner_module, "generate", None)
         assert tuned(lm, journal=path) == whole
         assert tuned(lm, journal=path, policies=SETTINGS[:1]).rows == whole.rows[:2]
+        with pytest.raises(ValueError, match=r"score of an answer=7\.0 must be a number in \[0, 1\]"):
+            tuned(lm, journal=path, score=lambda answer, question: 7)
 
     # Nor does it matter that there is a journal, or that programs are forgotten before they use up the
     # process's memory maps, and compiled again.
@@ -133,23 +135,6 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     again = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert again["rows"] == result["rows"]
     assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--policy", "Nope"], "Nope is not one of"),
-        (["--accuracy-within", "2"], "accuracy_within=2.0 must be"),
-        (["--accelerator", "b9000"], "accelerator='b9000' must be one of h100"),
-        (["--questions", "none.jsonl"], "none.jsonl does not exist"),
-    ],
-)
-def test_errors_of_the_user_are_one_line(words, reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, ["tune", *words])
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_example_runs(tmp_path, capsys):

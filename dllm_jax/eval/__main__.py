@@ -8,16 +8,8 @@ import tyro
 from dllm_jax.command_line import plain_errors
 from dllm_jax.eval import cli
 
-COMMANDS = {
-    "tasks": cli.run_tasks,
-    "longbench": cli.run_longbench,
-    "needle": cli.run_needle,
-    "recall": cli.run_recall,
-    "images": cli.run_images,
-    "tune": cli.run_tune,
-    "compare": cli.run_compare,
-    "merge": cli.run_merge,
-}
+NAMES = ("tasks", "longbench", "needle", "recall", "images", "tune", "compare", "merge")
+COMMANDS = {name: getattr(cli, f"run_{name}") for name in NAMES}
 
 
 def main() -> int:

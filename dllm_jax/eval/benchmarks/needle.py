@@ -60,6 +60,7 @@ class Needle:
         Raises:
           ValueError: an empty haystack, a length with no room for it, or a depth outside [0, 100].
         """
+        # What is left of the length when needle, template and answer have theirs.
         needle = tokenizer(self.text, add_special_tokens=False)["input_ids"]
         room = length - self.buffer - len(needle)
         if room < 1 or not haystack:
@@ -165,6 +166,7 @@ def requests(
     if not lengths or not depths:
         raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
     tokenizer, response = runner.lm.tokenizer, runner.decoding.length or RESPONSE
+    # The haystack is encoded once; every cell cuts its own length of it.
     hay = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     found = []
     for length, depth in itertools.product(lengths, depths):

@@ -12,7 +12,7 @@ from dllm_jax.eval.benchmarks import longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare, tables
-from dllm_jax.eval.run.part import merge
+from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
 Shared = Annotated[Options, WITHOUT_PREFIX]
@@ -151,7 +151,7 @@ def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple
       out: folder of the journal that takes all answers.
       parts: folders that were --out of the parts.
     """
-    added = merge(out / JOURNAL, [folder / JOURNAL for folder in parts])
+    added = Journal(out / JOURNAL).merge([folder / JOURNAL for folder in parts])
     print(f"{added} answers added to {out / JOURNAL}")
     return 0
 

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.benchmarks.images import ImageTask, published, read, requests
-from dllm_jax.eval.benchmarks.images.tasks import FAMILY, Metric, changed
+from dllm_jax.eval.benchmarks.images.tasks import FAMILY, Metric
 from dllm_jax.eval.cli.options import WITHOUT_PREFIX, Options
-from dllm_jax.eval.run.pictured import PicturedRunner
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.options import PositiveInt, check_argument
@@ -53,31 +52,20 @@ def run_images(
       exif: turn images as their EXIF orientation says; the released code does not.
       at_once: views that the tower takes in one program, which bounds its memory.
     """
+    given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
     kind = ImageTask() if task is None else published(task)
-    kind = changed(kind, metric=metric, template=template, stop=stop, behind=behind)
+    kind = dataclasses.replace(kind, **{name: value for name, value in given.items() if value is not None})
     samples = read(data)[: check_argument("limit", limit, PositiveInt | None)]
     options = dataclasses.replace(options, decoding=_published(options.decoding, task))
 
-    def ready(runner: Runner) -> PicturedRunner:
-        processor = Processor.load(
-            options.checkpoint.path,
-            tokenizer=runner.lm.tokenizer,
-            several=Pad(newline),
-            drop_first_id=drop_first_id,
-            exif=exif,
-            at_once=at_once,
-        )
-        return PicturedRunner.of(runner, processor)
+    def ready(runner: Runner) -> Runner:
+        own = dict(tokenizer=runner.lm.tokenizer, several=Pad(newline), drop_first_id=drop_first_id)
+        processor = Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
+        return runner.with_images(processor)
 
     # Whatever of a processor's options changes an answer is in the record.
-    settings = {
-        **dataclasses.asdict(kind),
-        "data_sha256": sha256(data),
-        "limit": limit,
-        "drop_first_id": drop_first_id,
-        "newline": newline,
-        "exif": exif,
-    }
+    settings = dataclasses.asdict(kind) | {"data_sha256": sha256(data), "limit": limit}
+    settings |= {"drop_first_id": drop_first_id, "newline": newline, "exif": exif}
     ask = lambda runner: requests(runner, kind, samples)
     return options.evaluate("images", settings, ask, ready=ready)
 
@@ -87,6 +75,5 @@ def _published(decoding: Decoding, task: str | None) -> Decoding:
     if task is None or decoding.length is not None:
         return decoding
     recipe = presets.recipe(FAMILY, task)
-    chosen = {"length": recipe.length, "block": recipe.block, "steps": recipe.steps}
-    given = {name: value for name in chosen if (value := getattr(decoding, name)) is not None}
-    return dataclasses.replace(decoding, **{**chosen, **given})
+    names = [name for name in ("length", "block", "steps") if getattr(decoding, name) is None]
+    return dataclasses.replace(decoding, **{name: getattr(recipe, name) for name in names})

@@ -1,10 +1,11 @@
 """Options that all evaluations share, and the run that they share."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import rich.console
 import tyro
@@ -14,12 +15,10 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.part import Part
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
 
-Q = TypeVar("Q", bound=Runner)
 WITHOUT_PREFIX = tyro.conf.arg(name="")
 JOURNAL = "journal.jsonl"
 
@@ -53,9 +52,9 @@ class Options:
         self,
         kind: str,
         settings: dict[str, Any],
-        ask: Callable[[Q], list[Request]],
+        ask: Callable[[Runner], list[Request]],
         draw: Callable[[list[record.Row], Path, str], None] | None = None,
-        ready: Callable[[Runner], Q] = lambda runner: runner,
+        ready: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> int:
         """Evaluates each policy, writes its record, and prints a table of all.
 
@@ -64,7 +63,7 @@ class Options:
           settings: its options, for the record.
           ask: makes the requests for a runner.
           draw: writes a picture of the rows to a path, with a title; None: no picture.
-          ready: makes the runner that `ask` takes of one for text.
+          ready: makes the runner that answers of one for text.
 
         Returns:
           the exit code: 1 if requests failed.
@@ -74,19 +73,21 @@ class Options:
             policy or sampler, or arguments that it refuses; two policies are one.
         """
         # What can be refused is refused before anything is loaded, or else before anything is decoded.
-        part, sampler = Part.read(self.part), expressions.sampler(self.sampler)
+        number, count = part_of(self.part)
+        sampler = expressions.sampler(self.sampler)
         policies = {text: expressions.policy(text) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
-        lm, progress, runners = self.checkpoint.open(), sys.stderr.isatty(), dict[str, Q]()
+        lm, progress, runners = self.checkpoint.open(), sys.stderr.isatty(), dict[str, Runner]()
         for text, policy in policies.items():
             decoding = dataclasses.replace(self.decoding, policy=policy, sampler=sampler)
             runners[text] = ready(Runner(lm, decoding, progress))
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
         # A part has no result of its own: its journal goes into that of the whole.
-        if part.count > 1:
+        if count > 1:
             for runner in runners.values():
-                runner.run([one for one in ask(runner) if part.holds(runner.key(one))], journal)
+                number_of = lambda request, runner=runner: int(runner.key(request)[:8], 16) % count + 1
+                runner.run([one for one in ask(runner) if number_of(one) == number], journal)
             show.line(f"part {self.part}: {journal.path}")
             return 0
         for text, runner in runners.items():
@@ -111,3 +112,17 @@ class Options:
 def task_of(text: str) -> tasks.Task:
     """The task of `dllm_jax.tasks` that a constructor call describes."""
     return expressions.construct(text, tasks, tasks.Task)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """The number of a part, from 1, and how many there are, of "2/4"; requests belong to parts by their hash.
+
+    Hosts that share nothing but files evaluate together so: an answer does not depend on its batch.
+
+    Raises:
+      ValueError: another form, or no part of so many.
+    """
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"part={text!r} must be like 2/4, from 1/4 to 4/4")
+    return int(found[1]), int(found[2])

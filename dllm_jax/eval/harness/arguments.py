@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dllm_jax import presets, provenance
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.settings import Decoding, rescaled
+from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
 from dllm_jax.published import expressions
 
 LOG = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Arguments(Options):
     """What is evaluated, and what only lm_eval's tasks need.
 
     In `--model_args` the fields of `Checkpoint` and `Decoding` stand beside those below, but `pretrained` is
@@ -39,18 +40,17 @@ class Arguments:
     checkpoint: Checkpoint
     decoding: Decoding = Decoding(batch=1)
     add_bos: bool = False
-    draws: int = 128
-    strata: int = 32
-    cfg_scale: float = 0.0
+    draws: PositiveInt = 128
+    strata: PositiveInt = 32
+    cfg_scale: NonNegativeFloat = 0.0
     greedy_check: bool = True
     failures: Literal["raise", "empty"] = "raise"
-    journal: str | None = None
+    journal: Annotated[str | None, NoneMeans("no journal")] = None
 
     def __post_init__(self):
-        if self.failures not in ("raise", "empty"):
-            raise ValueError(f"failures={self.failures!r} must be 'raise' or 'empty'")
-        if self.draws < 1 or self.strata < 1 or self.draws % self.strata:
-            raise ValueError(f"draws={self.draws} must be a positive multiple of strata={self.strata}")
+        super().__post_init__()
+        if self.draws % self.strata:
+            raise ValueError(f"draws={self.draws} must be a multiple of strata={self.strata}")
 
     def prefix(self, tokenizer: Any) -> str:
         """Precedes every prompt: beginning-of-text if `add_bos`, else nothing.
@@ -97,6 +97,7 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
     Raises:
       ValueError: the preset's steps are not whole for another length; no such preset, policy or sampler.
     """
+    # The preset comes first, then whatever is given beside it.
     preset, chosen = given.get("preset"), {}
     if preset is not None:
         if preset.count("/") != 1:
@@ -125,6 +126,7 @@ def _batch(given: Mapping[str, Any]) -> int:
 def _check_device(name: str | None):
     """lm_eval's device is torch's; jax has its own, which must be what the user asks for."""
     platform = provenance.device().platform
+    # "cuda:0" is "gpu" to jax, of which this process uses the first.
     wanted, _, index = (name or platform).partition(":")
     if {"cuda": "gpu", "rocm": "gpu"}.get(wanted, wanted) == platform and index in ("", "0"):
         return

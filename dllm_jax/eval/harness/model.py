@@ -161,11 +161,13 @@ class DllmJax(TemplateLM):
         """
         arguments = self.arguments
         sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
-        scorer, check = Likelihood(self.lm, arguments.decoding, *sampling), arguments.greedy_check
+        progress, check = not disable_tqdm, arguments.greedy_check
+        scorer = Likelihood(self.lm, arguments.decoding, progress, *sampling, check)
+        # Entries are found by hash in the journal, by arguments in lm_eval's cache: both are told.
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
-        keys, args = [scorer.key(pair, check) for pair in pairs], [text for text, *_ in requests]
+        keys, args = [scorer.key(pair) for pair in pairs], [text for text, *_ in requests]
         finished = self._caching("loglikelihood", keys, args)
-        entries = scorer.run(pairs, check, self.journal, not disable_tqdm, finished)
+        entries = scorer.run(pairs, self.journal, finished)
         self.likelihoods += entries
         self._report_failures(entries, "impossible answers")
         return [

@@ -1,15 +1,17 @@
 """Compares two records: differences with bootstrap confidence intervals, paired by question."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import rich.table
+from annotated_types import Gt, Lt
 from jaxtyping import Float
 from rich.markup import escape
 
 from dllm_jax.eval.results.record import changed
 from dllm_jax.eval.results.schema import Record
+from dllm_jax.options import check_argument
 
 COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
 
@@ -67,35 +69,31 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
     Raises:
       ValueError: no question in common, the kinds differ, or a bad confidence.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must lie in (0, 1)")
+    check_argument("confidence", confidence, Annotated[float, Gt(0), Lt(1)])
     if a["kind"] != b["kind"]:
         raise ValueError(f"A is a result of {a['kind']}, B of {b['kind']}: they have no scores in common")
     # Requests pair by name, and only if they asked the same: another seed gives other questions equal names.
-    rows = [{(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b)]
-    named = [name for name in rows[0] if name in rows[1]]
-    common = [name for name in named if rows[0][name]["question"] == rows[1][name]["question"]]
+    mine, theirs = ({(row["group"], row["id"]): row for row in record["requests"]} for record in (a, b))
+    named: list[tuple[Any, Any]] = [(row, theirs[name]) for name, row in mine.items() if name in theirs]
+    pairs = [(x, y) for x, y in named if x["question"] == y["question"]]
     differ = changed(a, b)
     if not named:
         raise ValueError("A and B have no request in common")
-    if not common:
-        (group, id), settings = named[0], [name for name in differ if name.startswith("settings.")]
+    if not pairs:
+        first, settings = named[0][0], [name for name in differ if name.startswith("settings.")]
         listed = ", ".join(f"{name}: {differ[name][0]} and {differ[name][1]}" for name in settings)
         raise ValueError(
             f"A and B ask different questions: the prompts or references of all {len(named)} requests of "
-            f"equal name differ, e.g. of {group} {id}; {listed or 'the settings are the same'}"
+            f"equal name differ, e.g. of {first['group']} {first['id']}; "
+            f"{listed or 'the settings are the same'}"
         )
-    pairs: list[tuple[Any, Any]] = [(rows[0][name], rows[1][name]) for name in common]
-    good = [(x, y) for x, y in pairs if x["error"] is None and y["error"] is None]
-    mean = lambda values: float(np.mean(list(values)))
+    good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
+    mean = lambda name, side: float(np.mean([pair[side][name] for pair in good]))
     return Comparison(
         scores=_differences(pairs, confidence, draws, seed),
-        same=mean(x["answer"] == y["answer"] for x, y in pairs),
-        unpaired=len(rows[0]) + len(rows[1]) - 2 * len(common),
-        costs={
-            name: (mean(x[name] for x, _ in good), mean(y[name] for _, y in good))
-            for name in (COSTS if good else ())
-        },
+        same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
+        unpaired=len(mine) + len(theirs) - 2 * len(pairs),
+        costs={name: (mean(name, 0), mean(name, 1)) for name in (COSTS if good else ())},
         settings=differ,
     )
 
@@ -104,25 +102,29 @@ def _differences(
     pairs: Sequence[tuple[Any, Any]], confidence: float, draws: int, seed: int
 ) -> list[Difference]:
     """Per group, with the percentile interval of resampled pairs; the average's is of resampled groups."""
-    groups: dict[str, list[tuple[float, float]]] = {}
+    rng, groups = np.random.default_rng(seed), dict[str, list[tuple[float, float]]]()
     for x, y in pairs:
         groups.setdefault(x["group"], []).append((x["score"], y["score"]))
     # Percentile bootstrap: of each group the pairs are resampled, not A and B apart.
-    rng, ends = np.random.default_rng(seed), (50 * (1 - confidence), 50 * (1 + confidence))
-    values = {name: np.asarray(scores, np.float64) for name, scores in groups.items()}
-    means = {name: scores.mean(axis=0) for name, scores in values.items()}
-    resampled = {name: bootstrap(scores[:, 1] - scores[:, 0], draws, rng) for name, scores in values.items()}
-    counts = {name: len(scores) for name, scores in values.items()}
+    means, resampled, counts = {}, {}, {}
+    for name, scores in groups.items():
+        values = np.asarray(scores, np.float64)
+        counts[name], means[name] = len(values), values.mean(axis=0)
+        resampled[name] = bootstrap(values[:, 1] - values[:, 0], draws, rng)
     # The average is over groups, however many requests each has; so are its resamples.
     if len(groups) > 1:
-        counts["average"] = len(pairs)
-        means["average"] = np.mean(list(means.values()), axis=0)
+        counts["average"], means["average"] = len(pairs), np.mean(list(means.values()), axis=0)
         resampled["average"] = np.mean(list(resampled.values()), axis=0)
     found = []
     for name, count in counts.items():
-        (a, b), (low, high) = means[name].tolist(), np.percentile(resampled[name], ends).tolist()
+        (a, b), (low, high) = means[name].tolist(), interval(resampled[name], confidence).tolist()
         found.append(Difference(name, count, a, b, b - a, low, high))
     return found
+
+
+def interval(resampled: Float[np.ndarray, "t"], confidence: float) -> Float[np.ndarray, "2"]:
+    """The percentiles between which so much of the resamples lies."""
+    return np.percentile(resampled, (50 * (1 - confidence), 50 * (1 + confidence)))
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:

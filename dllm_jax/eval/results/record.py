@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-from dllm_jax.eval.results.schema import Costs, Entry, Provenance, Record, Row
+from dllm_jax.eval.results.schema import Decoded, Entry, Provenance, Record, Row
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.nn.parameters import count
@@ -67,24 +67,22 @@ def cost_totals(entries: Sequence[Entry]) -> dict[str, Any]:
 
 def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
     """A row per request, with the score of its answer; what failed scores 0."""
-    return [_row(request, entry) for request, entry in zip(requests, entries, strict=True)]
-
-
-def _row(request: Request, entry: Entry) -> Row:
-    # Rows of equal hash can be compared: of token ids, references and images.
-    images = [] if request.conversation is None else [list(request.conversation.digests)]
-    asked = json.dumps([list(request.prompt), list(request.references), *images])
-    cell = {} if request.cell is None else dict(zip(("length", "depth"), request.cell, strict=True))
-    row = {
-        "id": request.id,
-        "group": request.group,
-        "prompt_tokens": len(request.prompt),
-        "question": hashlib.sha256(asked.encode()).hexdigest(),
-        **entry,
-        "score": 0.0 if entry["answer"] is None else request.score(entry["answer"]),
-        "references": list(request.references),
-    }
-    return cast(Row, row | cell)
+    rows: list[Any] = []
+    for request, entry in zip(requests, entries, strict=True):
+        # Rows of equal hash can be compared: of token ids, references and images.
+        images = [] if request.conversation is None else [list(request.conversation.digests)]
+        asked = json.dumps([list(request.prompt), list(request.references), *images])
+        row = {
+            "id": request.id,
+            "group": request.group,
+            "prompt_tokens": len(request.prompt),
+            "question": hashlib.sha256(asked.encode()).hexdigest(),
+            **entry,
+            "score": 0.0 if entry["answer"] is None else request.score(entry["answer"]),
+            "references": list(request.references),
+        }
+        rows.append(row | dict(zip(("length", "depth"), request.cell or (), strict=False)))
+    return rows
 
 
 def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> Record:
@@ -105,18 +103,15 @@ def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, A
     }
 
 
-def flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's settings, model, device and versions by dotted name."""
-    parts = ("decoding", "model", "settings", "device", "versions")
-    found = {f"{part}.{name}": value for part in parts for name, value in record[part].items()}
-    return found | {name: record[name] for name in ("batch", "bucket", "max_positions")}
-
-
 def changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The names of two flat records that differ, with both values."""
-    before, after = flat(a), flat(b)
-    names = {**before, **after}
-    return {n: (before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)}
+    """What differs of two records but for costs and requests: both values, by dotted name."""
+    parts = ("decoding", "model", "settings", "device", "versions")
+    before, after = (
+        {f"{part}.{name}": value for part in parts for name, value in record[part].items()}
+        | {name: record[name] for name in ("batch", "bucket", "max_positions")}
+        for record in (a, b)
+    )
+    return {n: (before.get(n), after.get(n)) for n in before | after if before.get(n) != after.get(n)}
 
 
 def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
@@ -166,17 +161,17 @@ def read(path: Path) -> Record:
       ValueError: the file is not a record of this format, lacks something, or is a result of lm_eval.
     """
     record = read_json(path)
-    if isinstance(record, dict) and "lm_eval_version" in record:
+    fields: Any = record if isinstance(record, dict) else {}
+    if "lm_eval_version" in fields:
         reason = "it holds scores of tasks, not of requests that could be paired"
         raise ValueError(f"{path} is a result of lm_eval: {reason}")
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if fields.get("format") != FORMAT:
         raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
-    _check_fields(record, Record, f"{path}")
-    for i, row in enumerate(record["requests"]):
+    _check_fields(fields, Record, f"{path}")
+    for i, row in enumerate(fields["requests"]):
         _check_fields(row, Row, f"{path}: requests[{i}]")
-        if row["error"] is None:
-            _check_fields(row, Costs, f"{path}: requests[{i}]")
-    return cast(Record, record)
+        _check_fields(row, Entry if row["error"] else Decoded, f"{path}: requests[{i}]")
+    return fields
 
 
 def _check_fields(value: Any, wanted: type, where: str):

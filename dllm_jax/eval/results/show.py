@@ -1,6 +1,6 @@
 """Records as tables for a terminal, and as heat maps of scores by length and depth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-from dllm_jax.eval.results.comparison import bootstrap
+from dllm_jax.eval.results.comparison import bootstrap, interval
 from dllm_jax.eval.results.schema import Record
 
 CONFIDENCE = 0.95  # of the intervals
@@ -35,15 +35,16 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     # Costs: what failed has none, and speeds are of warm batches.
     ratio = lambda value, by: f"{value / by:.1f}" if by else "-"
     speed = lambda value: "-" if value is None else f"{value:.0f}"
-    for label, line in (
-        ("requests", lambda t: str(t["requests"])),
-        ("failed", lambda t: str(t["failed"])),
-        ("forwards per request", lambda t: ratio(t["forwards"], t["requests"] - t["failed"])),
-        ("positions per answer token", lambda t: ratio(t["computed"], t["tokens"])),
-        ("tokens/s", lambda t: speed(t["tokens_per_second"])),
-        ("tokens/s after end-of-text too", lambda t: speed(t["tokens_with_eos_per_second"])),
-        ("seconds, compilation included", lambda t: f"{t['seconds']:.1f}"),
-    ):
+    lines: dict[str, Callable[[dict[str, Any]], str]] = {
+        "requests": lambda t: f"{t['requests']}",
+        "failed": lambda t: f"{t['failed']}",
+        "forwards per request": lambda t: ratio(t["forwards"], t["requests"] - t["failed"]),
+        "positions per answer token": lambda t: ratio(t["computed"], t["tokens"]),
+        "tokens/s": lambda t: speed(t["tokens_per_second"]),
+        "tokens/s after end-of-text too": lambda t: speed(t["tokens_with_eos_per_second"]),
+        "seconds, compilation included": lambda t: f"{t['seconds']:.1f}",
+    }
+    for label, line in lines.items():
         shown.add_row(label, *(line(record["totals"]) for record in records.values()))
     return shown
 
@@ -54,7 +55,7 @@ def _score(group: str, record: Record) -> str:
     if not scores:
         return "-"
     means = bootstrap(np.asarray(scores, np.float64), DRAWS, np.random.default_rng(0))
-    low, high = 100 * np.percentile(means, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)))
+    low, high = 100 * interval(means, CONFIDENCE)
     return f"{100 * record['scores'][group]:.2f} [{low:.1f}, {high:.1f}]"
 
 
@@ -76,12 +77,10 @@ def failures(records: Mapping[str, Record]) -> list[str]:
 
 def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
     """Writes a heat map of mean scores by length and depth, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # in the `eval` extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # in the `eval` extra
 
     lengths, depths, scores = cells(rows)
     figure = Figure(figsize=(2 + 0.7 * len(lengths), 1.6 + 0.35 * len(depths)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths])
@@ -99,9 +98,9 @@ def cells(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[list[int], list[float | int], Float[np.ndarray, "depths lengths"]]:
     """Lengths, depths and mean scores; NaN where there is no row."""
-    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
-    found = np.full((len(depths), len(lengths)), np.nan)
-    for i, j in np.ndindex(found.shape):
-        scores = [row["score"] for row in rows if (row["length"], row["depth"]) == (lengths[j], depths[i])]
-        found[i, j] = np.mean(scores) if scores else np.nan
-    return lengths, depths, found
+    scores: dict[tuple[Any, Any], list[float]] = {}
+    for row in rows:
+        scores.setdefault((row["depth"], row["length"]), []).append(row["score"])
+    depths, lengths = (sorted(set(axis)) for axis in zip(*scores, strict=True))
+    mean = lambda cell: np.mean(scores[cell]) if cell in scores else np.nan
+    return lengths, depths, np.array([[mean((depth, length)) for length in lengths] for depth in depths])

@@ -3,19 +3,20 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 from dllm_jax import embedded
 from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.dtypes import DtypeName, supported
+from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
+from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LanguageModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Options):
     """Which checkpoint is evaluated.
 
     Attributes:
@@ -51,16 +52,10 @@ class Checkpoint:
 
     model: str = "tiny-llada"
     tokenizer: str | None = None
-    dtype: DtypeName | None = None
-    rope_factor: float = 1.0
-    weights: Weights | None = None
-    vocab: int | None = None
-
-    def __post_init__(self):
-        if self.dtype is not None:
-            supported(self.dtype)
-        if self.weights not in (None, "int8"):
-            raise ValueError(f"weights={self.weights!r} must be None (as they are stored) or 'int8'")
+    dtype: Annotated[DtypeName | None, NoneMeans("as they are stored")] = None
+    rope_factor: PositiveFloat = 1.0
+    weights: Annotated[Weights | None, NoneMeans("as they are stored")] = None
+    vocab: Annotated[PositiveInt | None, NoneMeans("all")] = None
 
     @property
     def path(self) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def read_json(path: Path) -> Any:
     return _value(read_text(path), path, 1)
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one in each line, each with its number, from 1; empty lines are skipped.
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file with one in each line, each with "file:line"; empty lines are skipped.
 
     Raises:
       FileNotFoundError: no such file.
@@ -46,7 +46,28 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             value = _value(line, path, number)
             if not isinstance(value, dict):
                 raise ValueError(f"{path}:{number}: expected an object, found {type(value).__name__}")
-            yield number, value
+            yield f"{path}:{number}", value
+
+
+def read_samples(path: Path, make: Callable[[dict[str, Any], str], Any]) -> list[Any]:
+    """What is made of each object of such a file and its "file:line": samples with `id` and `where`.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: as `read_objects`, what `make` refuses, an id that is given twice, or no object at all.
+    """
+    found: dict[str, Any] = {}
+    for where, value in read_objects(path):
+        try:
+            one = make(value, where)
+            if one.id in found:
+                raise ValueError(f"id {one.id!r} is that of {found[one.id].where} too")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        found[one.id] = one
+    if not found:
+        raise ValueError(f"{path} holds no samples")
+    return list(found.values())
 
 
 def _value(text: str, path: Path, first: int) -> Any:

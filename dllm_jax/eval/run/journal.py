@@ -4,18 +4,16 @@ Its first line says on what device and with which versions the answers and their
 writes to it at a time: it holds a lock, which the system takes back when the run ends, however it ends.
 """
 
+import contextlib
 import fcntl
 import json
 import os
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dllm_jax import provenance
 from dllm_jax.eval.results.schema import Entry
-
-PACKAGES = ("dllm-jax", "jax")
 
 
 class Journal:
@@ -28,19 +26,20 @@ class Journal:
     the process ends.
 
     Args:
-      path: of the file; created, with its folders, when it is claimed or first added to.
+      path: of the file; created, with its folders, when it is claimed or first added to. None: entries are
+        kept in memory alone.
 
     Raises:
       ValueError: a broken line that is not the last, with file and line; or another device or version.
     """
 
-    def __init__(self, path: Path):
+    _file = None  # locked, open for appending
+
+    def __init__(self, path: Path | None = None):
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._whole = 0  # bytes up to the end of the last finished line
-        self._writer: int | None = None  # descriptor of the locked file
-        self._close = lambda: None
-        if path.exists():
+        if path is not None and path.exists():
             self._read(path.read_bytes())
 
     def claim(self):
@@ -50,26 +49,29 @@ class Journal:
           ValueError: another run holds the lock.
           OSError: the file cannot be made or locked.
         """
-        if self._writer is not None:
+        if self._file is not None or self.path is None:
             return
-        # The lock is the open file's: the system gives it back when the descriptor closes, at a kill as well.
+        # The lock is the open file's: the system gives it back when the file closes, at a kill as well.
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        writer = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         try:
-            fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(self.path.read_bytes())
         except BaseException as error:
-            os.close(writer)
+            file.close()
             if isinstance(error, BlockingIOError):
                 reason = "another evaluation is adding its answers to it: wait until it has ended"
                 raise ValueError(f"{self.path}: {reason}, or choose another file or --out") from None
             raise
-        self._writer, self._close = writer, weakref.finalize(self, os.close, writer)
+        self._file = file
 
     def close(self):
         """Gives the lock back; the journal may be claimed again."""
-        self._writer = None
-        self._close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    __del__ = close
 
     def add(self, entries: Iterable[Entry]):
         """Appends the entries and syncs them to disk; claims the journal, if that was not done.
@@ -79,21 +81,18 @@ class Journal:
           OSError: the file cannot be written, such as on a full disk; what was added before is kept.
         """
         self.claim()
-        assert self._writer is not None, "claimed"
         entries = list(entries)
-        lines: list[Any] = [*([] if self._whole else [{"origin": origin()}]), *entries]
-        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-
-        # An unfinished line, of a run that was killed or of a disk that was full, is cut off first.
-        with open(self._writer, "ab", closefd=False) as file:
-            if os.fstat(self._writer).st_size > self._whole:
+        if self._file is not None:
+            lines: list[Any] = [*([] if self._whole else [{"origin": origin()}]), *entries]
+            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+            # An unfinished line, of a run that was killed or of a disk that was full, is cut off first.
+            with open(self._file.fileno(), "ab", closefd=False) as file:
                 file.truncate(self._whole)
-            file.write(content)
-            file.flush()
-            os.fsync(self._writer)
-
+                file.write(content)
+                file.flush()
+                os.fsync(file)
+            self._whole += len(content)
         # Only what is on the disk counts as added.
-        self._whole += len(content)
         self.entries |= {entry["key"]: entry for entry in entries}
 
     def _read(self, content: bytes):
@@ -103,25 +102,25 @@ class Journal:
             # Only the last line can be unfinished; `add` cuts it off.
             if not line.endswith(b"\n"):
                 return
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{self.path}:{number}: not an entry of a journal: {error}") from None
+            value: Any = None  # which is refused below
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(line)
             if number == 1:
-                self._check_origin(entry)
-            elif is_entry(entry):
-                self.entries[entry["key"]] = entry
+                self._check_origin(value)
+            elif not _is_entry(value):
+                reason = "not an entry of a journal, an object with key, answer and error"
+                raise ValueError(f"{self.path}:{number}: {reason}")
             else:
-                reason = "it has no key, answer and error"
-                raise ValueError(f"{self.path}:{number}: not an entry of a journal: {reason}")
+                self.entries[value["key"]] = value
             self._whole += len(line)
 
     def _check_origin(self, line: Any):
         """Refuses a journal of another device or version, or one that does not say which."""
-        then, now = line.get("origin") if isinstance(line, dict) else None, origin()
+        then = line.get("origin") if isinstance(line, dict) else None
         if not isinstance(then, dict):
             reason = "does not begin with the device and versions of its answers"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out, or delete it")
+        now = origin()
         changed = [
             f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]
         ]
@@ -129,9 +128,36 @@ class Journal:
             reason = f"its answers were made with {', '.join(changed)}"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out")
 
+    def merge(self, paths: Iterable[Path]) -> int:
+        """Adds the entries of other journals; of a request that several have, an answer before a failure.
 
-def is_entry(line: Any) -> bool:
-    """Whether a line of a journal is an `Entry`, as far as resuming reads it."""
+        Args:
+          paths: of journals made on the same kind of device with the same versions.
+
+        Returns:
+          how many entries were added.
+
+        Raises:
+          FileNotFoundError: a journal is missing.
+          ValueError: one is broken, or of another device or version.
+        """
+        # Claimed first, so that nobody adds to it between what is read and what is written.
+        self.claim()
+        new: dict[str, Entry] = {}
+        for path in paths:
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist: no part was evaluated there")
+            for key, entry in Journal(path).entries.items():
+                known = new.get(key) or self.entries.get(key)
+                if known is None or (known["error"] is not None and entry["error"] is None):
+                    new[key] = entry
+        self.add(new.values())
+        self.close()
+        return len(new)
+
+
+def _is_entry(line: Any) -> bool:
+    """Whether a line is an `Entry`, as far as resuming reads it."""
     if not isinstance(line, dict) or not {"key", "answer", "error"} <= line.keys():
         return False
     return isinstance(line["key"], str) and isinstance(line["error"], str | None)
@@ -140,4 +166,5 @@ def is_entry(line: Any) -> bool:
 def origin() -> dict[str, str]:
     """The device and the versions that make answers and their times now."""
     where = provenance.device()
-    return {"device": f"{where.count} x {where.kind} ({where.platform})", **provenance.versions(PACKAGES)}
+    versions = provenance.versions(("dllm-jax", "jax"))
+    return {"device": f"{where.count} x {where.kind} ({where.platform})", **versions}

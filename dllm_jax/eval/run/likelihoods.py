@@ -5,67 +5,54 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
+from typing_extensions import override
 
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.answering import NOT_FINITE, answers, filled
-from dllm_jax.eval.run.checkpoint import LanguageModel
-from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.settings import Decoding, rounded_up
+from dllm_jax.eval.run.answering import NOT_FINITE, Answering
+from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.state.inputs import padded_together
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood:
+class Likelihood(Answering[Pair]):
     """LLaDA's Monte-Carlo estimator over batches; a pair's masks do not depend on its batch.
 
+    Of `decoding`, batch, bucket, seed and `max_positions` are used: not its policy and sampler. The answer of
+    a pair is [nats, is the greedy answer]. The greedy answer is LLaDA's: exact decoding, one token per step,
+    the most confident first. A pair with an empty part or more than `max_positions` positions fails.
+
     Attributes:
-      lm: the model.
-      decoding: batch, bucket, seed and `max_positions`; policy and sampler are not used.
       draws: see `log_likelihood`; one for answers of a single token, where it is exact.
       strata: see `log_likelihood`.
       cfg_scale: see `log_likelihood`.
+      greedy_check: without it no answer is the greedy one.
     """
 
-    lm: LanguageModel
-    decoding: Decoding
     draws: int = 128
     strata: int = 32
     cfg_scale: float = 0.0
+    greedy_check: bool = True
 
-    def key(self, pair: Pair, greedy_check: bool) -> str:
-        """Hash of everything that determines a pair's entry."""
-        chosen = [self.draws, self.strata, self.cfg_scale, greedy_check, self.decoding.seed]
-        parts = ["log-likelihood", self.lm.identity, self.decoding.max_positions, *chosen, *pair]
+    @override
+    def key(self, item: Pair) -> str:
+        chosen = [self.draws, self.strata, self.cfg_scale, self.greedy_check, self.decoding.seed]
+        parts = ["log-likelihood", self.lm.identity, self.decoding.max_positions, *chosen, *item]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def run(
-        self,
-        pairs: Sequence[Pair],
-        greedy_check: bool,
-        journal: Journal | None = None,
-        progress: bool = False,
-        finished: Callable[[list[Entry]], object] = lambda entries: None,
-    ) -> list[Entry]:
-        """An entry per pair, in order; see `answers`. Its answer is [nats, is the greedy answer].
-
-        The greedy answer is LLaDA's: exact decoding, one token per step, the most confident first; without
-        `greedy_check` it is False. A pair with an empty part or more than `max_positions` positions fails.
-        """
-        items = [(self.key(pair, greedy_check), pair) for pair in pairs]
-        score = lambda chunk: self._score(chunk, greedy_check)
-        title = "log-likelihoods" if progress else None
-        return answers(items, score, self.decoding.batch, self._shape, journal, title, finished)
+    @override
+    def _shape(self, item: Pair) -> tuple[int, int]:
+        """Answer and padded context."""
+        return len(item[1]), rounded_up(len(item[0]), self.decoding.bucket)
 
     def _check(self, context: tuple[int, ...], answer: tuple[int, ...]):
         """Raises ValueError for a pair with an empty part, or one that is too long."""
@@ -75,16 +62,13 @@ class Likelihood:
         if limit is not None and taken > limit:
             raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
 
-    def _shape(self, pair: Pair) -> tuple[int, int]:
-        """Answer and padded context: what is static in a program."""
-        return len(pair[1]), rounded_up(len(pair[0]), self.decoding.bucket)
-
-    def _score(self, chunk: list[tuple[str, Pair]], greedy_check: bool) -> list[Entry]:
-        """The entries of pairs of one shape; padding is not counted among the positions computed."""
+    @override
+    def _answer(self, chunk: list[tuple[str, Pair]]) -> list[Entry]:
+        """Padding is not counted among the positions computed."""
         for _, pair in chunk:
             self._check(*pair)
         start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(chunk[0][1])
-        pairs = filled([pair for _, pair in chunk], self.decoding.batch)
+        pairs = self.filled([pair for _, pair in chunk])
         prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in pairs], np.int32)
         # Every pair has masks of its own, whatever batch it is in.
@@ -97,27 +81,22 @@ class Likelihood:
         computed = forwards * (np.asarray(mask).sum(axis=1) + length)
         greedy = np.zeros(len(pairs), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
-        if greedy_check:
+        if self.greedy_check:
             out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
             greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
             forwards = forwards + np.asarray(out.stats.nfe)
             computed = computed + np.asarray(out.stats.computed)
+
+        # Without what fills up the batch.
+        seconds, found = (time.perf_counter() - start) / len(chunk), list[Any]()
         columns = [np.asarray(column).tolist() for column in (nats, greedy, forwards, computed)]
-        seconds = (time.perf_counter() - start) / len(chunk)
-        entries: list[Any] = [
-            {
-                "key": key,
-                "answer": [nat, same],
-                "error": None,
-                "forwards": n,
-                "computed": c,
-                "seconds": seconds,
-            }
-            if math.isfinite(nat)
-            else {"key": key, "answer": None, "error": NOT_FINITE}
-            for (key, _), nat, same, n, c in zip(chunk, *columns, strict=False)  # without what fills up
-        ]
-        return entries
+        for (key, _), nat, same, n, c in zip(chunk, *columns, strict=False):
+            costs = {"forwards": n, "computed": c, "seconds": seconds} if math.isfinite(nat) else {}
+            answered = (
+                {"answer": [nat, same], "error": None} if costs else {"answer": None, "error": NOT_FINITE}
+            )
+            found.append({"key": key, **answered, **costs})
+        return found
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """The masks of a pair's draws; they depend on the seed and the pair only."""

@@ -4,18 +4,16 @@ import dataclasses
 from typing import Annotated, Any
 
 import tyro
+from annotated_types import Ge
 
-from dllm_jax.options import Int32, check_argument
+from dllm_jax.options import NoneMeans, Options, PositiveInt
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.layout import Layout
 
-WholeNumber = Annotated[int, Int32()]
-POSITIVE = ("length", "block", "steps", "batch", "bucket", "max_positions")
-
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
+class Decoding(Options):
     """Settings of `generate`, a seed, and how requests form batches.
 
     Attributes:
@@ -33,28 +31,19 @@ class Decoding:
       max_positions: requests with more positions, prompt and response, fail; None: no limit.
     """
 
-    length: int | None = None
-    block: int | None = None
-    steps: int | None = None
+    length: Annotated[PositiveInt | None, NoneMeans("each request's own")] = None
+    block: Annotated[PositiveInt | None, NoneMeans("all positions")] = None
+    steps: Annotated[PositiveInt | None, NoneMeans("one per position")] = None
     policy: Annotated[Policy, tyro.conf.Suppress] = Policy()
     sampler: Annotated[Sampler, tyro.conf.Suppress] = Confidence()
     stop_at_eos: bool = True
-    seed: int = 0
-    batch: int = 8
-    bucket: int = 64
-    max_positions: int | None = None
+    seed: Annotated[int, Ge(0)] = 0
+    batch: PositiveInt = 8
+    bucket: PositiveInt = 64
+    max_positions: Annotated[PositiveInt | None, NoneMeans("no limit")] = None
 
     def __post_init__(self):
-        for name in POSITIVE:
-            optional = name not in ("batch", "bucket")
-            value = check_argument(name, getattr(self, name), WholeNumber | None if optional else WholeNumber)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if check_argument("seed", self.seed, int) < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
-        check_argument("policy", self.policy, Policy, ", such as DualCache()")
-        check_argument("sampler", self.sampler, Sampler, ", such as Confidence()")
-        check_argument("stop_at_eos", self.stop_at_eos, bool)
+        super().__post_init__()
         if self.length is not None:
             Layout.of(1, self.length, self.block, self.steps)
             if self.steps is not None and self.steps > self.length:

@@ -5,11 +5,9 @@
 
 from dllm_jax.eval.tuning.candidates import Candidate as Candidate
 from dllm_jax.eval.tuning.evidence import Estimate as Estimate
-from dllm_jax.eval.tuning.objectives import Answered as Answered
 from dllm_jax.eval.tuning.objectives import Objective as Objective
-from dllm_jax.eval.tuning.on_model import tune as tune
-from dllm_jax.eval.tuning.questions import exact_match as exact_match
-from dllm_jax.eval.tuning.questions import read_jsonl as read_jsonl
 from dllm_jax.eval.tuning.search import Search as Search
+from dllm_jax.eval.tuning.search import exact_match as exact_match
+from dllm_jax.eval.tuning.search import tune as tune
 from dllm_jax.eval.tuning.tuned import Row as Row
 from dllm_jax.eval.tuning.tuned import Tuned as Tuned

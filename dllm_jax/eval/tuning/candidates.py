@@ -39,10 +39,8 @@ class Candidate(Options):
 
     @override
     def __str__(self) -> str:
-        sampler = None if self.sampler is None else call(self.sampler)
-        block = None if self.block is None else f"block {self.block}"
-        steps = None if self.steps is None else f"{self.steps} steps"
-        return ", ".join(filter(None, (call(self.policy), sampler, block, steps)))
+        parts = {"policy": call, "sampler": call, "block": "block {}".format, "steps": "{} steps".format}
+        return ", ".join(say(v) for name, say in parts.items() if (v := getattr(self, name)) is not None)
 
     def beside(self, exact: "Candidate") -> str:
         """What sets this candidate apart from the exact decoder, in words; the policy in any case."""
@@ -51,20 +49,13 @@ class Candidate(Options):
 
     def filled(self, exact: Decoding) -> "Candidate":
         """This candidate with the exact decoder's settings where it has none of its own."""
-        return Candidate(
-            self.policy, self.sampler or exact.sampler, self.block or exact.block, self.steps or exact.steps
-        )
-
-    def decoding(self, exact: Decoding) -> Decoding:
-        """The settings of the exact decoder with these in their place.
-
-        Raises:
-          ValueError: block or steps do not divide the response.
-        """
-        return dataclasses.replace(exact, **vars(self.filled(exact)))
+        own = {name: getattr(exact, name) for name, value in vars(self).items() if value is None}
+        return dataclasses.replace(self, **own)
 
     def check(self, model: Model, exact: Decoding, prompt: int):
         """Raises ValueError, naming the candidate, if a model cannot decode with it; nothing is compiled.
+
+        The candidate is `filled`.
 
         Args:
           model: the model.
@@ -73,7 +64,7 @@ class Candidate(Options):
         """
         try:
             # A prompt of end-of-texts, of which the first is padding, goes as far as the first step's shapes.
-            settings = self.decoding(exact)
+            settings = dataclasses.replace(exact, **vars(self))
             key = jax.random.key(0) if settings.sampler.draws else None
             ids = np.full((1, prompt), model.spec.eos_id, np.int32)
             mask = np.arange(prompt)[None] > 0
@@ -103,7 +94,30 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
     length, block, steps = exact.length or 0, exact.block or 0, exact.steps or 0
     # Samplers of another kind draw tokens as the exact decoder's does.
     shared = {field.name: getattr(exact.sampler, field.name) for field in dataclasses.fields(Sampler)}
-    policies = _variants(kind, length, steps, steps * block // length, prompt)
+
+    # Budgets: an eighth, a quarter and a half of the prompt. Refreshes every two, four and eight steps of a
+    # block; windows of a quarter of the response; a block of one step has no time for a delay.
+    budgets = sorted({max(1, prompt // share) for share in (8, 4, 2)})
+    in_block = steps * block // length
+    intervals = [every for every in (2, 4, 8) if every < in_block] or [in_block]
+    window, delay = min(32, max(2, length // 4)), int(in_block > 1)
+    # dLLM-Cache refreshes the prompt rarely or often, the response every few steps: the paper's 100 and 7 of
+    # 256 are in reach. MaskKV's intervals of 50 and 5 are a fifth and a fiftieth of its paper's steps.
+    rare, often = max(2, steps // 2), max(2, steps // 8)
+    pairs = [pair for pair in ((often, 2), (rare, 2), (rare, 4), (rare, 7)) if pair[1] <= pair[0]]
+    masked: dict[str, Any] = {"prompt_every": max(4, steps // 5), "response_every": max(1, steps // 50)}
+    known: dict[type[p.Policy], list[Any]] = {
+        p.DKVDecode: [p.DKVDecode(refresh_every=every) for every in intervals],
+        p.DKVPD: [p.DKVPD(refresh_every=every) for every in intervals],
+        p.DKVGreedy: [p.DKVGreedy(refresh_every=every) for every in intervals[:2]],
+        p.DLLMCache: [p.DLLMCache(*pair) for pair in pairs],
+        p.SparseDLLM: [p.SparseDLLM(keep=keep, delay=delay) for keep in (0.5, 0.25, 0.75)],
+        p.MaskKV: [p.MaskKV(**masked, budget=budget) for budget in budgets],
+        p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],
+        p.D2Cache: [p.D2Cache(window, p=mass) for mass in (0.05, 0.3, 0.1)],
+        p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
+    }
+    policies = known.get(kind) or [kind()]
 
     # dKV-Cache-Greedy needs a random order, which cannot put end-of-text last; Elastic-Cache has a window of
     # its own, for which the response is one block.
@@ -112,7 +126,6 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         return [] if last else [Candidate(policy, RandomOrder(**shared)) for policy in policies]
     if kind is p.ElasticCache:
         return [Candidate(policy, block=length) for policy in policies]
-
     # Every variant in the exact decoder's blocks; the last one, of the rarest refreshes, in one long block,
     # which has room for them; the first one with several tokens per step, as Fast-dLLM decodes.
     found = [Candidate(policy) for policy in policies]
@@ -126,40 +139,6 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         fewer = [n for n in (2, 4) if steps % n == 0 and steps // n % (length // block) == 0]
         found += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
     return found
-
-
-def _variants(kind: type[p.Policy], length: int, steps: int, in_block: int, prompt: int) -> list[p.Policy]:
-    """A policy with budgets, intervals and windows that fit requests.
-
-    Args:
-      kind: the policy.
-      length: response positions.
-      steps: denoising steps.
-      in_block: of them, those of a block.
-      prompt: prompt positions.
-    """
-    # An eighth, a quarter and a half of the prompt; refreshes every two, four and eight steps of a block.
-    budgets = sorted({max(1, prompt // share) for share in (8, 4, 2)})
-    intervals = [every for every in (2, 4, 8) if every < in_block] or [in_block]
-    # dLLM-Cache refreshes the prompt rarely or often, the response every few steps: the paper's 100 and 7 of
-    # 256 are in reach. MaskKV's intervals of 50 and 5 are a fifth and a fiftieth of its paper's steps.
-    rare, often = max(2, steps // 2), max(2, steps // 8)
-    pairs = [pair for pair in ((often, 2), (rare, 2), (rare, 4), (rare, 7)) if pair[1] <= pair[0]]
-    masked: dict[str, Any] = {"prompt_every": max(4, steps // 5), "response_every": max(1, steps // 50)}
-    delay = int(in_block > 1)  # a block of one step has no time for a delay
-    window = min(32, max(2, length // 4))
-    known: dict[type[p.Policy], list[Any]] = {
-        p.DKVDecode: [p.DKVDecode(refresh_every=every) for every in intervals],
-        p.DKVPD: [p.DKVPD(refresh_every=every) for every in intervals],
-        p.DKVGreedy: [p.DKVGreedy(refresh_every=every) for every in intervals[:2]],
-        p.DLLMCache: [p.DLLMCache(*pair) for pair in pairs],
-        p.SparseDLLM: [p.SparseDLLM(keep=keep, delay=delay) for keep in (0.5, 0.25, 0.75)],
-        p.MaskKV: [p.MaskKV(**masked, budget=budget) for budget in budgets],
-        p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],
-        p.D2Cache: [p.D2Cache(window, p=mass) for mass in (0.05, 0.3, 0.1)],
-        p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
-    }
-    return known.get(kind) or [kind()]
 
 
 def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> tuple[Candidate, ...]:
@@ -177,15 +156,16 @@ def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> 
     asked = [type(policy) for policy in p.ALL] if asked is None else asked
     if isinstance(asked, str | p.Policy | Candidate | type) or not isinstance(asked, Iterable):
         raise ValueError(f"policies={shown(asked)} must be a list of policies, their classes, or candidates")
-    found: list[Candidate] = []
+    found: list[Any] = []
     for item in asked:
         if isinstance(item, type) and issubclass(item, p.Policy):
             found += grid(item, exact, prompt)
-        elif isinstance(item, p.Policy | Candidate):
-            found.append(Candidate(item) if isinstance(item, p.Policy) else item)
         else:
-            reason = "which is no policy, class of policies, or Candidate"
-            raise ValueError(f"policies hold {shown(item)}, {reason}")
+            found.append(Candidate(item) if isinstance(item, p.Policy) else item)
+        if found and not isinstance(found[-1], Candidate):
+            raise ValueError(
+                f"policies hold {shown(item)}, which is no policy, class of policies, or Candidate"
+            )
     # What two grids share is walked once, and the exact decoder is the reference in any case.
     unique = dict.fromkeys(one.filled(exact) for one in found)
     unique.pop(Candidate().filled(exact), None)

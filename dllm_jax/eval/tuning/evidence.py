@@ -24,24 +24,15 @@ class Estimate(NamedTuple):
     high: float
 
 
-def exactly(value: float) -> Estimate:
-    """A number without uncertainty."""
-    return Estimate(value, value, value)
-
-
-def two_sided(confidence: float) -> float:
-    """The normal quantile of an interval that leaves out (1 - confidence) / 2 on either side."""
-    return statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-
-
-def one_sided(confidence: float, comparisons: int = 1) -> float:
+def quantile(confidence: float, bounds: int = 1) -> float:
     """The normal quantile of one-sided bounds, all of which hold with this confidence.
 
     Args:
       confidence: in (0, 1).
-      comparisons: how many bounds there are; each gets an equal share of what may go wrong (Bonferroni).
+      bounds: how many there are; each gets an equal share of what may go wrong (Bonferroni). The two ends of
+        an interval are two.
     """
-    return statistics.NormalDist().inv_cdf(1 - (1 - confidence) / comparisons)
+    return statistics.NormalDist().inv_cdf(1 - (1 - confidence) / bounds)
 
 
 def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
@@ -52,7 +43,7 @@ def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
 
     Args:
       scores: one or more, each in [0, 1].
-      quantile: of the normal distribution, see `two_sided`.
+      quantile: of the normal distribution.
     """
     # The scores that a normal test at this level would not reject, around a centre drawn towards a half.
     n, mean, z2 = len(scores), statistics.fmean(scores), quantile**2
@@ -71,7 +62,7 @@ def difference(scores: Sequence[float], others: Sequence[float], quantile: float
     Args:
       scores: one or more, each in [0, 1].
       others: as many, of the same questions.
-      quantile: of the normal distribution: of one side of it for a bound, see `one_sided`.
+      quantile: of the normal distribution.
     """
     pairs = [a - b for a, b in zip(scores, others, strict=True)]
     # The differences sum to the same with the added pair, which has one of each sign.

@@ -4,32 +4,21 @@ import abc
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from dllm_jax.eval.results.schema import Decoded
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.results.schema import Row
+from dllm_jax.eval.run.settings import Decoding, rounded_up
 from dllm_jax.eval.tuning.candidates import Candidate
-from dllm_jax.eval.tuning.evidence import Estimate, exactly
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.eval.tuning.evidence import Estimate
+from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
 from dllm_jax.state.layout import Layout
 
 Name = Literal["time", "bytes"]
-
-
-class Answered(NamedTuple):
-    """An answer and the shape of its request.
-
-    Attributes:
-      prompt: positions of the prompt, padding included.
-      entry: the journal's entry.
-    """
-
-    prompt: int
-    entry: Decoded
+Answered = Sequence[Any]  # `Row`s, with the keys of `Costs`: whoever reads them knows that none has failed
 
 
 class Objective(abc.ABC):
@@ -37,19 +26,20 @@ class Objective(abc.ABC):
 
     Attributes:
       unit: of the cost, for tables and axes.
-      timed: the entries' `seconds` are read, so compilation must not be among them.
+      timed: the answers' `seconds` are read, so compilation must not be among them.
     """
 
     unit: str
     timed: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+    def cost(self, candidate: Candidate, answered: Answered, exact: Answered) -> Estimate:
         """The cost of a candidate, with the range that it lies in beyond doubt.
 
         Args:
           candidate: with sampler, block and steps.
-          answered: its answers so far, one or more, none of them failed.
+          answered: its answers so far, one or more, none of them failed; `dllm_jax.eval.results.schema.Row`s
+            with `Costs`.
           exact: the exact decoder's answers to the same questions, in the same order.
         """
 
@@ -66,10 +56,10 @@ class MeasuredTime(Objective):
     timed: ClassVar[bool] = True
 
     @override
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+    def cost(self, candidate: Candidate, answered: Answered, exact: Answered) -> Estimate:
         # Question by question: the machine's load and the answer's length are alike for both.
-        pairs = [(a.entry, b.entry) for a, b in zip(answered, exact, strict=True)]
-        ratios = [a["seconds"] / b["seconds"] for a, b in pairs if not (a["cold"] or b["cold"])]
+        pairs = [(a, b) for a, b in zip(answered, exact, strict=True) if not (a["cold"] or b["cold"])]
+        ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
         if not ratios:
             reason = "the journal's times of these answers include compilation: choose another journal"
             raise ValueError(f"candidate {candidate}: {reason}")
@@ -81,41 +71,37 @@ class Predicted(Objective):
     """What the roofline predicts for an answer, with as many steps as were measured.
 
     Attributes:
-      spec: the model's shape.
-      dtype: of parameters, activations and storage; matrices in int8 are counted as if they were of it.
-      decoding: of the exact decoder; length and batch are read.
+      model: its shape and dtype are read; matrices in int8 are counted as if they were of that dtype.
+      decoding: of the exact decoder; length, batch and bucket are read.
       unit: of the cost.
       read: the cost of a batch.
     """
 
-    spec: ModelSpec
-    dtype: Any
+    model: Any
     decoding: Decoding
     unit: str
     read: Callable[[Work], float]
 
     @override
-    def cost(self, candidate: Candidate, answered: Sequence[Answered], exact: Sequence[Answered]) -> Estimate:
+    def cost(self, candidate: Candidate, answered: Answered, exact: Answered) -> Estimate:
         # Prompts of one length are predicted together; the batch shares its cost.
-        total = 0.0
-        for prompt in {one.prompt for one in answered}:
-            entries = [one.entry for one in answered if one.prompt == prompt]
-            made, share = self.work(candidate, prompt, entries)
-            total += len(entries) * self.read(made) * share / self.decoding.batch
-        return exactly(total / len(answered))
+        of_width: dict[int, list[Row]] = {}
+        for row in answered:
+            width = rounded_up(row["prompt_tokens"], self.decoding.bucket)
+            of_width.setdefault(width, []).append(row)
+        total = sum(len(rows) * self._of_batch(candidate, width, rows) for width, rows in of_width.items())
+        value = total / len(answered) / self.decoding.batch
+        return Estimate(value, value, value)
 
-    def work(self, candidate: Candidate, prompt: int, entries: Sequence[Decoded]) -> tuple[Work, float]:
-        """The predicted work of a batch, and by how much its number of steps differs from the measured mean.
-
-        A sampler without a schedule is given one of as many steps per block as it took on average. Fewer
-        steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of steps
-        in proportion.
-        """
-        mean = lambda name: statistics.fmean(entry[name] for entry in entries)
-        forwards, widened = mean("forwards"), mean("widened")
+    def _of_batch(self, candidate: Candidate, prompt: int, rows: Answered) -> float:
+        """The predicted cost of a batch, of as many steps as its answers took on average."""
+        forwards, computed, widened = (
+            statistics.fmean(row[name] for row in rows) for name in ("forwards", "computed", "widened")
+        )
         # The runner pads every batch.
         layout = Layout.of(prompt, self.decoding.length or 0, candidate.block, candidate.steps, padded=True)
-        # A sampler that may take more than one step per block, with one in the schedule, has none.
+        # A sampler that may take more than one step per block, with one in the schedule, has no schedule: it
+        # is given one of as many steps per block as it took.
         fastest = dataclasses.replace(layout, steps=layout.blocks)
         assert candidate.sampler is not None
         if candidate.sampler.max_steps(fastest) > layout.blocks:
@@ -123,50 +109,38 @@ class Predicted(Objective):
             layout = dataclasses.replace(layout, steps=layout.blocks * per_block)
 
         # Elastic-Cache's drift is measured: positions computed by some layers, of those left out by select.
-        left_out = forwards * layout.length - (mean("computed") - widened)
+        left_out = forwards * layout.length - (computed - widened)
         assumed = Assumed(widened=round(min(1.0, widened / left_out), 3) if left_out > 0 else 0)
-        made = work(self.spec, candidate.policy, layout, self.decoding.batch, self.dtype, assumed)
-        return made, forwards / layout.steps
-
-
-def bytes_moved(made: Work) -> float:
-    """Bytes that a batch moves to or from the main memory."""
-    return sum(kind.count * kind.cost.bytes for kind in made.steps)
-
-
-def hardware_of(objective: Name | Objective, accelerator: str | Hardware | None) -> Hardware | None:
-    """The hardware that an objective is predicted for, None if there is none to predict for.
-
-    Raises:
-      ValueError: no such objective or accelerator, or an accelerator for what is no time.
-    """
-    if not isinstance(objective, Objective):
-        check_argument("objective", objective, Name)
-    hardware = HARDWARE.get(accelerator) if isinstance(accelerator, str) else accelerator
-    if accelerator is not None and not isinstance(hardware, Hardware):
-        known = ", ".join(HARDWARE)
-        raise ValueError(f"accelerator={shown(accelerator)} must be one of {known}, or a roofline.Hardware")
-    if hardware is not None and objective != "time":
-        raise ValueError(
-            f"accelerator={shown(accelerator)} predicts time: it needs objective='time', not {objective!r}"
-        )
-    return hardware
+        spec, dtype = self.model.spec, self.model.dtype
+        made = work(spec, candidate.policy, layout, self.decoding.batch, dtype, assumed)
+        # Fewer steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of
+        # steps in proportion.
+        return self.read(made) * forwards / layout.steps
 
 
 def objective_for(
     objective: Name | Objective,
     accelerator: str | Hardware | None,
-    spec: ModelSpec,
-    dtype: Any,
-    decoding: Decoding,
+    model: Model | None = None,
+    decoding: Decoding = Decoding(),
 ) -> Objective:
-    """The objective of that name for requests; time on an accelerator is predicted instead of measured."""
+    """The objective of that name for requests; time on an accelerator is predicted instead of measured.
+
+    Raises:
+      ValueError: no such objective or accelerator, or an accelerator for what is no time. The model is not
+        looked at before something is predicted.
+    """
+    hardware = HARDWARE.get(accelerator) if isinstance(accelerator, str) else accelerator
+    given = f"accelerator={shown(accelerator)}"
+    if accelerator is not None and not isinstance(hardware, Hardware):
+        raise ValueError(f"{given} must be one of {', '.join(HARDWARE)}, or a roofline.Hardware")
+    if hardware is not None and objective != "time":
+        raise ValueError(f"{given} predicts time: it needs objective='time', not {objective!r}")
     if isinstance(objective, Objective):
         return objective
-    hardware = hardware_of(objective, accelerator)
     if hardware is not None:
         milliseconds = lambda made: 1e3 * made.on(hardware).seconds
-        return Predicted(spec, dtype, decoding, "predicted milliseconds per answer", milliseconds)
-    if objective == "bytes":
-        return Predicted(spec, dtype, decoding, "bytes moved per answer", bytes_moved)
-    return MeasuredTime()
+        return Predicted(model, decoding, "predicted milliseconds per answer", milliseconds)
+    bytes_moved = lambda made: sum(kind.count * kind.cost.bytes for kind in made.steps)
+    moved = Predicted(model, decoding, "bytes moved per answer", bytes_moved)
+    return {"time": MeasuredTime(), "bytes": moved}[check_argument("objective", objective, Name)]

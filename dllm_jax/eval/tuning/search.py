@@ -9,45 +9,61 @@
 A setting that is dropped after the first round costs `first` questions, one that is hard to judge costs all.
 """
 
-import collections
+import contextlib
 import dataclasses
 import functools
+import operator
+import os
 import pathlib
 import random
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import rich.console
+import tyro
 from annotated_types import Ge, Gt, Lt
 
-from dllm_jax.eval.results.schema import Decoded, Entry
-from dllm_jax.eval.run.checkpoint import LanguageModel
+from dllm_jax.decoding.chat import chat_ids, check_tokenizer
+from dllm_jax.eval.results import record, schema
+from dllm_jax.eval.run.checkpoint import LanguageModel, identity_in_memory
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import BatchShape, Request, Runner
+from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding, rounded_up
 from dllm_jax.eval.tuning import evidence, objectives
 from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
 from dllm_jax.eval.tuning.evidence import Estimate
-from dllm_jax.eval.tuning.objectives import Answered, Objective
-from dllm_jax.eval.tuning.questions import Score, as_questions, exact_match, prompt_ids, scored
+from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.tuned import Row, Tuned
-from dllm_jax.options import Options, PositiveInt
+from dllm_jax.nn.model import Model
+from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
+from dllm_jax.roofline import Hardware
+from dllm_jax.samplers import Confidence, Sampler
+from dllm_jax.tasks import Example
 
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
+RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or have "prompt" and "answer"'
+
+# The answers of each setting in the order in which questions are asked, those of the exact decoder first.
+Answers = Mapping[Candidate, list[schema.Row]]
+Score = Callable[[str, Any], float]
+
+
+def exact_match(answer: str, question: Any) -> bool:
+    """Whether an answer is the right one, surrounding white space aside."""
+    return answer.strip() == question.answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Search(Options):
-    """What is tuned for.
+    """What is tuned for; also options of the command line.
 
     Attributes:
       accuracy_within: how much less accurate than the exact decoder the chosen setting may be, in [0, 1).
-      objective: what is to be small, see `dllm_jax.eval.tuning.objectives`.
-      accelerator: the hardware that time is predicted for; None measures it on this device.
+      objective: what is to be small: measured time, or bytes moved; in Python also an `Objective`.
+      accelerator: time is predicted for it (h100, v5e, ..) instead of measured on this device.
       score: of an answer and its question, in [0, 1].
       first: questions of the first round; each round doubles them.
       confidence: that no setting is dropped wrongly, over all rounds and comparisons; and, singly, of the
@@ -55,15 +71,15 @@ class Search(Options):
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
-    objective: Any = "time"
-    accelerator: Any = None
-    score: Score = exact_match
+    objective: Annotated[Any, tyro.conf.arg(constructor=str)] = "time"
+    accelerator: Annotated[Any, tyro.conf.arg(constructor=str)] = None
+    score: Annotated[Score, tyro.conf.Suppress] = exact_match
     first: PositiveInt = 16
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
 
     def __post_init__(self):
         super().__post_init__()
-        objectives.hardware_of(self.objective, self.accelerator)
+        objectives.objective_for(self.objective, self.accelerator)
         if not callable(self.score):
             raise ValueError(f"score={self.score!r} must be a function of an answer and its question")
 
@@ -87,7 +103,7 @@ class Search(Options):
 
         Args:
           lm: the model with its tokenizer.
-          questions: see `dllm_jax.eval.tuning.questions.as_questions`.
+          questions: objects with `prompt` and `answer`, or pairs.
           decoding: of the exact decoder; length and block may be None, see `exact_decoding`.
           policies: the settings, see `dllm_jax.eval.tuning.candidates.candidates`.
           journal: answers of earlier runs, which are not computed again, and where new ones go; closed.
@@ -95,14 +111,17 @@ class Search(Options):
         """
         asked = as_questions(questions)
         exact = exact_decoding(decoding, lm.tokenizer, asked)
+        score = lambda question, answer: check_argument(
+            "score of an answer", float(self.score(answer, question)), Fraction
+        )
         requests = [
             Request(
                 f"{i}",
-                prompt_ids(lm.tokenizer, question.prompt),
+                prompt_ids(lm.tokenizer, q.prompt),
                 exact.length or 0,
-                score=functools.partial(scored, self.score, question),
+                score=functools.partial(score, q),
             )
-            for i, question in enumerate(asked)
+            for i, q in enumerate(asked)
         ]
         # Questions are asked in an order of their own: lists often begin with those of one kind.
         random.Random(exact.seed).shuffle(requests)
@@ -111,15 +130,187 @@ class Search(Options):
         settings = candidates(policies, exact, width)
         for setting in settings:
             setting.check(lm.model, exact, width)
-        objective = objectives.objective_for(
-            self.objective, self.accelerator, lm.model.spec, lm.model.dtype, exact
-        )
-        walk = Walk(self, lm, requests, exact, objective, settings, progress)
-        try:
-            return walk.result(journal)
-        finally:
-            if journal is not None:
-                journal.close()
+        objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
+        runners = {
+            setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress, objective.timed)
+            for setting in (Candidate().filled(exact), *settings)
+        }
+        with contextlib.closing(journal) if journal else contextlib.nullcontext():
+            rows = self.walk(requests, runners, objective, journal)
+        unit, within, confidence = objective.unit, self.accuracy_within, self.confidence
+        return Tuned(rows, lm.name, exact.length or 0, unit, within, confidence)
+
+    def walk(
+        self,
+        requests: Sequence[Request],
+        runners: Mapping[Candidate, Runner],
+        objective: Objective,
+        journal: Journal | None,
+    ) -> tuple[Row, ...]:
+        """What is known of each setting in the end; those that were dropped keep the answers they gave.
+
+        Args:
+          requests: the questions, in the order of asking.
+          runners: of each setting, that of the exact decoder first.
+          objective: what settings cost.
+          journal: takes the answers.
+        """
+        reference, *others = runners
+        answers: Answers = {setting: [] for setting in runners}
+        rounds, dropped, costs = self.rounds(len(requests)), dict[Candidate, str](), {}
+        console = rich.console.Console(stderr=True, quiet=not runners[reference].progress)
+        for asked in rounds:
+            active = [setting for setting in runners if setting not in dropped]
+            if len(active) == 1:  # the exact decoder alone
+                break
+            for setting in active:
+                # Compiled programs are dropped before they use up the process's memory maps.
+                if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+                    jax.clear_caches()
+                    for runner in runners.values():
+                        runner.compiled.clear()
+                new = requests[len(answers[setting]) : asked]
+                answers[setting].extend(record.scored(new, runners[setting].run(new, journal)))
+                # Without the reference nothing can be compared; others that fail only drop out.
+                if failed := _failure(answers[reference]):
+                    question = f"question {failed['id']}: {failed['error']}"
+                    raise RuntimeError(f"the exact decoder failed on {question}")
+                costs[setting] = _cost(objective, setting, answers)
+            # Every setting is compared with the exact decoder and every rival, in every round: what may go
+            # wrong is shared among all these one-sided bounds (Bonferroni).
+            verdicts = self.verdicts(
+                {setting: answers[setting] for setting in active}, costs, len(rounds) * len(others) ** 2
+            )
+            dropped |= verdicts
+            console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
+
+        # Each interval by itself, of two sides.
+        quantile, found = evidence.quantile(self.confidence, 2), []
+        for setting, own in answers.items():
+            accuracy = evidence.accuracy([row["score"] for row in own], quantile)
+            difference = _difference(own, answers[reference], quantile)
+            found.append(Row(setting, len(own), accuracy, difference, costs[setting], dropped.get(setting)))
+        return tuple(found)
+
+    def verdicts(
+        self, answers: Answers, costs: Mapping[Candidate, Estimate | None], bounds: int
+    ) -> dict[Candidate, str]:
+        """Which settings are to be dropped, and why.
+
+        Args:
+          answers: of the exact decoder and of every setting that is left, to the same questions.
+          costs: of all of them.
+          bounds: which hold together with the search's confidence.
+        """
+        reference, quantile = next(iter(answers)), evidence.quantile(self.confidence, bounds)
+        bound = lambda setting, other: _difference(answers[setting], answers[other], quantile).high
+        found: dict[Candidate, str] = {}
+        for setting in [one for one in answers if one != reference]:
+            cost, below = costs[setting], bound(setting, reference)
+            # Dominated: ranges of costs that overlap leave a doubt, and so does equal accuracy.
+            rivals = [s for s in answers if cost and (its := costs[s]) and its.high <= cost.low]
+            better = [s for s in rivals if bound(setting, s) < 0 and not _failure(answers[s])]
+            if failed := _failure(answers[setting]):
+                found[setting] = f"failed: {failed['error']}"
+            # Less accurate by more than the tolerance, whatever it costs: by the upper end of the difference.
+            elif below < -self.accuracy_within:
+                found[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
+            elif better:
+                found[setting] = f"costs no less and is less accurate than {better[0].beside(reference)}"
+        return found
+
+
+def _difference(own: list[schema.Row], others: list[schema.Row], quantile: float) -> Estimate:
+    """Of the mean scores of answers, on the questions that both have: dropped settings have fewer."""
+    scores, theirs = ([row["score"] for row in rows] for rows in (own, others[: len(own)]))
+    return evidence.difference(scores, theirs, quantile)
+
+
+def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimate | None:
+    """What a setting costs, by the answers that it did not fail to give; None if it gave none."""
+    pairs = zip(answers[setting], next(iter(answers.values())), strict=True)
+    answered = [(own, exact) for own, exact in pairs if own["error"] is None]
+    return objective.cost(setting, *zip(*answered, strict=True)) if answered else None
+
+
+def _failure(rows: Sequence[schema.Row]) -> schema.Row | None:
+    """The first answer that failed, None if there is none."""
+    return next((row for row in rows if row["error"] is not None), None)
+
+
+def tune(
+    model: Model,
+    tokenizer: Any,
+    questions: Iterable[Any],
+    policies: Iterable[object] | None = None,
+    *,
+    accuracy_within: float = 0.01,
+    objective: Name | Objective = "time",
+    accelerator: str | Hardware | None = None,
+    length: int | None = None,
+    block: int | None = None,
+    steps: int | None = None,
+    sampler: Sampler = Confidence(),
+    score: Score = exact_match,
+    first: int = 16,
+    confidence: float = 0.95,
+    seed: int = 0,
+    batch: int = 8,
+    journal: str | os.PathLike[str] | None = None,
+    name: str = "model",
+    progress: bool = False,
+) -> Tuned:
+    """The cheapest setting that answers your questions about as well as the exact decoder, and its rivals.
+
+    All settings answer the same questions, in rounds of ever more of them. After each round those are
+    dropped that are less accurate than the exact decoder by more than the tolerance, or that cost no less
+    than another one and are less accurate, both beyond doubt: by one-sided bounds on paired differences,
+    all of which hold with the given confidence.
+
+    Args:
+      model: from `load`.
+      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
+      questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or your own objects with `prompt` and
+        `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
+        template.
+      policies: what is compared: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies, which
+        stand for a grid of their settings that fits the requests. None: the grids of all policies, which are
+        some forty programs to compile.
+      accuracy_within: how much less accurate than the exact decoder the chosen setting may be, in [0, 1).
+      objective: what is to be small: "time" (measured on this device, over the exact decoder's), "bytes"
+        (moved to and from main memory, predicted), or an `Objective`.
+      accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
+        it instead of measured.
+      length: response positions; None: what the longest right answer and its end need.
+      block: positions decoded together by the exact decoder; None: 32 at most, so that there are four blocks.
+      steps: denoising steps of the exact decoder; None: one per response position.
+      sampler: of the exact decoder, and of policies given without one.
+      score: of an answer (text) and its question: True, False or a number in [0, 1].
+      first: questions of the first round; each round doubles their number.
+      confidence: that no setting is dropped wrongly; of each interval in the result.
+      seed: of the order of the questions, and of samplers that draw.
+      batch: sequences decoded together.
+      journal: a file that keeps every answer. Tuning again resumes from it; it may then have more questions
+        or policies.
+      name: of the model, in results.
+      progress: report rounds and answers to standard error.
+
+    Returns:
+      rows, Pareto front, the chosen setting; as a table, figure or preset in TOML, see `Tuned`.
+
+    Raises:
+      ValueError: bad input, a setting that the model refuses, a journal that another run adds to or whose
+        answers are of another device.
+      RuntimeError: the exact decoder failed to answer.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_tokenizer(tokenizer)
+    check_argument("progress", progress, bool)
+    search = Search(accuracy_within, objective, accelerator, score, first, confidence)
+    decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=batch)
+    answers = None if journal is None else Journal(pathlib.Path(journal))
+    lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
+    return search.run(lm, questions, decoding, policies, answers, progress)
 
 
 def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any]) -> Decoding:
@@ -136,135 +327,30 @@ def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any])
     return dataclasses.replace(decoding, policy=Policy(), length=length, block=block, steps=steps)
 
 
-class Given(NamedTuple):
-    """The answers of a setting, in the order in which questions are asked.
+def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The questions as objects with `prompt` and `answer`; a pair becomes an `Example`.
 
-    Attributes:
-      entries: of the journal.
-      scores: 0 where it failed.
+    Raises:
+      ValueError: there are none, or something that is no question.
     """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
+        raise ValueError(f"questions={shown(values)} {RULE}, one or more")
+    found = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
+    for one in found:
+        if not hasattr(one, "prompt") or not isinstance(getattr(one, "answer", None), str):
+            raise ValueError(f"questions hold {shown(one)}: they {RULE}, the answer being text")
+    return found
 
-    entries: tuple[Entry, ...] = ()
-    scores: tuple[float, ...] = ()
 
-    @property
-    def failure(self) -> str | None:
-        """The first error, None if there is none."""
-        return next((entry["error"] for entry in self.entries if entry["error"] is not None), None)
+def prompt_ids(tokenizer: Any, prompt: Any) -> tuple[int, ...]:
+    """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.
 
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """A search of given settings, with what it needs to answer; requests are in the order of asking."""
-
-    search: Search
-    lm: LanguageModel
-    requests: Sequence[Request]
-    exact: Decoding
-    objective: Objective
-    settings: tuple[Candidate, ...]
-    progress: bool = False
-
-    @property
-    def reference(self) -> Candidate:
-        """The exact decoder."""
-        return Candidate().filled(self.exact)
-
-    def result(self, journal: Journal | None) -> Tuned:
-        """Rows of all settings."""
-        given = {setting: Given() for setting in (self.reference, *self.settings)}
-        warm: dict[Candidate, set[BatchShape]] = collections.defaultdict(set)
-        dropped: dict[Candidate, str] = {}
-        console = rich.console.Console(stderr=True, quiet=not self.progress)
-        for asked in self.search.rounds(len(self.requests)):
-            active = [setting for setting in given if setting not in dropped]
-            if len(active) == 1:  # the exact decoder alone
-                break
-            for setting in active:
-                # Compiled programs are dropped before they use up the process's memory maps.
-                if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
-                    jax.clear_caches()
-                    warm.clear()
-                given[setting] = self._answer(setting, given[setting], asked, journal, warm[setting])
-            verdicts = self.verdicts({setting: given[setting] for setting in active})
-            dropped |= verdicts
-            console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
-        # Those that were dropped keep the answers that they gave.
-        rows = tuple(self._row(setting, given, dropped.get(setting)) for setting in given)
-        unit, within = self.objective.unit, self.search.accuracy_within
-        return Tuned(rows, self.lm.name, self.exact.length or 0, unit, within, self.search.confidence)
-
-    def _answer(
-        self, setting: Candidate, so_far: Given, asked: int, journal: Journal | None, warm: set[BatchShape]
-    ) -> Given:
-        """The answers of a setting to the first `asked` questions, continued."""
-        # Without the reference nothing can be compared: its failure ends the search, others only drop out.
-        new = slice(len(so_far.entries), asked)
-        bar = self.progress and sys.stderr.isatty()
-        runner = Runner(self.lm, setting.decoding(self.exact), bar, warm_up=self.objective.timed)
-        entries, scores = runner.run(self.requests[new], journal, warm), list[float]()
-        for request, entry in zip(self.requests[new], entries, strict=True):
-            if setting == self.reference and entry["error"] is not None:
-                raise RuntimeError(f"the exact decoder failed on question {request.id}: {entry['error']}")
-            scores.append(0.0 if entry["answer"] is None else request.score(entry["answer"]))
-        return Given((*so_far.entries, *entries), (*so_far.scores, *scores))
-
-    def verdicts(self, given: Mapping[Candidate, Given]) -> dict[Candidate, str]:
-        """Which settings are to be dropped, and why.
-
-        Args:
-          given: answers of the exact decoder and of every setting that is left, to the same questions.
-        """
-        # Every setting is compared with the exact decoder and every rival, in every round: what may go wrong
-        # is shared among all these one-sided bounds (Bonferroni).
-        rounds, count = len(self.search.rounds(len(self.requests))), len(self.settings)
-        quantile = evidence.one_sided(self.search.confidence, rounds * count * count)
-        costs = {setting: self._cost(setting, given) for setting in given}
-        verdicts = {s: self._verdict(s, given, costs, quantile) for s in given if s != self.reference}
-        return {setting: why for setting, why in verdicts.items() if why is not None}
-
-    def _verdict(
-        self,
-        setting: Candidate,
-        given: Mapping[Candidate, Given],
-        costs: Mapping[Candidate, Estimate | None],
-        quantile: float,
-    ) -> str | None:
-        """Why a setting is to be dropped; None if it is not."""
-        own, cost = given[setting], costs[setting]
-        if own.failure is not None:
-            return f"failed: {own.failure}"
-
-        # Less accurate by more than the tolerance, whatever it costs: by the upper end of the difference.
-        bound = lambda other: evidence.difference(own.scores, given[other].scores, quantile).high
-        below = bound(self.reference)
-        if below < -self.search.accuracy_within:
-            return f"at least {-100 * below:.1f} points less accurate than the exact decoder"
-
-        # Dominated: ranges of costs that overlap leave a doubt, and so does equal accuracy.
-        for rival, its in costs.items():
-            cheaper = cost and its and its.high <= cost.low and given[rival].failure is None
-            if cheaper and bound(rival) < 0:
-                return f"costs no less and is less accurate than {rival.beside(self.reference)}"
-        return None
-
-    def _cost(self, setting: Candidate, given: Mapping[Candidate, Given]) -> Estimate | None:
-        """What a setting costs, by the answers that it did not fail to give; None if it gave none."""
-        answered: list[tuple[Answered, Answered]] = []
-        pairs = zip(self.requests, given[setting].entries, given[self.reference].entries, strict=False)
-        for request, entry, exact in pairs:  # dropped settings have fewer
-            prompt = rounded_up(len(request.prompt), self.exact.bucket)
-            if entry["error"] is None:
-                answered.append(
-                    (Answered(prompt, cast(Decoded, entry)), Answered(prompt, cast(Decoded, exact)))
-                )
-        own, others = [one for one, _ in answered], [other for _, other in answered]
-        return self.objective.cost(setting, own, others) if own else None
-
-    def _row(self, setting: Candidate, given: Mapping[Candidate, Given], dropped: str | None) -> Row:
-        """What is known of a setting, with two-sided intervals."""
-        quantile, scores = evidence.two_sided(self.search.confidence), given[setting].scores
-        others = given[self.reference].scores[: len(scores)]
-        accuracy = evidence.accuracy(scores, quantile)
-        difference = evidence.difference(scores, others, quantile)
-        return Row(setting, len(scores), accuracy, difference, self._cost(setting, given), dropped)
+    Raises:
+      ValueError: a prompt that is neither text nor messages nor token ids, or no chat template for it.
+    """
+    given: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        messages = isinstance(given[0], dict)
+        return tuple(chat_ids(tokenizer, given) if messages else map(operator.index, given))
+    except (TypeError, LookupError):
+        raise ValueError(f"prompt={shown(prompt)} must be text, messages, or token ids") from None

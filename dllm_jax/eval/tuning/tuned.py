@@ -5,6 +5,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import rich.table
 from rich.markup import escape
 
@@ -118,13 +119,10 @@ class Tuned:
         # JSON's strings and lists of strings are TOML's too.
         preset, quoted = self.preset, lambda value: json.dumps(value, ensure_ascii=False)
         shape = ", ".join(f"{name} = {getattr(preset, name)}" for name in ("length", "block", "steps"))
-        text = (
-            f"paper = {quoted(PAPER)}\n\n[tasks]\n{quoted(task)} = {{ {shape} }}\n\n[[settings]]\n"
-            f"source = {quoted(preset.source.removeprefix(f'{PAPER}, '))}\n"
-            f"checkpoints = {quoted([self.model])}\n"
-            f"policy = {quoted(call(preset.policy))}\n"
-            f"sampler = {quoted(call(preset.sampler))}\n"
-        )
+        fields = {"source": preset.source.removeprefix(f"{PAPER}, "), "checkpoints": [self.model]}
+        fields |= {"policy": call(preset.policy), "sampler": call(preset.sampler)}
+        text = f"paper = {quoted(PAPER)}\n\n[tasks]\n{quoted(task)} = {{ {shape} }}\n\n[[settings]]\n"
+        text += "".join(f"{name} = {quoted(value)}\n" for name, value in fields.items())
         # A class of the caller's own has a name, but nobody could read it back.
         if parse(text, "the preset") != {f"{self.model}/{task}": preset}:
             raise ValueError(f"{self.chosen.setting} cannot be read back from its text")
@@ -132,46 +130,31 @@ class Tuned:
 
     def described(self) -> dict[str, Any]:
         """All of it as JSON values; policies and samplers as constructor calls."""
-
-        def shown(row: Row) -> dict[str, Any]:
-            setting = {
-                name: call(v) if name in ("policy", "sampler") else v for name, v in vars(row.setting).items()
-            }
-            fields = {name: v._asdict() if isinstance(v, Estimate) else v for name, v in vars(row).items()}
-            return setting | {name: value for name, value in fields.items() if name != "setting"}
-
+        head = ("length", "unit", "accuracy_within", "confidence")
+        rows = [{**vars(row.setting), **vars(row)} for row in self.rows]
         return {
-            "length": self.length,
-            "unit": self.unit,
-            "accuracy_within": self.accuracy_within,
-            "confidence": self.confidence,
+            **{name: getattr(self, name) for name in head},
             "chosen": self.rows.index(self.chosen),
             "front": [self.rows.index(row) for row in self.front],
-            "rows": list(map(shown, self.rows)),
+            "rows": [
+                {name: _plain(value) for name, value in row.items() if name != "setting"} for row in rows
+            ],
         }
 
     def table(self) -> rich.table.Table:
-        """All rows, for a terminal: the front by cost, then the rest."""
+        """All rows, for a terminal: the front by cost, then those that came farthest."""
         title = f"{self.model}: within {100 * self.accuracy_within:g} points of the exact decoder"
         shown = rich.table.Table(title=title, title_justify="left")
         for name in ("setting", "questions", "accuracy", "against exact", self.unit, ""):
-            numeric = name not in ("setting", "")
-            shown.add_column(name, justify="right" if numeric else "left", overflow="fold")
-        # The front by cost, then those that came farthest.
-        front, chosen = self.front, self.chosen
+            shown.add_column(name, justify="left" if name in ("setting", "") else "right", overflow="fold")
+        front, exact = self.front, self.exact.setting
         rest = [row for row in self.rows if row not in front]
         for row in (*front, *sorted(rest, key=lambda row: (-row.questions, row.rank))):
-            is_exact = row is self.exact
-            name = f"the exact decoder: {row.setting}" if is_exact else row.setting.beside(self.exact.setting)
+            name = f"the exact decoder: {exact}" if row is self.exact else row.setting.beside(exact)
             note = "front" if row in front else escape(row.dropped or "")
-            shown.add_row(
-                escape(name),
-                str(row.questions),
-                _percent(row.accuracy),
-                _percent(row.difference, "+"),
-                _cost(row.cost),
-                "[bold]chosen[/]" if row is chosen else note,
-            )
+            note = "[bold]chosen[/]" if row is self.chosen else note
+            accuracy, difference = _percent(row.accuracy), _percent(row.difference, "+")
+            shown.add_row(escape(name), f"{row.questions}", accuracy, difference, _cost(row.cost), note)
         return shown
 
     def figure(self) -> "Figure":
@@ -179,23 +162,23 @@ class Tuned:
 
         Settings without a cost, which answered nothing, are left out. Needs matplotlib, of the `eval` extra.
         """
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5.5), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots()
-        # One marker and colour per policy; grey, with the same marker, for what was dropped.
-        priced = [(row, row.cost, type(row.setting.policy).__name__) for row in self.rows if row.cost]
-        names = list(dict.fromkeys(name for *_, name in priced))
-        span = lambda e, scale: [[scale * max(0.0, e.value - e.low)], [scale * max(0.0, e.high - e.value)]]
-        for row, cost, name in priced:
-            i, dropped = names.index(name), row.dropped is not None
-            axes.errorbar(
-                cost.value, 100 * row.accuracy.value, span(row.accuracy, 100), span(cost, 1),
-                fmt=MARKERS[i % len(MARKERS)], elinewidth=0.7, color="0.75" if dropped else f"C{i % 10}",
-                label=name + ", dropped" * dropped,
-            )  # fmt: skip
+        priced: dict[tuple[str, bool], list[Row]] = {}
+        for row in (row for row in self.rows if row.cost):
+            kind = type(row.setting.policy).__name__, row.dropped is not None
+            priced.setdefault(kind, []).append(row)
+        # A marker and colour for each policy, with value, low and high as rows; grey where they were dropped.
+        names = list(dict.fromkeys(name for name, _ in priced))
+        for (name, dropped), rows in priced.items():
+            i = names.index(name)
+            cost, right = np.array([row.cost for row in rows]).T, np.array([row.accuracy for row in rows]).T
+            style: dict[str, Any] = {"fmt": MARKERS[i % len(MARKERS)], "elinewidth": 0.7}
+            y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
+            style |= {"color": "0.75" if dropped else f"C{i % 10}", "label": name + ", dropped" * dropped}
+            axes.errorbar(cost[0], y, *spread, **style)
 
         # The front behind them, the tolerance, and a ring around the choice.
         at = lambda rows: ([row.rank[0] for row in rows], [100 * row.accuracy.value for row in rows])
@@ -204,15 +187,17 @@ class Tuned:
         axes.axhline(floor, color="black", linestyle=":", linewidth=1, label="tolerance")
         label = f"chosen: {self.chosen.setting.beside(self.exact.setting)}"
         axes.scatter(*at([self.chosen]), s=180, facecolors="none", edgecolors="black", label=label)
-
-        if all(cost.value > 0 for _, cost, _ in priced):
-            axes.set_xscale("log")
-        axes.grid(alpha=0.3)
+        axes.set_xscale("log" if all(row.cost.value > 0 for row in self.rows if row.cost) else "linear")
         axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=self.model)
-        handles, labels = axes.get_legend_handles_labels()
-        shown = dict(zip(labels, handles, strict=True))  # each once
-        figure.legend(shown.values(), shown, loc="outside right upper", fontsize=8)
+        figure.legend(loc="outside right upper", fontsize=8)
         return figure
+
+
+def _plain(value: Any) -> Any:
+    """A field of a row or its setting as a JSON value."""
+    if isinstance(value, Estimate):
+        return value._asdict()
+    return call(value) if dataclasses.is_dataclass(value) else value
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:

@@ -40,6 +40,7 @@ def anls(answer: str, reference: str) -> float:
     from rapidfuzz.distance import Levenshtein  # in the `eval` extra
 
     ours, wanted = (" ".join(text.lower().split()) for text in (answer, reference))
+    # The distance over the longer text: 0 for equal texts, 1 for texts without a letter in common.
     longest = max(len(ours), len(wanted))
     similarity = 1 - Levenshtein.distance(ours, wanted) / longest if longest else 1.0
     return similarity if similarity >= THRESHOLD else 0.0

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from dllm_jax.eval.benchmarks.images import metrics
 from dllm_jax.eval.benchmarks.images.data import Sample
-from dllm_jax.eval.run.pictured import PicturedRunner
-from dllm_jax.eval.run.runner import Request
+from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NoneMeans, Options
 from dllm_jax.published.presets import UnknownPreset, presets
 
@@ -68,9 +67,9 @@ class ImageTask(Options):
         if self.behind is not None:
             answer = answer.rpartition(self.behind)[2].strip()
         if self.metric == "letter":
-            return max(metrics.letter(answer, reference, sample.choices) for reference in sample.answers)
+            return max(metrics.letter(answer, reference, sample.choices) for reference in sample.answer)
         metric = {"relaxed": metrics.relaxed, "anls": metrics.anls, "exact": metrics.exact}[self.metric]
-        return max(metric(answer, reference) for reference in sample.answers)
+        return max(metric(answer, reference) for reference in sample.answer)
 
 
 def published(name: str) -> ImageTask:
@@ -85,12 +84,7 @@ def published(name: str) -> ImageTask:
     return ImageTask(**tasks[name] | {"stop": tuple(tasks[name].get("stop", ())), "name": name})
 
 
-def changed(task: ImageTask, **given: str | Sequence[str] | None) -> ImageTask:
-    """A task with the fields that are given, those that are not None."""
-    return dataclasses.replace(task, **{name: value for name, value in given.items() if value is not None})
-
-
-def requests(runner: PicturedRunner, task: ImageTask, samples: Sequence[Sample]) -> list[Request]:
+def requests(runner: Runner, task: ImageTask, samples: Sequence[Sample]) -> list[Request]:
     """The questions of a file, in one group; every image is opened to see that it can be.
 
     Args:
@@ -106,11 +100,11 @@ def requests(runner: PicturedRunner, task: ImageTask, samples: Sequence[Sample])
     if length is None:
         raise ValueError("the response's length is not known: give --length, or a published task")
     for sample in samples:
-        text, images = task.text(sample), [str(path) for path in sample.images]
+        text, images = task.text(sample), sample.image
         try:
-            one = runner.request(sample.id, text, images, length, task.stop, task.name)
+            one = runner.pictured(sample.id, text, images, length, task.stop, task.name)
         except ValueError as error:
             raise ValueError(f"{sample.where}: {error}") from None
         score = functools.partial(task.score, sample=sample)
-        found.append(one._replace(references=sample.answers, score=score))
+        found.append(one._replace(references=sample.answer, score=score))
     return found

@@ -17,6 +17,7 @@ Metric = Callable[[str, str], float]
 
 def f1(prediction: str, reference: str) -> float:
     """F1 of the two multisets of words; case, ASCII punctuation and articles are ignored."""
+    # Multisets: a word that occurs twice in both counts twice.
     ours, theirs = _words(prediction), _words(reference)
     common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
     if common == 0:
@@ -54,26 +55,17 @@ def edit_similarity(prediction: str, reference: str, alignment: Alignment = "dif
       alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" is what the same
         call gives where python-Levenshtein is also installed. They differ by some percents.
     """
+    # Models put fences and comments in front of the line that is asked for.
     lines = prediction.lstrip("\n").split("\n")
     line = next((text for text in lines if not re.search("`|#|//", text)), "")
-    ratio = {"difflib": _difflib_ratio, "indel": _indel_ratio}[alignment]
-    return round(100 * ratio(line, reference)) / 100
-
-
-def _difflib_ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-def _indel_ratio(a: str, b: str) -> float:
-    """Twice the longest common subsequence over the summed lengths.
-
-    `Indel.normalized_similarity` is one minus the distance's fraction: for halves of a percent, its last bits
-    round the other way.
-    """
+    total = len(line) + len(reference)
+    if alignment == "difflib":
+        return round(100 * difflib.SequenceMatcher(None, line, reference).ratio()) / 100
     from rapidfuzz.distance import Indel  # in the `eval` extra
 
-    total = len(a) + len(b)
-    return (total - Indel.distance(a, b)) / total if total else 1.0
+    # Twice the longest common subsequence over the summed lengths. `Indel.normalized_similarity` is one minus
+    # the distance's fraction: for halves of a percent, its last bits round the other way.
+    return round(100 * (total - Indel.distance(line, reference)) / total) / 100 if total else 1.0
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
@@ -83,6 +75,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     over and so skips the name after a dropped one; so does this.
     """
     found = [name for name in classes if name in prediction]
+    # A `for` over the list that is being changed, as published, in other words.
     i = 0
     while i < len(found):
         if found[i] in reference and found[i] != reference:

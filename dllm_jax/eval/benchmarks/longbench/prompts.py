@@ -127,13 +127,12 @@ def requests(
         except ValueError as error:
             raise ValueError(f"{task.name}, answers of {length or task.length} positions: {error}") from None
     for task in chosen:
-        path = data / f"{task.name}.jsonl"
-        samples = read(path)
+        samples = read(data / f"{task.name}.jsonl")
         for sample in samples:
             try:
                 task.check(sample.answers, sample.classes)
             except ValueError as error:
-                raise ValueError(f"{path}:{sample.line}: sample {sample.id!r}: {error}") from None
+                raise ValueError(f"{sample.where}: sample {sample.id!r}: {error}") from None
         for sample in samples[:limit]:
             ids = tuple(prompts.ids(task, sample, runner.lm.tokenizer, truncate_to))
             one = Request(sample.id, ids, length or task.length, task.stop, task.name)
