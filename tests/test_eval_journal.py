@@ -16,7 +16,7 @@ from dllm_jax.eval.run.settings import Decoding
 from tests.models import tiny
 
 
-def entry(key: str, answer: str) -> dict:
+def entry(key: str, answer: str | None) -> dict:
     return {"key": key, "answer": answer, "error": None}
 
 
@@ -163,3 +163,11 @@ def test_a_run_is_refused_before_it_computes_anything_and_sees_what_was_added_si
     assert ANSWERED.run(["a"], Journal(path))  # reading needs no lock
     other.close()
     assert [each["answer"] for each in ANSWERED.run(["a"], early)] == ["1"]
+
+
+def test_what_failed_is_tried_again(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.add([entry("a", "1"), entry("b", None) | {"error": "out of memory"}])
+    monkeypatch.setattr(Answered, "_answer", lambda self, chunk: [entry(key, "2") for key, _ in chunk])
+    assert [each["answer"] for each in ANSWERED.run(["a", "b"], journal)] == ["1", "2"]
+    assert Journal(journal.path).entries["b"] == entry("b", "2")

@@ -1,9 +1,10 @@
-"""LongBench's requests: the published templates, cut in the middle, and the chat template's exceptions.
+"""LongBench's data and requests: published templates, cut in the middle, and the chat template's exceptions.
 
-The templates are read from the benchmark's own file, `dataset2prompt.json` (in `config/` of
-github.com/THUDM/LongBench), so that they are exactly the published ones. A prompt that is too long loses its
-middle, since questions stand at either end; published lengths (max_length in config/model2maxlen.json) are
-3500, 7500, 15500 and 31500 tokens: the model's window less 500 to 1000.
+The data are in a local folder: `<task>.jsonl`, one JSON object per line. The templates are read from the
+benchmark's own file, `dataset2prompt.json` (in `config/` of github.com/THUDM/LongBench), so that they are
+exactly the published ones. A prompt that is too long loses its middle, since questions stand at either end;
+published lengths (max_length in config/model2maxlen.json) are 3500, 7500, 15500 and 31500 tokens: the model's
+window less 500 to 1000.
 """
 
 import dataclasses
@@ -11,16 +12,63 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.benchmarks.longbench.data import Sample, read
 from dllm_jax.eval.benchmarks.longbench.tasks import TASKS, LongBenchTask
-from dllm_jax.eval.run.files import read_json
+from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.options import Options
 
 FILE = "dataset2prompt.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Options):
+    """One question.
+
+    Attributes:
+      id: `_id` of the data set, or "line N" where there is none.
+      context: the long text.
+      input: the question; empty for summaries.
+      answers: right answers, at least one.
+      classes: all class names of a classification task; else empty.
+      where: file and line, for messages.
+    """
+
+    id: str
+    context: str
+    input: str
+    answers: Annotated[tuple[str, ...], MinLen(1)]
+    classes: tuple[str, ...]
+    where: str
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Without a reference a sample could not be scored.
+        if not all(answer.strip() for answer in self.answers):
+            raise ValueError(f"answers={self.answers!r} hold an empty reference")
+
+    @classmethod
+    def of(cls, row: Any, where: str) -> "Sample":
+        """The sample of a line in the published form; null classes are those of other tasks."""
+        id = row.get("_id") or f"line {where.rpartition(':')[2]}"
+        classes = () if row.get("all_classes") is None else row["all_classes"]
+        return cls(str(id), row.get("context"), row.get("input"), row.get("answers"), classes, where)
+
+
+def read(path: Path) -> list[Sample]:
+    """The samples of a file in the published form.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: a line that is not JSON or not UTF-8, a missing or mistyped field, no reference, or a
+        duplicate id; names file and line.
+    """
+    return read_samples(path, Sample.of)
 
 
 @dataclasses.dataclass(frozen=True)
