@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from dllm_jax.checkpoint.dtypes import SUPPORTED, same_bits
 from dllm_jax.checkpoint.families import differences, units_of
-from dllm_jax.checkpoint.integrity import check_integrity
+from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
@@ -189,7 +189,7 @@ def compare_logits(a: Float[np.ndarray, "l v"], b: Float[np.ndarray, "l v"], top
 def _logits(source: Source, ids: Int[np.ndarray, "1 l"]) -> Float[np.ndarray, "l v"]:
     kinds = source.dtypes
     dtype = next(iter(kinds)) if len(kinds) == 1 and kinds <= set(SUPPORTED) else np.dtype(np.float32)
-    model = Model(fill(source, dtype).params, source.spec)  # int8 matrices stay int8
+    model = Model(fill(source, dtype)[0], source.spec)  # int8 matrices stay int8
     return np.asarray(jax.device_get(forward(model, jnp.asarray(ids)))[0], np.float32)
 
 

@@ -23,14 +23,14 @@ from dllm_jax.command_line import plain_errors
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import END, grid
 from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.demo import chatting, show
-from dllm_jax.demo.measure import Questions, Row, measure
+from dllm_jax.demo import chatting
+from dllm_jax.demo.measure import Row, measure, table
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
 from dllm_jax.policies import DualCache, Policy, PrefixCache
 from dllm_jax.samplers import Confidence, Threshold
-from dllm_jax.tasks import Chain, Task, examples, needle
+from dllm_jax.tasks import Chain, Example, Task, examples, needle, prompt_arrays
 
 POLICIES = (
     (Policy(), Confidence()),
@@ -94,12 +94,13 @@ def demonstration(arguments: Arguments) -> int:
     for name in arguments.models:
         model, tokenizer = _converted(console, name), read_tokenizer(embedded.path(name))
         for setting in TASKS:
-            questions = _questions(arguments, setting, tokenizer, model)
+            questions = examples(setting.task, arguments.seed, setting.size, arguments.prompts, "held_out")
             shape = {"length": setting.length, "block": setting.block}
             rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **shape)
             title = f"{name}, {setting.title}: {arguments.prompts} held-out prompts, length {setting.length}"
-            console.print(show.table(rows, f"{title}, block {setting.block}"))
-            tables.append(_report(name, setting, model, questions, rows))
+            text = f"\n{title}, block {setting.block}\n\n{table(rows)}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            tables.append(_report(name, setting, model, rows))
         _denoising(console, model, tokenizer, questions, setting)
     device = provenance.device()
     console.print(f"{device.platform} ({device.kind}), jax {jax.__version__}")
@@ -123,29 +124,23 @@ def _converted(console: rich.console.Console, name: str) -> Model:
     return model
 
 
-def _questions(arguments: Arguments, setting: TaskSetting, tokenizer, model: Model) -> Questions:
-    drawn = examples(setting.task, arguments.seed, setting.size, arguments.prompts, "held_out")
-    return Questions.of(tokenizer, drawn, model.spec.eos_id)
-
-
 def _denoising(
-    console: rich.console.Console, model: Model, tokenizer, questions: Questions, setting: TaskSetting
+    console: rich.console.Console, model: Model, tokenizer, questions: list[Example], setting: TaskSetting
 ):
     """Prints one answer step by step."""
-    prompt, mask = questions.prompt[:1], questions.mask[:1]
+    prompt, mask = prompt_arrays(tokenizer, questions[:1], model.spec.eos_id)
     out = generate(model, prompt, prompt_mask=mask, length=setting.length, block=setting.block, trace=True)
-    text = f"[bold]{questions.examples[0].prompt}[/]"
+    text = f"[bold]{questions[0].prompt}[/]"
     console.print(f"\n{text}  is answered (blocks of {setting.block}; {END} ends it):\n")
     console.print(grid(Recording.of(out.trace, 0), tokenizer))
 
 
-def _report(name: str, setting: TaskSetting, model: Model, questions: Questions, rows: list[Row]) -> dict:
+def _report(name: str, setting: TaskSetting, model: Model, rows: list[Row]) -> dict:
     return {
         "model": name,
         "parameters": count(model.params),
         "dtype": str(model.dtype),
         "task": setting.title,
-        "prompt_shape": list(questions.prompt.shape),
         "length": setting.length,
         "block": setting.block,
         "rows": [dataclasses.asdict(row) for row in rows],

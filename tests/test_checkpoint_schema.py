@@ -24,7 +24,7 @@ OUTSIDE = [
     ("norm_eps", "rms_norm_eps", -1, "must be"),
     ("norm_eps", "rms_norm_eps", 1e300, r"must be a number in \[1e-12, 1\]"),
     ("norm_eps", "rms_norm_eps", 1e-300, r"must be a number in \[1e-12, 1\]"),
-    ("positions", "max_sequence_length", 0, "positions=0 must be"),
+    ("positions", "max_sequence_length", 0, "=0 must be"),
     ("positions", "max_sequence_length", 2.5, "must be"),
     ("mask_id", "mask_token_id", None, "null|must be a whole number"),
     ("mask_id", "mask_token_id", 2.5, "must be"),

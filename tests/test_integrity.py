@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
-from dllm_jax.checkpoint.integrity import check_integrity
+from dllm_jax.checkpoint.files import check_integrity
 from tests.checkpoints import tiny, write_hf
 from tests.test_convert import run_script
 

@@ -81,7 +81,7 @@ def test_the_limit_on_positions(family):
     # A directory of an earlier release knows no limit, and gives back the one that its config.json names.
     unknown, original = dataclasses.replace(spec, positions=None), Config("config.json", values)
     assert spec_to_config(unknown, "float32", original)[key] == 512
-    with pytest.raises(ValueError, match=f"config.json: {key}='512' must be an integer"):
+    with pytest.raises(ValueError, match=f"config.json: {key}='512' must be a whole number"):
         spec_of(values | {key: "512"})
 
 
@@ -99,44 +99,35 @@ def test_nulls_that_stand_for_something():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "supported"),
+    ("family", "key", "value", "supported"),
     [
-        ("activation_type", "swiglu", '"silu"'),
-        ("alibi", True, "false"),
-        ("alibi", 0, "false"),
-        ("attention_layer_norm", True, "false"),
-        ("bias_for_layer_norm", True, "false"),
-        ("block_group_size", 2, "1"),
-        ("block_type", "sequential", '"llama"'),
-        ("clip_qkv", 8.0, "null"),
-        ("include_bias", True, "false"),
-        ("input_emb_norm", True, "false"),
-        ("layer_norm_type", "default", '"rms"'),
-        ("layer_norm_with_affine", False, "true"),
-        ("multi_query_attention", True, "null"),
-        ("rope", False, "true"),
-        ("rope_scaling", {"type": "linear"}, "null"),
-        ("scale_logits", True, "false"),
+        ("llada", "activation_type", "swiglu", '"silu"'),
+        ("llada", "alibi", True, "false"),
+        ("llada", "alibi", 0, "false"),
+        ("llada", "attention_layer_norm", True, "false"),
+        ("llada", "bias_for_layer_norm", True, "false"),
+        ("llada", "block_group_size", 2, "1"),
+        ("llada", "block_type", "sequential", '"llama"'),
+        ("llada", "clip_qkv", 8.0, "null"),
+        ("llada", "include_bias", True, "false"),
+        ("llada", "input_emb_norm", True, "false"),
+        ("llada", "layer_norm_type", "default", '"rms"'),
+        ("llada", "layer_norm_with_affine", False, "true"),
+        ("llada", "multi_query_attention", True, "null"),
+        ("llada", "rope", False, "true"),
+        ("llada", "rope_scaling", {"type": "linear"}, "null"),
+        ("llada", "scale_logits", True, "false"),
+        ("dream", "hidden_act", "gelu", '"silu"'),
+        ("dream", "rope_scaling", {"type": "yarn"}, "null"),
+        ("dream", "sliding_window", 4096, "null"),
+        ("dream", "head_dim", 16, "8"),
+        ("dream", "rope_parameters", {"rope_theta": 1.0}, "null"),
     ],
 )
-def test_llada_values_outside_what_is_supported(key, value, supported):
+def test_values_outside_what_is_supported(family, key, value, supported):
+    changes = {key: value, "use_sliding_window": key == "sliding_window"}
     with pytest.raises(ValueError, match=f"{key}=.* is not supported; supported: {supported}"):
-        spec_of(config(tiny()) | {key: value})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: \"silu\""),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling=.* is not supported; supported: null"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
-        ({"head_dim": 16}, "head_dim=16 is not supported; supported: 8"),
-        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters=.* is not supported"),
-    ],
-)
-def test_dream_values_outside_what_is_supported(changes, message):
-    with pytest.raises(ValueError, match=message):
-        spec_of(config(tiny("dream")) | changes)
+        spec_of(config(tiny(family)) | changes)
 
 
 def test_a_window_that_is_switched_off_does_not_matter():
@@ -156,13 +147,12 @@ def test_other_architectures(model_type):
         ({"d_model": 30}, "d_model=30 must be a multiple of n_heads=4"),
         ({"n_heads": 0}, "n_heads=0"),
         ({"n_kv_heads": 3}, "config.json: heads=4 must be a multiple of kv_heads=3"),
-        ({"n_layers": "3"}, "n_layers='3' must be an integer"),
-        ({"n_layers": True}, "n_layers=True must be an integer"),
-        ({"rope_theta": 0}, "rope_theta=0 must be positive"),
+        ({"n_layers": "3"}, "n_layers='3' must be a whole number"),
+        ({"n_layers": True}, "n_layers=True must be a whole number"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number"),
-        ({"weight_tying": 1}, "weight_tying=1 must be true or false"),
+        ({"weight_tying": 1}, "weight_tying=1 must be True or False"),
         ({"mask_token_id": 64}, "mask_id=64 must be below vocab=64"),
-        ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\] must be an integer"),
+        ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\] must be a whole number"),
         ({"mlp_hidden_size": None}, "required key 'mlp_hidden_size' is null"),
     ],
 )
@@ -171,14 +161,12 @@ def test_values_that_make_no_model(changes, message):
         spec_of(config(tiny()) | changes)
 
 
-@pytest.mark.parametrize(
-    "key", ["d_model", "n_layers", "mlp_hidden_size", "rope_theta", "mask_token_id", "weight_tying"]
-)
-def test_missing_keys_are_named(key):
-    values = config(tiny())
-    del values[key]
-    with pytest.raises(ValueError, match=f"config.json: required key '{key}' is missing"):
-        spec_of(values)
+def test_missing_keys_are_named():
+    for key in ("d_model", "n_layers", "embedding_size", "rope_theta", "mask_token_id", "weight_tying"):
+        values = config(tiny()) | {"vocab_size": None}
+        del values[key]
+        with pytest.raises(ValueError, match=f"config.json: required key '{key}' is missing"):
+            spec_of(values)
 
 
 def test_all_unsupported_values_are_listed():

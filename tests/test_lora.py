@@ -289,7 +289,7 @@ def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written
         (dict(modules_to_save=["lm_head"]), "modules_to_save="),
         (dict(r=4), r"misshaped: .*q_proj.lora_A.weight is \[3, 32\], expected \[4, 32\]"),
         (dict(lora_alpha=None), "required key 'lora_alpha' is null"),
-        (dict(r="x"), "r='x' must be an integer"),
+        (dict(r="x"), "r='x' must be a whole number"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ValueError, match=message):

@@ -33,24 +33,18 @@ def write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
     Raises:
       OSError: they cannot be written, e.g. as the disk is full; names the directory.
     """
-    try:
-        _write(path, unit, arrays)
-    except Exception as error:  # TensorStore's, which are ValueError for a full disk
-        raise OSError(f"{path} cannot be written: {error}") from error
-
-
-def _write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
-    for name, (axes, values) in arrays.items():
-        cut = ts.ChunkLayout(chunk_shape=piece(axes, values.shape, values.dtype.itemsize))
-        array = ts.open(
-            _described(path, name) | {"metadata": {"compressor": {"id": "zstd", "level": 1}}},
-            create=True,
-            dtype=ts.dtype(values.dtype),
-            shape=values.shape,
-            chunk_layout=cut,
-        ).result()
-        array.write(values, can_reference_source_data_indefinitely=True).result()
-    ts.KvStore.open(_store(path)).result()[UNIT] = unit.encode()
+    with _named(path, "written", OSError):  # a full disk too, which is ValueError in TensorStore
+        for name, (axes, values) in arrays.items():
+            cut = ts.ChunkLayout(chunk_shape=piece(axes, values.shape, values.dtype.itemsize))
+            array = ts.open(
+                _described(path, name) | {"metadata": {"compressor": {"id": "zstd", "level": 1}}},
+                create=True,
+                dtype=ts.dtype(values.dtype),
+                shape=values.shape,
+                chunk_layout=cut,
+            ).result()
+            array.write(values, can_reference_source_data_indefinitely=True).result()
+        ts.KvStore.open(_store(path)).result()[UNIT] = unit.encode()
 
 
 def piece(axes: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -113,12 +107,12 @@ def open_array(path: Path, name: str) -> Stored:
 
 
 @contextlib.contextmanager
-def _named(where: Path) -> Iterator[None]:
-    """Errors of TensorStore as one that names what was read first."""
+def _named(where: Path, done: str = "read", kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Errors of TensorStore as one that names the directory first."""
     try:
         yield
     except Exception as error:  # of many kinds: what is in these files goes through several parsers
-        raise ValueError(f"{where} cannot be read: {error}") from error
+        raise kind(f"{where} cannot be {done}: {error}") from error
 
 
 def _described(path: Path, name: str) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from dllm_jax.checkpoint.directory import read_object
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
+
+KINDS = get_type_hints(ModelSpec, include_extras=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,72 +40,48 @@ class Config:
     where: str
     values: dict[str, Any]
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """The integer at a key; `default` replaces an absent key or null.
-
-        Raises:
-          ValueError: the key is absent and has no default, or its value is not an integer.
-        """
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{self.where}: {key}={value!r} must be an integer")
-        return value
-
-    def known(self, key: str) -> int | None:
-        """The integer at a key, None if it is absent or null.
-
-        Raises:
-          ValueError: its value is not an integer.
-        """
-        return None if self.values.get(key) is None else self.integer(key)
-
-    def number(self, key: str, kind: Any) -> float:
-        """The finite positive number at a key, within the range of a field of ModelSpec.
+    def read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """The value at a key, of a kind and range that `dllm_jax.options` lists.
 
         Args:
           key: name in config.json.
-          kind: the field's annotation, see `dllm_jax.options`.
+          kind: the annotation of a field of `ModelSpec`.
+          default: in the place of an absent key or null.
 
         Raises:
-          ValueError: the key is absent, or its value is not a positive finite number in the range.
+          ValueError: the value is outside of the range, or absent and has no default.
         """
-        value = self._value(key, None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.where}: {key}={value!r} must be a number")
-        if not (0 < value < math.inf):
-            raise ValueError(f"{self.where}: {key}={value!r} must be positive and finite")
+        value = default if self.values.get(key) is None else self.values[key]
         try:
-            return float(check_argument(key, value, kind))
+            return check_argument(key, value, kind)
         except ValueError as error:
-            raise ValueError(f"{self.where}: {error}") from None
+            state = "null" if key in self.values else "missing"
+            reason = f"required key {key!r} is {state}" if value is None else error
+            raise ValueError(f"{self.where}: {reason}") from None
 
-    def flag(self, key: str, default: bool | None = None) -> bool:
-        """The truth value at a key; `default` replaces an absent key or null.
+    def fields(self, keys: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+        """The fields of `ModelSpec` that stand at these keys, and the width of a head.
 
-        Raises:
-          ValueError: the key is absent and has no default, or its value is neither true nor false.
-        """
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {key}={value!r} must be true or false")
-        return value
-
-    def head_width(self, width_key: str, heads_key: str) -> int:
-        """Width of one head: the model's width divided by its query heads.
+        Args:
+          keys: of config.json, by field.
+          **defaults: of absent keys, by field; as many kv heads as heads otherwise.
 
         Raises:
-          ValueError: the heads do not divide the width.
+          ValueError: as `read`; or the heads do not divide the width.
         """
-        width, heads = self.integer(width_key), self.integer(heads_key)
-        if heads < 1 or width % heads:
-            raise ValueError(f"{self.where}: {width_key}={width} must be a multiple of {heads_key}={heads}")
-        return width // heads
+        defaults = {"kv_heads": self.values.get(keys["heads"])} | defaults
+        found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
+        width, heads = found["width"], found["heads"]
+        if width % heads:
+            divides = f"{keys['width']}={width} must be a multiple of {keys['heads']}={heads}"
+            raise ValueError(f"{self.where}: {divides}")
+        return found | {"head": width // heads}
 
     def end_of_turn(self, vocab: int, known: dict[int, int]) -> int | None:
         """Token id of end-of-turn: `eot_token_id`, or that of the published model of this vocabulary size."""
         if "eot_token_id" not in self.values:
             return known.get(vocab)
-        return None if self.values["eot_token_id"] is None else self.integer("eot_token_id")
+        return self.read("eot_token_id", KINDS["eot_id"])
 
     def check(self, requirements: tuple[Requirement, ...]):
         """Raises ValueError that lists every key whose value no requirement allows."""
@@ -117,13 +96,6 @@ class Config:
                 lines.append(f"{key}={self.values[key]!r} is not supported; supported: {supported}")
         if lines:
             raise ValueError("\n  ".join([f"{self.where}: not a model this library runs", *lines]))
-
-    def _value(self, key: str, default):
-        value = self.values.get(key)
-        if value is None and default is None:
-            state = "null" if key in self.values else "missing"
-            raise ValueError(f"{self.where}: required key {key!r} is {state}")
-        return default if value is None else value
 
 
 def read_config(path: Path) -> Config:

@@ -7,10 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.checkpoint import integrity
 from dllm_jax.checkpoint.converted import is_converted, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
-from dllm_jax.checkpoint.files import PROVENANCE, auxiliary_files, copy_auxiliary_files, sha256
+from dllm_jax.checkpoint.files import (
+    PROVENANCE,
+    WRITTEN,
+    auxiliary_files,
+    copy_auxiliary_files,
+    sha256,
+)
+from dllm_jax.checkpoint.files import (
+    written as hashes,
+)
 from dllm_jax.checkpoint.hf import INDEX, open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.sharded import Source
@@ -74,7 +82,7 @@ def convert(
         copy_auxiliary_files(found, partial)
         write_spec(partial, spec, written, held)
         history = _provenance(checkpoint, str(source), written, held, rope_factor)
-        history |= {integrity.WRITTEN: integrity.written(partial)}
+        history |= {WRITTEN: hashes(partial)}
         (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
     return target
 

@@ -1,8 +1,9 @@
 """Writing a converted directory, or a model in memory, as a Hugging Face directory, unit by unit."""
 
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.families import spec_to_config
@@ -21,11 +22,9 @@ from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
-from dllm_jax.nn.int8 import HostArray
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state import host
 
 
@@ -62,13 +61,8 @@ def export(
         raise ValueError(f"{found} is no converted directory (no spec.json and params/ as `convert` writes)")
     checkpoint = open_converted(found)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
-    original = read_config(found / "config.json") if (found / "config.json").is_file() else None
-    with atomic_directory(target, overwrite) as partial:
-        copy_auxiliary_files(found, partial)
-        dtype = _one_dtype(checkpoint)
-        with progress("export", checkpoint, dtype, None, show_progress) as advance:
-            tensors = _tensors(checkpoint.spec, stream(checkpoint, dtype, None), advance)
-            _write(partial, checkpoint, original, shard_bytes, tensors)
+    with progress("export", checkpoint, _one_dtype(checkpoint), None, show_progress) as advance:
+        _write(target, checkpoint, found, overwrite, shard_bytes, _tensors(checkpoint, advance))
     return target
 
 
@@ -113,20 +107,12 @@ def save_hf(
             f"spec.vision={model.spec.vision} and model.vision must go together: the parameters of the tower "
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
-    target, original = Path(destination), None
     # A model knows the directory it was loaded from; one that a program made knows none.
     if keep_from is None and model.origin is not None and model.origin.is_dir():
         keep_from = model.origin
-    if keep_from is not None and (Path(keep_from) / "config.json").is_file():
-        original = read_config(Path(keep_from) / "config.json")
-
-    def write_all(tensors: Iterator[np.ndarray]):
-        with atomic_directory(target, overwrite) as partial:
-            if keep_from is not None:
-                copy_auxiliary_files(Path(keep_from), partial)
-            _write(partial, source, original, shard_bytes, tensors)
-
-    tensors = _tensors(source.spec, stream(source, _one_dtype(source), None), lambda unit: None)
+    target, kept = Path(destination), None if keep_from is None else Path(keep_from)
+    write_all = functools.partial(_write, target, source, kept, overwrite, shard_bytes)
+    tensors = _tensors(source, lambda unit: None)
     if jax.process_count() == 1:
         write_all(tensors)
     else:
@@ -191,25 +177,32 @@ def _one_dtype(source: Source) -> np.dtype:
 
 
 def _write(
-    path: Path, source: Source, original: Config | None, shard_bytes: int, tensors: Iterator[np.ndarray]
+    target: Path,
+    source: Source,
+    kept: Path | None,
+    overwrite: bool,
+    shard_bytes: int,
+    tensors: Iterator[np.ndarray],
 ):
+    """Writes the directory: the small files of `kept`, its config.json as far as it still holds, weights."""
     spec, dtype = source.spec, _one_dtype(source)
-    # Bytes of an unchanged config.json stay as they came.
-    values = spec_to_config(spec, str(dtype), original)
-    if original is None or values != original.values:
-        (path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    write(path, plan(spec, dtype, shard_bytes), tensors)
-    next(tensors, None)  # all are written; this lets the last unit count as done
+    config = None if kept is None else kept / "config.json"
+    original = read_config(config) if config is not None and config.is_file() else None
+    with atomic_directory(target, overwrite) as partial:
+        if kept is not None:
+            copy_auxiliary_files(kept, partial)
+        # Bytes of an unchanged config.json stay as they came.
+        values = spec_to_config(spec, str(dtype), original)
+        if original is None or values != original.values:
+            (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write(partial, plan(spec, dtype, shard_bytes), tensors)
+        next(tensors, None)  # all are written; this lets the last unit count as done
 
 
-def _tensors(
-    spec: ModelSpec,
-    read: Iterable[tuple[Unit, dict[str, HostArray]]],
-    advance: Callable[[Unit], None],
-) -> Iterator[np.ndarray]:
-    for unit, arrays in read:
+def _tensors(source: Source, advance: Callable[[Unit], None]) -> Iterator[np.ndarray]:
+    for unit, arrays in stream(source, _one_dtype(source), None):
         for entry in unit.entries:
             array = arrays[entry.leaf]
             assert isinstance(array, np.ndarray), "int8 matrices are refused before anything is written"
-            yield to_hf(spec, entry, array)
+            yield to_hf(source.spec, entry, array)
         advance(unit)

@@ -1,39 +1,16 @@
 """The checkpoint layouts this library reads and writes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import dream, llada, llada_v
-from dllm_jax.checkpoint.names.table import TensorName, Unit, units
+from dllm_jax.checkpoint.names.table import Family, Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A checkpoint layout.
-
-    Attributes:
-      model_type: config.json's `model_type`.
-      names: its name table.
-      read: config.json -> spec.
-      write: spec -> the config.json keys it determines.
-      template: spec -> the remaining keys, for a model without a config.json.
-    """
-
-    model_type: str
-    names: tuple[TensorName, ...]
-    read: Callable[[Config], ModelSpec]
-    write: Callable[[ModelSpec], dict[str, Any]]
-    template: Callable[[ModelSpec], dict[str, Any]]
-
-
-FAMILIES: dict[str, Family] = {
-    "llada": Family("llada", llada.NAMES, llada.read, llada.write, llada.template),
-    "dream": Family("Dream", dream.NAMES, dream.read, dream.write, dream.template),
-    "llada-v": Family("llava_llada", llada_v.NAMES, llada_v.read, llada_v.write, llada_v.template),
-}
+FAMILIES = {"llada": llada.FAMILY, "dream": dream.FAMILY, "llada-v": llada_v.FAMILY}
+# Relatives of the models, which would be read as these: quantised files, and experts (LLaDA-MoE).
+VARIANTS = Requirement("quantization_config", (None,)), Requirement("num_experts", (None,))
 IGNORED = (  # buffers that some writers save; computed here
     r".*\.rotary_emb\.inv_freq",
     r".*\.embeddings\.position_ids",
@@ -67,7 +44,7 @@ def config_to_spec(config: Config) -> ModelSpec:
       ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    _check_variant(config)
+    config.check(VARIANTS)
     by_type = {family.model_type: family for family in FAMILIES.values()}
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in by_type:
@@ -83,25 +60,6 @@ def config_to_spec(config: Config) -> ModelSpec:
         raise ValueError(f"{config.where}: {error}") from error  # a rule of ModelSpec, which knows no file
 
 
-def _check_variant(config: Config):
-    """Raises ValueError for relatives of the supported models, which would be read as those."""
-    values = config.values
-    if values.get("quantization_config") is not None:
-        given = values["quantization_config"]
-        method = given.get("quant_method") if isinstance(given, dict) else given
-        raise ValueError(
-            f"{config.where}: quantization_config ({method!r}) is not supported: load the original "
-            "checkpoint; dj.load(..., weights='int8') holds its matrices in int8"
-        )
-    architectures = values.get("architectures")
-    names = [values.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
-    if "num_experts" in values or any("moe" in str(name).lower() for name in names):
-        raise ValueError(
-            f"{config.where}: a mixture of experts (LLaDA-MoE) is not supported; supported are the dense "
-            "models: LLaDA-8B, LLaDA-1.5 and Dream"
-        )
-
-
 def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) -> dict[str, Any]:
     """The config.json of a model.
 
@@ -115,11 +73,11 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
     """
     family = family_of(spec)
     if original is None:
-        values = family.template(spec) | family.write(spec) | {"torch_dtype": dtype}
+        values = family.made(spec) | {"torch_dtype": dtype}
     else:
         values = dict(original.values)
         if differences(spec, config_to_spec(original)):
-            values |= family.write(spec)
+            values |= family.written(spec)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     # What was written is read again: what does not come back cannot be said in this family's keys.
     lost = differences(spec, config_to_spec(Config(f"a {family.model_type} config.json", values)))

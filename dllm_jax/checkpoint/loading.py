@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
-from dllm_jax.checkpoint.integrity import check_integrity
+from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.sharded import Source, StoredParameter
 from dllm_jax.checkpoint.source import not_finite, open_checkpoint, opened, refuse, resized
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
@@ -89,8 +88,7 @@ def load(
     """
     verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
-    if not isinstance(rope_factor, float):  # of floats `scale_rope` checks the range
-        rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
+    rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)
@@ -103,8 +101,8 @@ def load(
     if verify:
         check_integrity(source.path)
     warn_of_replicas(source.spec, mesh, rules)
-    filled = fill(source, target, mesh, check_finite, separate_layers, held, rules)
-    return dataclasses.replace(empty, params=filled.params, vision=filled.vision, origin=source.path)
+    params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
+    return dataclasses.replace(empty, params=params, vision=vision, origin=source.path)
 
 
 def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:
@@ -132,20 +130,12 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     Raises:
       ValueError: the factor is not a positive finite number.
     """
-    if not (math.isfinite(factor) and factor > 0):
-        raise ValueError(f"rope_factor={factor} must be positive and finite")
+    factor = check_argument("rope_factor", factor, PositiveFloat)
     reach = spec.positions and min(max(1, int(spec.positions * factor)), MOST_POSITIONS)
     try:
         return dataclasses.replace(spec, rope_base=spec.rope_base * factor, positions=reach)
     except ValueError as error:
         raise ValueError(f"rope_factor={factor} is too large or too small: {error}") from None
-
-
-class Filled(NamedTuple):
-    """The parameters of a checkpoint, see `Model`."""
-
-    params: Params
-    vision: Params | None
 
 
 def fill(
@@ -156,34 +146,34 @@ def fill(
     separate_layers: bool | None = None,
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
-) -> Filled:
-    """Parameters of an opened checkpoint on the device or the mesh; arguments as of `load`."""
-    weights = weights or source.weights
+) -> tuple[Params, Params | None]:
+    """Parameters of an opened checkpoint on the device or the mesh, and a tower's; arguments as of `load`."""
+    spec, weights = source.spec, weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     if separate_layers is None:
         separate_layers = separate_is_faster(platform)
-    where = functools.partial(
-        placements, source.spec, weights=weights, mesh=mesh, platform=platform, rules=rules
-    )
-    spec, towers = source.spec, source.spec.vision is not None
-    shapes = lambda: (abstract(spec, dtype, weights), abstract_vision(spec, dtype))
-    stack = lambda described: described and _Stack(described["layers"], where)
+    where = functools.partial(placements, spec, weights=weights, mesh=mesh, platform=platform, rules=rules)
     # Stacked layers are allocated once and filled in place; separate ones are kept as they come.
-    layers, of_vision = (_List(), _List()) if separate_layers else map(stack, shapes())
-    lone: Params = {}
-    lone_of_vision: Params = {}
+    trees: dict[bool, Params] = {False: {"layers": []}, True: {"layers": []}}  # the decoder's, a tower's
+    put: dict[bool, Callable[..., Any]] = {}
+    described = lambda: {False: abstract(spec, dtype, weights), True: abstract_vision(spec, dtype)}
+    for of_vision, shapes in ({} if separate_layers else described()).items():
+        if shapes is not None:
+            trees[of_vision]["layers"], put[of_vision] = _stack(shapes["layers"], where)
     bad: list[str] = []
     for unit, parameters in opened(source, dtype, weights):
         placed = {leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()}
         if check_finite:
             bad += not_finite(unit, placed, _is_finite)
+        tree = trees[unit.of_vision]
         if unit.layer is None:
-            (lone_of_vision if unit.of_vision else lone).update(placed)
+            tree.update(placed)
+        elif separate_layers:
+            tree["layers"].append(placed)
         else:
-            (of_vision if unit.of_vision else layers).add(unit.layer, placed)
+            tree["layers"] = put[unit.of_vision](tree["layers"], placed, jnp.int32(unit.layer))
     refuse(bad, source)
-    vision = {"layers": of_vision.layers, **lone_of_vision} if towers else None
-    return Filled({"layers": layers.layers, **lone}, vision)
+    return trees[False], None if spec.vision is None else trees[True]
 
 
 def _place(stored: StoredParameter, where: Any) -> jax.Array | Int8Matrix:
@@ -204,28 +194,14 @@ def _is_finite(array: Float[Array, "..."]) -> Bool[Array, ""]:
     return jnp.isfinite(array).all()
 
 
-class _List:
-    """Separate layers, in the order in which they are read."""
-
-    def __init__(self):
-        self.layers: list[dict[str, Any]] = []
-
-    def add(self, index: int, new: dict[str, Any]):
-        assert index == len(self.layers), "layers are read in order"
-        self.layers.append(new)
-
-
-class _Stack:
-    """Stacked layers, which are filled in place: the stack is never held twice."""
-
-    def __init__(self, shapes: dict[str, Any], placement: Callable[..., Any]):
-        where = {leaf: placement(leaf, stacked=True) for leaf in shapes}
-        empty = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
-        self.layers: dict[str, Any] = jax.jit(empty, out_shardings=where)()
-        self._set = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)
-
-    def add(self, index: int, new: dict[str, Any]):
-        self.layers = self._set(self.layers, new, jnp.int32(index))
+def _stack(
+    shapes: dict[str, Any], placement: Callable[..., Any]
+) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Stacked layers of zeros, and the program that fills one of them in place: no stack is held twice."""
+    where = {leaf: placement(leaf, stacked=True) for leaf in shapes}
+    empty = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+    put = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)
+    return jax.jit(empty, out_shardings=where)(), put
 
 
 def _set_layer(layers: dict[str, Any], new: dict[str, Any], layer: Int[Array, ""]) -> dict[str, Any]:

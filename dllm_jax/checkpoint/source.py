@@ -159,31 +159,16 @@ def refuse(bad: list[str], source: Source):
 def progress(
     title: str, source: Source, dtype: np.dtype, weights: Weights | None, show: bool
 ) -> Iterator[Callable[[Unit], None]]:
-    """Draws a bar of bytes and tensors on standard error if `show`; yields `advance`, called per unit."""
+    """Draws a bar of bytes on standard error if `show`; yields `advance`, called per unit."""
     import rich.progress as bars  # slow, and used by what loads or converts alone
     from rich.console import Console
 
-    size = {unit.name: _bytes(source, unit, dtype, weights) for unit in units_of(source.spec)}
-    tensors = sum(len(unit.entries) for unit in units_of(source.spec))
-    done = 0
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TextColumn("{task.fields[tensors]} tensors"),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task(title, total=sum(size.values()), tensors=f"0/{tensors}")
+    def size(unit: Unit) -> int:
+        arrays = jax.tree.leaves(unit.arrays(source.spec, dtype, weights))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
 
-        def advance(unit: Unit):
-            nonlocal done
-            done += len(unit.entries)
-            bar.update(task, advance=size[unit.name], tensors=f"{done}/{tensors}")
-
-        yield advance
-
-
-def _bytes(source: Source, unit: Unit, dtype: np.dtype, weights: Weights | None) -> int:
-    arrays = jax.tree.leaves(unit.arrays(source.spec, dtype, weights))
-    return sum(array.size * array.dtype.itemsize for array in arrays)
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn()
+    console = Console(stderr=True)
+    with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, disable=not show) as bar:
+        task = bar.add_task(title, total=sum(map(size, units_of(source.spec))))
+        yield lambda unit: bar.update(task, advance=size(unit))

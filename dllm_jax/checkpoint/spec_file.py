@@ -7,7 +7,7 @@ both.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,22 +24,12 @@ OPTIONAL = ("vision", "positions")  # fields that directories written before the
 KEYS = {"format", "dtype", "weights", "spec"}
 
 
-class Written(NamedTuple):
-    """What spec.json says.
-
-    Attributes:
-      spec: the model.
-      dtype: of all parameters but int8 matrices.
-      weights: how matrices are held, "int8" or None for `dtype`.
-    """
-
-    spec: ModelSpec
-    dtype: np.dtype
-    weights: Weights | None
-
-
-def read_spec(folder: Path) -> Written:
+def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
     """Reads and checks the spec.json of a converted directory.
+
+    Returns:
+      the model, the dtype of all parameters but int8 matrices, and how matrices are held: "int8", or None for
+      that dtype.
 
     Raises:
       FileNotFoundError: there is none.
@@ -62,7 +52,7 @@ def read_spec(folder: Path) -> Written:
     name = written.get("dtype")
     if not isinstance(name, str) or name not in dtypes:
         raise ValueError(f"{where}: dtype={name!r} is not supported; supported: {', '.join(dtypes)}")
-    return Written(_spec(where, written.get("spec")), dtypes[name], weights)
+    return _spec(where, written.get("spec")), dtypes[name], weights
 
 
 def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):

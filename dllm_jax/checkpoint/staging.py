@@ -36,27 +36,26 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
     # Under the parent's lock, so that two runs do not take each other's leftovers for dead.
-    with _locked(parent):
-        _clear_up(destination)
-        _check_free(destination, overwrite)
-        partial = parent / f"{_prefix(destination, 'partial')}{uuid.uuid4().hex}"
-        partial.mkdir()
-        lock = _lock(partial)
-    try:
-        yield partial
-        # Everything is on the disk before it has its name.
-        _flush(partial)
+    with contextlib.ExitStack() as held:
         with _locked(parent):
+            _clear_up(destination)
             _check_free(destination, overwrite)
-            _swap(partial, destination)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            # What fails in writing to an open file, such as a full disk, names none.
-            raise OSError(error.errno, error.strerror, str(destination)) from error
-        raise
-    finally:
-        os.close(lock)
+            partial = parent / f"{_prefix(destination, 'partial')}{uuid.uuid4().hex}"
+            partial.mkdir()
+            held.enter_context(_locked(partial))
+        try:
+            yield partial
+            # Everything is on the disk before it has its name.
+            _flush(partial)
+            with _locked(parent):
+                _check_free(destination, overwrite)
+                _swap(partial, destination)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                # What fails in writing to an open file, such as a full disk, names none.
+                raise OSError(error.errno, error.strerror, str(destination)) from error
+            raise
 
 
 def check_apart(source: Path, destination: Path):
@@ -113,11 +112,8 @@ def _clear_up(destination: Path):
         else:
             old.rename(destination)
     for partial in _leftovers(destination, "partial"):
-        try:
-            os.close(_lock(partial))
-        except BlockingIOError:  # its process is alive
-            continue
-        shutil.rmtree(partial)
+        with contextlib.suppress(BlockingIOError), _locked(partial, wait=False):  # or its process is alive
+            shutil.rmtree(partial)
 
 
 def _leftovers(destination: Path, kind: str) -> list[Path]:
@@ -152,22 +148,12 @@ def _prefix(destination: Path, kind: str) -> str:
     return f".{destination.name}.{kind}-"
 
 
-def _lock(path: Path) -> int:
-    """Locks a directory without waiting; the lock dies with the process. Raises BlockingIOError if taken."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Locks a directory; the lock dies with the process. Raises BlockingIOError where it will not wait."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)

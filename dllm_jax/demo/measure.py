@@ -4,37 +4,14 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.compare import compare
-from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.compare import compare, text_table
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Sampler
 from dllm_jax.tasks import Example, exact, prompt_arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Questions:
-    """Held-out prompts as arrays.
-
-    Attributes:
-      examples: the questions and their answers.
-      prompt: int32 [b p], left-padded.
-      mask: bool [b p], False at padding.
-    """
-
-    examples: list[Example]
-    prompt: Int[np.ndarray, "b p"]
-    mask: Bool[np.ndarray, "b p"]
-
-    @classmethod
-    def of(cls, tokenizer: Any, examples: list[Example], pad_id: int) -> "Questions":
-        """The examples as one left-padded batch."""
-        prompt, mask = prompt_arrays(tokenizer, examples, pad_id)
-        return cls(examples, prompt, mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +42,7 @@ class Row:
 def measure(
     model: Model,
     tokenizer: Any,
-    questions: Questions,
+    questions: list[Example],
     grid: list[tuple[Policy, Sampler]],
     repeats: int = 3,
     **options: Any,
@@ -75,22 +52,21 @@ def measure(
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      questions: the prompts and their answers.
+      questions: held-out prompts and their answers.
       grid: what to compare; speed-ups are over the first.
       repeats: timed runs of each, of which the median counts.
       **options: length, block and steps of `generate`.
     """
-
+    prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
     runs = {f"{p!r} {s!r}": {"policy": p, "sampler": s} for p, s in grid}
-    found = compare(
-        model, questions.prompt, runs, prompt_mask=questions.mask, repeats=repeats, **options
-    ).rows
+    found = compare(model, prompt, runs, prompt_mask=mask, repeats=repeats, **options).rows
+    texts = lambda row: decode_answers(model, tokenizer, np.asarray(row.output.tokens[:, prompt.shape[1] :]))
     rates = [float(np.sum(row.output.stats.answer)) / row.seconds for row in found]
     return [
         Row(
             policy=repr(policy),
             sampler=call(sampler, always=("threshold",)),
-            accuracy=_accuracy(model, tokenizer, questions, row.output),
+            accuracy=float(np.mean(exact(texts(row), questions))),
             forwards=row.nfe,
             computed=float(np.sum(row.output.stats.computed) / max(np.sum(row.output.stats.answer), 1)),
             tokens_per_second=rate,
@@ -101,7 +77,20 @@ def measure(
     ]
 
 
-def _accuracy(model: Model, tokenizer: Any, questions: Questions, out: Output) -> float:
-    responses: Int[Array, "b r"] = out.tokens[:, questions.prompt.shape[1] :]
-    answers = decode_answers(model, tokenizer, np.asarray(responses))
-    return float(np.mean(exact(answers, questions.examples)))
+def table(rows: list[Row]) -> str:
+    """One line per policy and sampler."""
+    header = "policy", "sampler", "exact", "forwards", "pos./token", "tokens/s", "speed-up", "compile s"
+    cells = [
+        (
+            row.policy.removesuffix("()"),
+            row.sampler.removesuffix("()"),
+            f"{row.accuracy:.1%}",
+            f"{row.forwards:.1f}",
+            f"{row.computed:.1f}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speed_up:.2f}x",
+            f"{row.compile_seconds:.1f}",
+        )
+        for row in rows
+    ]
+    return text_table([header, *cells])

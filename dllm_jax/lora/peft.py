@@ -29,7 +29,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveFloat, check_argument
+from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from dllm_jax.state import host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -109,7 +109,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     path = Path(os.fspath(directory))
     config = read_config(file_inside(path, CONFIG))
     _check(config)
-    alpha = config.number("lora_alpha", PositiveFloat)
+    alpha = config.read("lora_alpha", PositiveFloat)
     found = _read(file_inside(path, WEIGHTS))
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
     modules = _modules(model.spec, names)
@@ -121,7 +121,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
             f"{path}: no tensor of {WEIGHTS} is named {PREFIX}{next(iter(modules.values()))}.lora_A..."
         )
     # All layers must have what one of them has, in the shapes of the rank that the config names.
-    lora = LoRA(rank=config.integer("r"), alpha=alpha, matrices=present)
+    lora = LoRA(rank=config.read("r", PositiveInt), alpha=alpha, matrices=present)
     wanted = {place: module for place, module in modules.items() if place[0] in present}
     _compare(model.spec, lora, wanted, found, str(path))
 

@@ -94,12 +94,10 @@ def parse(text: str, name: str) -> dict[str, Preset]:
 
 def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:
     known = [field.name for field in dataclasses.fields(Preset)]
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: {name!r} is not among the fields {', '.join(known)}")
-    for name in ("policy", "source"):
-        if name not in fields:
-            raise ValueError(f"{where}: {name!r} is missing")
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(f"{where}: {unknown[0]!r} is not among the fields {', '.join(known)}")
+    if missing := [name for name in ("policy", "source") if name not in fields]:
+        raise ValueError(f"{where}: {missing[0]!r} is missing")
     values: dict[str, Any] = fields | {"source": f"{paper}, {fields['source']}"}
     try:
         values["policy"] = expressions.policy(fields["policy"])

@@ -87,7 +87,7 @@ class Processor(Options):
         folder = locate(path)
         config = read_config(folder / "config.json")
         aspect, pinpoints = (config.values.get(f"image_{key}") for key in ("aspect_ratio", "grid_pinpoints"))
-        longest = config.integer("tokenizer_model_max_length", default=LONGEST)
+        longest = config.read("tokenizer_model_max_length", int, default=LONGEST)
         found = {"one": views_of_config(aspect, pinpoints, config.where), "longest": longest}
         if "tokenizer" not in options:
             found["tokenizer"] = read_tokenizer(folder)

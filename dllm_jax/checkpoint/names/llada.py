@@ -3,8 +3,8 @@
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec, NormEps, RopeBase
+from dllm_jax.checkpoint.names.table import Family, TensorName
+from dllm_jax.nn.spec import ModelSpec
 
 LAYER = "model.transformer.blocks.{n}."
 NAMES = (
@@ -41,6 +41,22 @@ REQUIREMENTS = (  # `needed` where the reference's own default is another archit
     Requirement("rope_scaling", (None,)),
     Requirement("scale_logits", (False, None)),
 )
+KEYS = {
+    "layers": "n_layers",
+    "width": "d_model",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "hidden": "mlp_hidden_size",  # mlp_ratio * d_model is not what the published models use
+    "vocab": "embedding_size",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "mask_id": "mask_token_id",
+    "eos_id": "eos_token_id",
+    "qkv_bias": "include_qkv_bias",
+    "tied": "weight_tying",
+    "rope_in_f32": "rope_full_precision",
+    "positions": "max_sequence_length",
+}
 END_OF_TURN = {126464: 126348}  # <|eot_id|>
 
 
@@ -51,72 +67,26 @@ def read(config: Config) -> ModelSpec:
       ValueError: naming the key, its value and what is supported.
     """
     config.check(REQUIREMENTS)
-    vocab = config.integer("embedding_size", default=config.integer("vocab_size"))
-    heads = config.integer("n_heads")
+    # The reference's own defaults, where published files leave a key out.
+    found = config.fields(KEYS, vocab=config.values.get("vocab_size"), qkv_bias=False, rope_in_f32=True)
     return ModelSpec(
+        **found,
         family="llada",
-        layers=config.integer("n_layers"),
-        width=config.integer("d_model"),
-        heads=heads,
-        kv_heads=config.integer("n_kv_heads", default=heads),
-        head=config.head_width("d_model", "n_heads"),
-        hidden=config.integer("mlp_hidden_size"),  # mlp_ratio * d_model is not what the published models use
-        vocab=vocab,
-        rope_base=config.number("rope_theta", RopeBase),
-        norm_eps=config.number("rms_norm_eps", NormEps),
-        mask_id=config.integer("mask_token_id"),
-        eos_id=config.integer("eos_token_id"),
-        eot_id=config.end_of_turn(vocab, END_OF_TURN),
-        qkv_bias=config.flag("include_qkv_bias", default=False),
-        tied=config.flag("weight_tying"),
+        eot_id=config.end_of_turn(found["vocab"], END_OF_TURN),
         shifted=False,
-        rope_in_f32=config.flag("rope_full_precision", default=True),
         pad_rows_attend=True,
-        positions=config.known("max_sequence_length"),
     )
-
-
-def write(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json keys that the spec determines."""
-    keys = {
-        "model_type": "llada",
-        "n_layers": spec.layers,
-        "d_model": spec.width,
-        "n_heads": spec.heads,
-        "n_kv_heads": spec.kv_heads,
-        "mlp_hidden_size": spec.hidden,
-        "embedding_size": spec.vocab,
-        "rope_theta": spec.rope_base,
-        "rms_norm_eps": spec.norm_eps,
-        "mask_token_id": spec.mask_id,
-        "eos_token_id": spec.eos_id,
-        "include_qkv_bias": spec.qkv_bias,
-        "weight_tying": spec.tied,
-        "rope_full_precision": spec.rope_in_f32,
-    }
-    keys |= {} if spec.positions is None else {"max_sequence_length": spec.positions}
-    return keys if spec.eot_id == END_OF_TURN.get(spec.vocab) else keys | {"eot_token_id": spec.eot_id}
 
 
 def template(spec: ModelSpec) -> dict[str, Any]:
     """The other keys of a LLaDA config.json, for a model that never had one."""
     return {
         "architectures": ["LLaDAModelLM"],
-        "activation_type": "silu",
-        "alibi": False,
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "include_bias": False,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
         "mlp_ratio": 4,
-        "multi_query_attention": None,
         "pad_token_id": spec.eos_id,
-        "rope": True,
-        "scale_logits": False,
         "use_cache": False,
         "vocab_size": spec.vocab,
     }
+
+
+FAMILY = Family("llada", NAMES, KEYS, REQUIREMENTS, read, template)

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.sharding import AXES, VISION, leaves, sizes, within_layer
@@ -26,6 +28,41 @@ class TensorName:
     name: str
     leaf: str
     axes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A checkpoint layout.
+
+    Attributes:
+      model_type: config.json's `model_type`.
+      names: its tensors.
+      keys: of config.json, by the field of `ModelSpec` that they hold; read and written by the same table.
+      requirements: keys that hold no field, and what this library supports of them.
+      read: config.json -> spec.
+      template: spec -> keys that hold neither, for a model that never had a config.json.
+      more: spec -> what it determines beside `keys`.
+    """
+
+    model_type: str
+    names: tuple[TensorName, ...]
+    keys: Mapping[str, str]
+    requirements: tuple[Requirement, ...]
+    read: Callable[[Config], ModelSpec]
+    template: Callable[[ModelSpec], dict[str, Any]]
+    more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
+
+    def written(self, spec: ModelSpec) -> dict[str, Any]:
+        """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
+        fields = {key: getattr(spec, name) for name, key in self.keys.items()}
+        known = {key: value for key, value in fields.items() if value is not None}
+        return {"model_type": self.model_type, **known, "eot_token_id": spec.eot_id, **self.more(spec)}
+
+    def made(self, spec: ModelSpec) -> dict[str, Any]:
+        """The config.json of a model that never had one."""
+        required = {entry.key: entry.allowed[0] for entry in self.requirements}
+        given = {key: value for key, value in required.items() if value is not None}
+        return given | self.template(spec) | self.written(spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,26 +99,20 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
     Then what is outside of the layers of a vision tower, and its layers in order.
     """
     present = set(leaves(spec))
-    entries = [entry for entry in table if entry.leaf in present and entry.leaf not in VISION]
-    layered = [entry for entry in entries if AXES[entry.leaf].startswith("n")]
-    lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in entries if entry not in layered}
-    layers = [_of_layer(f"layer_{n:03d}", n, layered) for n in range(spec.layers)]
-    return (lone.pop("embed"), *layers, *lone.values(), *_units_of_vision(spec, table))
-
-
-def _units_of_vision(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
+    entries = [entry for entry in table if entry.leaf in present]
+    layered = lambda letter: [entry for entry in entries if AXES[entry.leaf].startswith(letter)]
+    rest = [entry for entry in entries if entry not in layered(("n", "N"))]
+    lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in rest if entry.leaf not in VISION}
+    decoder = (lone.pop("embed"), *_layers("layer", spec.layers, layered("n")), *lone.values())
     if spec.vision is None:
-        return ()
-    entries = [entry for entry in table if entry.leaf in VISION]
-    layered = [entry for entry in entries if AXES[entry.leaf].startswith("N")]
-    rest = Unit("vision", None, tuple(entry for entry in entries if entry not in layered), of_vision=True)
-    layers = [_of_layer(f"vision_{n:03d}", n, layered, of_vision=True) for n in range(spec.vision.layers)]
-    return (rest, *layers)
+        return decoder
+    outside = Unit("vision", None, tuple(entry for entry in rest if entry.leaf in VISION), of_vision=True)
+    return (*decoder, outside, *_layers("vision", spec.vision.layers, layered("N"), of_vision=True))
 
 
-def _of_layer(name: str, n: int, entries: list[TensorName], of_vision: bool = False) -> Unit:
-    numbered = (dataclasses.replace(entry, name=entry.name.format(n=n)) for entry in entries)
-    return Unit(name, n, tuple(numbered), of_vision)
+def _layers(name: str, count: int, entries: list[TensorName], of_vision: bool = False) -> list[Unit]:
+    numbered = lambda n: tuple(dataclasses.replace(e, name=e.name.format(n=n)) for e in entries)
+    return [Unit(f"{name}_{n:03d}", n, numbered(n), of_vision) for n in range(count)]
 
 
 def layers_in_all(spec: ModelSpec) -> int:
