@@ -70,11 +70,11 @@ def nothing_compiles():
         ),
         (
             dict(policy=policies.DualCache(), block=4, widths=(0,)),
-            r"widths=\(0,\) must be whole numbers of at least 1",
+            r"widths=\(0,\) must be values, each a whole number of at least 1",
         ),
         (
             dict(policy=policies.DualCache(), block=4, widths=(4, -1)),
-            r"widths=\(4, -1\) must be whole numbers",
+            r"widths=\(4, -1\) must be values, each a whole number",
         ),
     ],
 )
@@ -159,7 +159,7 @@ NO_KEYS = jax.random.split(jax.random.key(0), 3)
         (lambda m: dj.generate(m, GOOD, noise=samplers.RecordedNoise(1, 2)), "noise.token=1 must be an arr"),
         (lambda m: dj.generate(m, GOOD, stop_at_eos="yes"), "stop_at_eos='yes' must be True or False"),
         (lambda m: dj.generate(m, GOOD, trace=1), "trace=1 must be True or False"),
-        (lambda m: dj.generate(m, GOOD, widths=3), "widths=3 must be whole numbers"),
+        (lambda m: dj.generate(m, GOOD, widths=3), "widths=3 must be values, each a whole number"),
         (lambda m: dj.generate(m, None), r"prompt has shape \(\)"),
         (lambda m: dj.generate(m, [[1], [[2]]]), r"prompt=\[\[1\], \[\[2\]\]\] must be token ids"),
         (lambda m: dj.infill(m, GOOD, block="x"), "block='x' must be a whole number"),

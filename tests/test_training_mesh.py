@@ -120,11 +120,11 @@ log(moved, steps=3)
 np.testing.assert_allclose(log(moved, mesh=fsdp), alone, atol=3e-5)
 print("resumed elsewhere")
 
-with pytest.raises(ValueError, match="mesh axis 'rows' of 8 devices must be one of 'dp', 'data', 'batch'"):
+with pytest.raises(ValueError, match="axes .'rows'., of which none is known: expected some of"):
     prepare(tiny("llada"), TrainConfig(steps=1), mesh=jax.make_mesh((8,), ("rows",)))
 with pytest.raises(ValueError, match="a batch of 12 examples must be a multiple of 8: accumulate=1 micro-b"):
     train_step(state, batch(0, 12), setup)
-with pytest.warns(UserWarning, match="copied: kv_heads=2 does not divide by 4; vocab=61 does not divide by"):
+with pytest.warns(UserWarning, match="do not divide: embed .1 parts of 4., head .1 parts of 4.$"):
     tp = prepare(tiny("dream"), TrainConfig(steps=9, warmup=0), mesh=jax.make_mesh((2, 4), ("dp", "tp")))
 _, metrics = train_step(begin(tiny("dream"), tp), batch(0), tp)
 np.testing.assert_allclose(metrics.loss, curve(tiny("dream"), steps=1)[0][0], rtol=1e-5)

@@ -17,7 +17,6 @@ from dllm_jax.analysis.passes import (
     Seen,
     by_canvas,
     chosen_layers,
-    filled,
     in_one_batch,
     keep,
 )
@@ -150,12 +149,13 @@ def capture(
     fitting = checked(interventions, model.spec, batch, length, int(found.taken.max()) + 1)
 
     # Chunks of one width share a program: the last one is filled up with its last canvas.
-    parts, width = [], min(chunk, len(found.steps))
-    for start in range(0, len(found.steps), width):
-        tokens, count = filled(found.tokens[start : start + width], width)
-        taken, _ = filled(found.taken[start : start + width], width)
+    parts, count = [], len(found.steps)
+    width = min(chunk, count)
+    for start in range(0, count, width):
+        index = np.minimum(np.arange(start, start + width), count - 1)
+        tokens, taken = found.tokens[index], found.taken[index]
         of_chunk = _captured(model, tokens, found.valid, chosen, at, fitting, taken, what)
-        parts.append({name: host.everywhere(array)[:count] for name, array in of_chunk.items()})
+        parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
     # What was captured of a sequence is at these positions; the head's shift says what each predicts.

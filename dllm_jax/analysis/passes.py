@@ -87,12 +87,6 @@ def chosen_layers(layers: Indices | None, count: int) -> Int[np.ndarray, "n"]:
     return found
 
 
-def filled(tokens: Int[np.ndarray, "t ..."], count: int) -> tuple[Int[np.ndarray, "c ..."], int]:
-    """A chunk of `count` canvases, the last one again for those that are missing, and how many are real."""
-    missing = count - len(tokens)
-    return np.concatenate([tokens, np.repeat(tokens[-1:], missing, axis=0)]), len(tokens)
-
-
 def in_one_batch(tokens: Int[Array, "c b l"], *of_sequences: Any) -> tuple[Any, ...]:
     """Canvases as the sequences of one batch [b c], those of a sequence side by side, as a mesh splits them.
 
@@ -117,8 +111,8 @@ def keep(
     chosen: Chosen,
     of_layer: Callable[[Seen], PyTree],
     of_stream: Callable[[Float[Array, "b l m"]], PyTree],
-    changed: Changed | None = None,
-    canvases: int = 1,
+    changed: Changed,
+    canvases: int,
 ) -> Kept:
     """Runs the exact decoder's pass and keeps parts of it. Nothing is computed for layers not chosen.
 
@@ -133,44 +127,34 @@ def keep(
       canvases: how many of each sequence there are, one after another; a mesh keeps them together, so that
         `by_canvas` can take them apart.
     """
+    spec = model.spec
+
+    def whole(model: Model, tokens, valid, chosen: Chosen, changed: Changed) -> Kept:
+        tokens = constrain(tokens.astype(jnp.int32), model.rules, "bl")
+        position, mask, rope = full_pass(spec, tokens, valid)
+        x = embedded(changed.interventions, embed(model.params, tokens), position, changed.step)
+
+        # Stores have an entry for each chosen layer only; the shapes of what is kept are found by a dry run.
+        seen = jax.eval_shape(lambda x: _shapes(model, x, mask), x)
+        empty = lambda entries, one: jax.tree.map(lambda a: jnp.zeros((entries, *a.shape), a.dtype), one)
+        layers, stream = jax.eval_shape(of_layer, seen), jax.eval_shape(of_stream, x)
+        stores = Kept(empty(len(chosen.layers), layers), empty(len(chosen.stream), stream))
+
+        # What enters a layer is kept before it runs, what it computes behind it.
+        def run(layer: Layer, carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
+            x, kept = carry
+            layer = intervened(layer, changed.interventions, position, changed.step)
+            stream = _put(kept.stream, chosen.stream, layer.index, lambda: of_stream(x))
+            x, seen = _pass(layer, x, position, mask)
+            return x, Kept(_put(kept.layers, chosen.layers, layer.index, lambda: of_layer(seen)), stream)
+
+        x, kept = walk(model.params, spec, rope, run, (x, stores))
+        return kept._replace(stream=_put(kept.stream, chosen.stream, spec.layers, lambda: of_stream(x)))
+
     # Canvases of a sequence stay on one device, so that `by_canvas` moves nothing.
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[0] // canvases)
-    run = lambda *arrays: _keep(*arrays, of_layer=of_layer, of_stream=of_stream)
-    return over_mesh(run, model, tokens, valid, chosen, changed, out=PartitionSpec(None, split or None))
-
-
-def _keep(
-    model: Model,
-    tokens,
-    valid,
-    chosen: Chosen,
-    changed: Changed | None,
-    of_layer: Callable,
-    of_stream: Callable,
-) -> Kept:
-    tokens, spec = constrain(tokens.astype(jnp.int32), model.rules, "bl"), model.spec
-    position, mask, rope = full_pass(spec, tokens, valid)
-    changed = changed or Changed((), jnp.zeros(len(tokens), jnp.int32))
-    x = embedded(changed.interventions, embed(model.params, tokens), position, changed.step)
-
-    # Stores have an entry for each chosen layer only; the shapes of what is kept are found by a dry run.
-    seen = jax.eval_shape(lambda x: _shapes(model, x, mask), x)
-    stores = Kept(
-        _empty(len(chosen.layers), jax.eval_shape(of_layer, seen)),
-        _empty(len(chosen.stream), jax.eval_shape(of_stream, x)),
-    )
-
-    # What enters a layer is kept before it runs, what it computes behind it.
-    def run(layer: Layer, carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
-        x, kept = carry
-        layer = intervened(layer, changed.interventions, position, changed.step)
-        stream = _put(kept.stream, chosen.stream, layer.index, lambda: of_stream(x))
-        x, seen = _pass(layer, x, position, mask)
-        return x, Kept(_put(kept.layers, chosen.layers, layer.index, lambda: of_layer(seen)), stream)
-
-    x, kept = walk(model.params, spec, rope, run, (x, stores))
-    return kept._replace(stream=_put(kept.stream, chosen.stream, spec.layers, lambda: of_stream(x)))
+    return over_mesh(whole, model, tokens, valid, chosen, changed, out=PartitionSpec(None, split or None))
 
 
 def _pass(
@@ -192,10 +176,6 @@ def _shapes(model: Model, x: Float[Array, "b l m"], mask: Mask | None) -> Seen:
     q = jnp.zeros((b, length, spec.heads, spec.head), x.dtype)
     k = jnp.zeros((b, length, spec.kv_heads, spec.head), x.dtype)
     return Seen(x, q, k, k, x, x, mask)
-
-
-def _empty(entries: int, one: PyTree) -> PyTree:
-    return jax.tree.map(lambda a: jnp.zeros((entries, *a.shape), a.dtype), one)
 
 
 def _put(

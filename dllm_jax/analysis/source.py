@@ -68,17 +68,14 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):
+        found = f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
         raise ValueError(
-            f"expected an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {_kind(source)}"
+            f"expected an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {found}"
         )
     known = source if isinstance(source, np.ndarray) else host.everywhere(source)
     flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "tokens")
     tokens = host.everywhere(flat).reshape(-1, *known.shape[-2:])
     return tokens, np.broadcast_to(np.arange(len(tokens), dtype=np.int32)[:, None], tokens.shape[:2])
-
-
-def _kind(source: Any) -> str:
-    return f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
 
 
 def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.ndarray, "b l"] | None:

@@ -110,17 +110,17 @@ def describe(params: Any) -> list[str]:
             shapes = _shape(group)
         lines.append(f"{name:<8}{shapes}")
     if held_as(params):
-        names = dict.fromkeys(_name(path) for path, leaf in paths if is_int8(leaf))
+        names = dict.fromkeys(name_of(path) for path, leaf in paths if is_int8(leaf))
         lines.append(f"int8    {', '.join(_ordered(names, tuple(AXES)))}; a float32 scale per output channel")
     if matrices := adapted(params):
         found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_low_rank)
-        names = dict.fromkeys(_name(path) for path, leaf in found if is_low_rank(leaf))
+        names = dict.fromkeys(name_of(path) for path, leaf in found if is_low_rank(leaf))
         ranks = ", ".join(sorted({f"rank {m.rank}, alpha {m.alpha:g}" for m in matrices}))
         lines.append(f"LoRA    {', '.join(_ordered(names, tuple(AXES)))}; {ranks}")
     return lines + _mesh_line(leaves)
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
     """The parameter's name in a path that may go on into the parts of a matrix."""
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
 

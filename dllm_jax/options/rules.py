@@ -49,14 +49,12 @@ class Rule(NamedTuple):
 
     Attributes:
       read: the value as it is stored; raises ValueError for one that is refused.
-      one: describes the valid values, behind "must be".
-      several: describes several of them.
+      words: describes the valid values, behind "must be".
       argument: the value as an argument of programs, or None where it is static; None if it always is.
     """
 
     read: Callable[[Any], Any]
-    one: str
-    several: str
+    words: str
     argument: Callable[[Any], Any] | None = None
 
     def check(self, name: str, value: Any) -> Any:
@@ -64,9 +62,9 @@ class Rule(NamedTuple):
         try:
             return self.read(value)
         except NotRepresentable as error:
-            raise ValueError(f"{name}={shown(value)} must be {self.one}, {error}") from None
-        except ValueError:
-            raise ValueError(f"{name}={shown(value)} must be {self.one}") from None
+            raise ValueError(f"{name}={shown(value)} must be {self.words}, {error}") from None
+        except (ValueError, OverflowError):  # the latter of fractions beyond float64
+            raise ValueError(f"{name}={shown(value)} must be {self.words}") from None
 
 
 class NotRepresentable(ValueError):
@@ -92,8 +90,8 @@ def rule_of(annotation: Any, example: str) -> Rule | None:
     rule = _kind(kind, marks, example)
     if rule is None or not nullable:
         return rule
-    words = f"{rule.one}, or None" + (f" for {meaning[-1]}" if meaning else "")
-    return rule._replace(read=lambda value: None if value is None else rule.read(value), one=words)
+    words = f"{rule.words}, or None" + (f" for {meaning[-1]}" if meaning else "")
+    return rule._replace(read=lambda value: None if value is None else rule.read(value), words=words)
 
 
 def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
@@ -127,11 +125,10 @@ def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
 def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
     """The rule of a kind of value, narrowed by the marks."""
     if kind is bool:
-        rule, reads = Rule(_flag, "True or False", "True or False each"), ()
-    elif kind is int:
-        rule, reads = _integers(marks), (Ge, Gt, Le, Lt, Odd, Int32, Traced)
-    elif kind is float:
-        rule, reads = _finite_numbers(marks), (Ge, Gt, Le, Lt, Traced)
+        rule, reads = Rule(_flag, "True or False"), ()
+    elif kind in (int, float):
+        whole = (Odd, Int32) if kind is int else ()
+        rule, reads = _numbers(kind, marks), (Ge, Gt, Le, Lt, Traced, *whole)
     elif typing.get_origin(kind) is Literal:
         rule, reads = _choice(typing.get_args(kind)), ()
     elif typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,):
@@ -166,66 +163,45 @@ def _flag(value: Any) -> bool:
     return bool(value)
 
 
-def _integers(marks: list[Any]) -> Rule:
-    """Whole numbers within bounds."""
-    lows, highs = _bounds(marks)
-    low = max((bound + excluded for bound, excluded in lows), default=None)
-    high = min((bound - (not included) for bound, included in highs), default=None)
+def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
+    """Whole numbers, or finite ones, within bounds."""
+    whole = kind is int
     odd, int32 = (any(isinstance(mark, kind) for mark in marks) for kind in (Odd, Int32 | Traced))
-
-    def read(value: Any) -> int:
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (odd and value % 2 == 0):
-            raise ValueError
-        if (low is not None and value < low) or (high is not None and value > high):
-            raise ValueError
-        if int32 and not -INT32 <= int(value) < INT32:
-            raise NotRepresentable("and one that int32 holds, below 2**31")
-        return int(value)
-
-    noun = "odd number" if odd else "whole number"
-    if low is not None and high is not None:
-        return _described(read, noun, f" in {low}..{high}")
-    ends = [f" of at least {low}"] * (low is not None) + [f" of at most {high}"] * (high is not None)
-    return _described(read, noun, "".join(ends))
-
-
-def _finite_numbers(marks: list[Any]) -> Rule:
-    """Finite numbers within bounds."""
-    lows, highs = _bounds(marks)
+    # Bounds with whether they are excluded or included: the order of tuples tells the narrowest.
+    lows: list[Any] = [
+        (m.ge, False) if isinstance(m, Ge) else (m.gt, True) for m in marks if isinstance(m, Ge | Gt)
+    ]
+    highs: list[Any] = [
+        (m.le, True) if isinstance(m, Le) else (m.lt, False) for m in marks if isinstance(m, Le | Lt)
+    ]
     low, excluded = max(lows, default=(-math.inf, True))
     high, included = min(highs, default=(math.inf, False))
+    if whole:
+        low, high = low + excluded, high - (not included)
 
-    def read(value: Any) -> float:
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not _is_finite(value):
+    def read(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
             raise ValueError
-        number = int(value) if isinstance(value, int) else float(value)
-        if not low <= number <= high or (excluded and number == low) or (not included and number == high):
+        number: Any = (int if whole or isinstance(value, int) else float)(value)  # pyright: ignore[reportArgumentType]
+        if not low <= number <= high or (odd and number % 2 == 0):
             raise ValueError
-        if number and not SMALLEST <= abs(number) <= LARGEST:
+        if not whole and ((excluded and number == low) or (not included and number == high)):
+            raise ValueError
+        # In the field's range, but no number of the programs'.
+        if int32 and whole and not -INT32 <= number < INT32:
+            raise NotRepresentable("and one that int32 holds, below 2**31")
+        if not whole and number and not SMALLEST <= abs(number) <= LARGEST:
             raise NotRepresentable("and one that float32 holds, 0 or from 1.2e-38 to 3.4e38")
         return number
 
+    if whole:
+        noun = "an odd number" if odd else "a whole number"
+        ends = [f" of at least {low}"] * bool(lows) + [f" of at most {high}"] * bool(highs)
+        return Rule(read, f"{noun} in {low}..{high}" if len(ends) == 2 else noun + "".join(ends))
     if not lows and not highs:
-        return _described(read, "finite number", "")
+        return Rule(read, "a finite number")
     begin, end = "(" if excluded else "[", "]" if included else ")"
-    return _described(read, "number", f" in {begin}{low}, {high}{end}")
-
-
-def _bounds(marks: list[Any]) -> tuple[list[tuple[Any, bool]], list[tuple[Any, bool]]]:
-    """Lower bounds, each with whether it is excluded, and upper bounds, each with whether it is included.
-
-    The order of tuples then tells the narrowest: `max` of the lower bounds, `min` of the upper ones.
-    """
-    lows = [(m.ge, False) if isinstance(m, Ge) else (m.gt, True) for m in marks if isinstance(m, Ge | Gt)]
-    highs = [(m.le, True) if isinstance(m, Le) else (m.lt, False) for m in marks if isinstance(m, Le | Lt)]
-    return lows, highs
-
-
-def _is_finite(value: numbers.Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond float64
-        return False
+    return Rule(read, f"a number in {begin}{low}, {high}{end}")
 
 
 def _choice(words: tuple[Any, ...]) -> Rule:
@@ -237,8 +213,7 @@ def _choice(words: tuple[Any, ...]) -> Rule:
                 return word
         raise ValueError
 
-    listed = ", ".join(map(repr, words))
-    return Rule(read, f"one of {listed}", f"each one of {listed}")
+    return Rule(read, f"one of {', '.join(map(repr, words))}")
 
 
 def _sequence(item: Any, marks: list[Any]) -> Rule | None:
@@ -255,10 +230,10 @@ def _sequence(item: Any, marks: list[Any]) -> Rule | None:
             raise ValueError
         return tuple(map(rule.read, items))
 
-    words = f"{'one' if least == 1 else least} or more {rule.several}" if least else rule.several
+    count = f"{least} or more values" if least else "values"
     if any(isinstance(mark, PerLayer) for mark in marks):
-        words = f"{rule.several}, one per layer"
-    return Rule(read, words, f"sequences of {words}")
+        count = "values, one per layer"
+    return Rule(read, f"{count}, each {rule.words}")
 
 
 def _instances(kind: Any, example: str) -> Rule | None:
@@ -276,10 +251,5 @@ def _instances(kind: Any, example: str) -> Rule | None:
             raise ValueError
         return value
 
-    return _described(read, kind.__name__, example)
-
-
-def _described(read: Callable[[Any], Any], noun: str, span: str) -> Rule:
-    """A rule in words: "a whole number of at least 1", "whole numbers of at least 1"."""
-    article = "an" if noun[0].lower() in "aeiou" else "a"
-    return Rule(read, f"{article} {noun}{span}", f"{noun}s{span}")
+    article = "an" if kind.__name__[0].lower() in "aeiou" else "a"
+    return Rule(read, f"{article} {kind.__name__}{example}")

@@ -8,9 +8,10 @@ import jax
 import optax
 import optax.contrib
 from annotated_types import Interval, MinLen
+from jaxtyping import PyTree
 
 from dllm_jax.nn.low_rank import is_low_rank
-from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.parameters import Params, name_of
 from dllm_jax.options import (
     Fraction,
     NoneMeans,
@@ -21,10 +22,13 @@ from dllm_jax.options import (
     PositiveInt,
     Seed,
 )
-from dllm_jax.training.trainable import TOWER
 
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
 WARMUP = 100
+# Of the layers' matrices: the axes that they reduce, and those that they produce.
+_HEADS = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
+MATRICES = _HEADS | {f"vision_{name}": axes for name, axes in _HEADS.items()}
+MATRICES |= dict.fromkeys(("gate", "up", "down", "fc1", "fc2"), ((0,), (1,)))
 OF_THE_OPTIMISER = ("learning_rate", "muon", "warmup", "decay", "weight_decay", "beta1", "beta2", "clip")
 
 
@@ -136,44 +140,26 @@ def optimiser(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _by_optimiser))
 
 
-def _by_optimiser(params: Params) -> Any:
-    """The name of the optimiser of each parameter."""
-    name = lambda axes, leaves: jax.tree.map(lambda _: "adamw" if axes is None else "muon", leaves)
-    matrix = lambda node: node is None or isinstance(node, optax.contrib.MuonDimensionNumbers)
-    return jax.tree.map(name, _matrices(params), params, is_leaf=matrix)
-
-
-def is_matrix(params: Params) -> dict[str, Any]:
+def is_matrix(params: Params) -> PyTree[bool]:
     """True at the parameters that weight decay acts on: everything but norms and biases, by name."""
-
-    def of(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [of(name, layer) for layer in value]
-        return is_matrix(value) if isinstance(value, dict) else not ("norm" in name or name.endswith("_bias"))
-
-    return {name: of(name, value) for name, value in params.items()}
+    decays = lambda path, _: not ("norm" in name_of(path) or name_of(path).endswith("_bias"))
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _matrices(params: Params) -> dict[str, Any]:
-    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere.
+def _by_optimiser(params: Params) -> PyTree[str]:
+    """The name of the optimiser of each parameter."""
+    name = lambda path, leaf: "muon" if _of_matrix(path, leaf) else "adamw"
+    return jax.tree_util.tree_map_with_path(name, params, is_leaf=is_low_rank)
 
-    Factors of low-rank updates are no such matrices: they take AdamW.
-    """
-    axes = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
-    axes |= {f"vision_{name}": axes[name] for name in "qkvo"}
-    axes |= dict.fromkeys(("gate", "up", "down", "fc1", "fc2"), ((0,), (1,)))
 
-    def numbers(name: str, value: Any, stacked: bool) -> optax.contrib.MuonDimensionNumbers | None:
-        if name not in axes or is_low_rank(value):
-            return None
-        return optax.contrib.MuonDimensionNumbers(
-            *(tuple(i + stacked for i in group) for group in axes[name])
-        )
+def _matrices(params: Params) -> PyTree[optax.contrib.MuonDimensionNumbers | None]:
+    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere."""
+    return jax.tree_util.tree_map_with_path(_of_matrix, params, is_leaf=is_low_rank)
 
-    towers = {TOWER: _matrices(params[TOWER])} if TOWER in params else {}
-    layers = params["layers"]
-    if isinstance(layers, list):
-        of_layers = [{name: numbers(name, layer[name], False) for name in layer} for layer in layers]
-    else:
-        of_layers = {name: numbers(name, layers[name], True) for name in layers}
-    return dict.fromkeys(params) | {"layers": of_layers} | towers
+
+def _of_matrix(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    # Factors of low-rank updates are no such matrices: they take AdamW.
+    if (axes := MATRICES.get(name_of(path))) is None or is_low_rank(leaf):
+        return None
+    stacked = not any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
+    return optax.contrib.MuonDimensionNumbers(*(tuple(i + stacked for i in group) for group in axes))

@@ -1,11 +1,9 @@
 """The training loop: step, review, log, save; resumes where a killed run stopped."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import time
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +17,12 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.record import Record, check_names, check_unchanged, record_of
-from dllm_jax.training.run_directory import Checkpoints, LogEntry, append_to_log, rewind_log
+from dllm_jax.training.record import check_names, record_of
+from dllm_jax.training.run_directory import LogEntry, RunDirectory
 from dllm_jax.training.setup import Setup, prepare
 from dllm_jax.training.source import Memory, Source
 from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
-from dllm_jax.training.trainable import Optimizer, Trainable, labels, parameters
-
-LOG = "log.jsonl"
+from dllm_jax.training.trainable import Optimizer, Trainable
 
 
 class Run(NamedTuple):
@@ -96,75 +92,53 @@ def train(
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory={shown(directory)} must be a path, or None")
     check_argument("progress", progress, bool)
-    root = None if directory is None else Path(os.fspath(directory))
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
-    trained, frozen = setup.split(parameters(model))
-    record = record_of(setup, optimizer is not None, labels(parameters(model), trainable), trained, frozen)
+    record = record_of(model, setup, trainable, optimizer is not None)
     allowed = check_names(allow_changes, record)
-    # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
     with contextlib.ExitStack() as stack:
-        checkpoints, entries = None, []
-        if root is not None:
-            root.mkdir(parents=True, exist_ok=True)
-            checkpoints = stack.enter_context(Checkpoints(root / "checkpoints"))
-        if checkpoints is not None and checkpoints.step is not None:
-            _check(checkpoints, record, root, allowed)
-            state, memory = checkpoints.latest(abstract_state(model, setup))
-        else:
-            state, memory = begin(model, setup), source.begin()
-        # Entries behind the checkpoint were written before a kill: they come again.
-        if root is not None:
-            entries = rewind_log(root / LOG, int(state.step))
         bar = stack.enter_context(_bar(progress))
-        return _run(_Loop(model, source, setup, record, root, checkpoints, bar), state, memory, entries)
+        if directory is None:
+            return _run(model, source, setup, None, bar, (begin(model, setup), source.begin(), []))
+        files = stack.enter_context(RunDirectory(Path(directory), record))
+        # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
+        if files.step is None:
+            state, memory = begin(model, setup), source.begin()
+        else:
+            state, memory = files.resume(abstract_state(model, setup), allowed)
+        # Entries behind the checkpoint were written before a kill: they come again.
+        return _run(model, source, setup, files, bar, (state, memory, files.rewind(int(state.step))))
 
 
-def _check(checkpoints: Checkpoints, record: Record, directory: Path | None, allowed: Collection[str]):
-    """Refuses to go on from a checkpoint of more steps or with another configuration."""
-    done, before = checkpoints.step, checkpoints.record()
-    assert done is not None, "called where there is a checkpoint"
-    if done > record["steps"]:
-        raise ValueError(f"steps={record['steps']}: {directory} already holds step {done}")
-    if before is None:
-        warnings.warn(f"{directory} does not say how its run was begun: nothing to compare", stacklevel=3)
-    else:
-        check_unchanged(before, record, done, allowed)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """What stays the same during a run."""
-
-    model: Model
-    source: Source
-    setup: Setup
-    record: Record
-    directory: Path | None
-    checkpoints: Checkpoints | None
-    bar: Progress
-
-
-def _run(loop: _Loop, state: TrainState, memory: Memory, entries: list[LogEntry]) -> Run:
-    config, setup = loop.setup.config, loop.setup
+def _run(
+    model: Model,
+    source: Source,
+    setup: Setup,
+    files: RunDirectory | None,
+    bar: Progress,
+    begun: tuple[TrainState, Memory, list[LogEntry]],
+) -> Run:
+    """The steps that are left: each a batch and a `train_step`, some with a review or a checkpoint behind."""
+    config, (state, memory, entries) = setup.config, begun
     first = int(state.step)
-    task = loop.bar.add_task("training", total=config.steps, completed=first, note="")
+    task = bar.add_task("training", total=config.steps, completed=first, note="")
     window, tokens, start = [], 0, time.monotonic()
     for step in range(first, config.steps):
-        batch = loop.source.batch(memory, step)
+        batch = source.batch(memory, step)
         tokens += batch.prompt.size + batch.answer.size
         state, metrics = train_step(state, batch, setup)
         window.append(metrics)
-        done = step + 1
+        done, last = step + 1, step + 1 == config.steps
         # The log is on the disk before the checkpoint of its step, which a resumed run rewinds it to.
-        if done % config.review_every == 0 or done == config.steps:
-            memory = loop.source.review(memory, model_of(loop.model, state, setup), done)
-            entry = _entry(done, window, tokens, time.monotonic() - start, memory, entries)
-            _record(loop, entry, entries)
+        if done % config.review_every == 0 or last:
+            memory = source.review(memory, model_of(model, state, setup), done)
+            entries.append(_entry(done, window, tokens, time.monotonic() - start, memory, entries))
             window, tokens, start = [], 0, time.monotonic()
-        if done % config.save_every == 0 or done == config.steps:
-            _save(loop, state, memory)
-        loop.bar.update(task, completed=done, note=_note(entries))
-    return Run(model_of(loop.model, state, setup), memory, entries)
+            if files is not None:
+                files.append(entries[-1])
+        if files is not None and (done % config.save_every == 0 or last):
+            files.save(state, memory)
+        bar.update(task, completed=done, note=_note(entries))
+    return Run(model_of(model, state, setup), memory, entries)
 
 
 def _entry(
@@ -182,17 +156,6 @@ def _entry(
         "seconds": round(before["seconds"] + seconds, 1),
         "source": memory,
     }
-
-
-def _record(loop: _Loop, entry: LogEntry, entries: list[LogEntry]):
-    entries.append(entry)
-    if loop.directory is not None and jax.process_index() == 0:
-        append_to_log(loop.directory / LOG, entry)
-
-
-def _save(loop: _Loop, state: TrainState, memory: Memory):
-    if loop.checkpoints is not None:
-        loop.checkpoints.save(state, memory, loop.record)
 
 
 def _note(entries: list[LogEntry]) -> str:

@@ -43,9 +43,7 @@ class Batch(NamedTuple):
     @property
     def learnt(self) -> Bool[Array, "b r"]:
         """The answer's positions that are learnt and attended to: `answer_mask`, or all of them."""
-        return (
-            jnp.ones(self.answer.shape, bool) if self.answer_mask is None else jnp.asarray(self.answer_mask)
-        )
+        return _mask_of(self.answer, self.answer_mask)
 
 
 class Metrics(NamedTuple):
@@ -262,6 +260,9 @@ def valid_tokens(batch: Batch) -> Bool[Array, "b l"] | None:
     """Tokens of prompt and answer that are attended to; None means all."""
     if batch.prompt_mask is None and batch.answer_mask is None:
         return None
-    mask_of = lambda ids, mask: jnp.ones(ids.shape, bool) if mask is None else mask
-    masks = mask_of(batch.prompt, batch.prompt_mask), mask_of(batch.answer, batch.answer_mask)
+    masks = _mask_of(batch.prompt, batch.prompt_mask), batch.learnt
     return jnp.concatenate(masks, axis=1)
+
+
+def _mask_of(ids: Int[Array, "b l"], mask: Bool[Array, "b l"] | None) -> Bool[Array, "b l"]:
+    return jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask)

@@ -18,16 +18,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.low_rank import LowRankMatrix, factor_axes
+from dllm_jax.nn.low_rank import factor_axes
 from dllm_jax.nn.mesh import MeshRules, ways
-from dllm_jax.nn.model import Model, exact_layer
-from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.model import exact_layer
+from dllm_jax.nn.parameters import Params, name_of
 from dllm_jax.nn.sharding import AXES, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.loss import Batch
-
-# The axes of parameters that are split, by their length's name in the spec.
-SPLIT = {"m": "width", "h": "heads", "k": "kv_heads", "f": "hidden", "v": "vocab"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +34,10 @@ class Placement:
     Attributes:
       mesh: the user's, with Auto or Explicit axes.
       rules: what its axes split.
-
-    Raises:
-      ValueError: an axis of more than one device whose name the rules do not know.
     """
 
     mesh: Mesh
     rules: MeshRules = MeshRules()
-
-    def __post_init__(self):
-        known = self.rules.known
-        for name, size in self.mesh.shape.items():
-            if name not in known and size > 1:
-                raise ValueError(
-                    f"the mesh axis {name!r} of {size} devices must be one of "
-                    f"{', '.join(map(repr, known))}: its name says what it splits"
-                )
 
     @property
     def automatic(self) -> Mesh:
@@ -83,11 +68,7 @@ class Placement:
     @property
     def gathers(self) -> bool:
         """Whether parameters are split along the width of the model, and gathered layer by layer."""
-        return self.ways("m") > 1
-
-    def ways(self, letter: str) -> int:
-        """Into how many parts an axis of parameters is to be split."""
-        return ways(self.mesh, self.rules.axes(self.mesh, letter))
+        return ways(self.mesh, self.rules.axes(self.mesh, "m")) > 1
 
     def parameter(self, spec: ModelSpec, axes: str, gathered: bool = False) -> NamedSharding:
         """Sharding of an array with these axes, letters of `AXES`; whole along the width if `gathered`."""
@@ -95,25 +76,16 @@ class Placement:
         axes = axes.replace("m", "-") if gathered else axes
         return NamedSharding(self.automatic, self.rules.spec(self.mesh, axes, sizes(spec)))
 
-    def unsplit(self, spec: ModelSpec) -> list[str]:
-        """What this mesh does not divide, in words; parameters with these axes have copies there."""
-        length = sizes(spec)
-        return [
-            f"{name}={length[letter]} does not divide by {self.ways(letter)}"
-            for letter, name in SPLIT.items()
-            if length[letter] % self.ways(letter)
-        ]
 
-
-def parameters(placement: Placement, spec: ModelSpec, params: Params, gathered: bool = False) -> PyTree:
+def parameters(placement: Placement, spec: ModelSpec, params: Params) -> PyTree:
     """The sharding of every parameter; None stays None."""
-    of = lambda path, _: placement.parameter(spec, _axes(path), gathered)
+    of = lambda path, _: placement.parameter(spec, _axes(path))
     return jax.tree_util.tree_map_with_path(of, params)
 
 
 def _axes(path: tuple[Any, ...]) -> str:
     """The letters of the parameter, or of a part of a matrix with an update, at a path of a model's tree."""
-    name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
+    name = name_of(path)
     part = path[-1].name if isinstance(path[-1], jax.tree_util.GetAttrKey) else "base"
     axes = AXES[name] if part == "base" else factor_axes(name)["ab".index(part)]
     in_list = any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
@@ -161,12 +133,6 @@ def batch_on(placement: Placement, batch: Batch) -> Batch:
     return jax.tree.map(put, batch)
 
 
-def gathered_ends(placement: Placement, spec: ModelSpec, params: Params) -> Params:
-    """The parameters with embedding, final norm and head gathered over fsdp; layers stay as they are."""
-    ends = {name: gathered(placement, spec, name, params[name]) for name in params if name != "layers"}
-    return params | ends
-
-
 def layer_pass(
     placement: Placement,
     spec: ModelSpec,
@@ -179,7 +145,7 @@ def layer_pass(
     keep = lambda x: jax.lax.with_sharding_constraint(x, placement.sequences)
 
     def run(weights: Mapping[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
-        whole = {name: gathered(placement, spec, name, weight) for name, weight in weights.items()}
+        whole = gathered(placement, spec, weights)
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
     # The backward pass gathers a layer's weights again, or every device would end up with all of them.
@@ -193,19 +159,15 @@ def _all_but_gathered(primitive: Any, *_, **__) -> bool:
     return primitive.name != "sharding_constraint"
 
 
-def gathered(placement: Placement, spec: ModelSpec, name: str, weight: Any) -> Any:
-    """A parameter of a layer, or of none, gathered over fsdp; its gradient is reduced and scattered again."""
+def gathered(placement: Placement, spec: ModelSpec, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a layer, or of none, gathered over fsdp; gradients are reduced and scattered again."""
 
     # Forward all-gather, backward reduce-scatter: the two constraints of `_gather`.
-    def of(axes: str, array: Array) -> Array:
-        axes = axes.removeprefix("n")
-        split, whole = placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True)
-        return _gather(split, whole, array)
+    def of(path: tuple[Any, ...], array: Array) -> Array:
+        axes = within_layer(_axes(path))
+        return _gather(placement.parameter(spec, axes), placement.parameter(spec, axes, gathered=True), array)
 
-    if not isinstance(weight, LowRankMatrix):
-        return of(AXES[name], weight)
-    parts = zip((AXES[name], *factor_axes(name)), (weight.base, weight.a, weight.b), strict=True)
-    return LowRankMatrix(*(of(axes, array) for axes, array in parts), alpha=weight.alpha)
+    return jax.tree_util.tree_map_with_path(of, dict(weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -213,27 +175,8 @@ def _gather(split: NamedSharding, whole: NamedSharding, weight: Array) -> Array:
     return jax.lax.with_sharding_constraint(weight, whole)
 
 
-def _gather_forward(split: NamedSharding, whole: NamedSharding, weight: Array) -> tuple[Array, None]:
-    return jax.lax.with_sharding_constraint(weight, whole), None
-
-
-def _gather_backward(
-    split: NamedSharding, whole: NamedSharding, residual: None, gradient: Array
-) -> tuple[Array]:
-    return (jax.lax.with_sharding_constraint(gradient, split),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
-def mesh_of(model: Model, mesh: Mesh | None) -> Mesh | None:
-    """The mesh to train on: the one given, the one the model lies on, or that of `jax.set_mesh`."""
-    if mesh is not None:
-        return mesh
-    # A model that lies on a mesh is trained there.
-    for leaf in jax.tree.leaves(model.params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh if isinstance(sharding.mesh, Mesh) else None
-    current = jax.sharding.get_mesh()
-    return None if current.empty else current
+_gather.defvjp(
+    # Not `_gather` itself: the backward pass would keep what it returns, see `_all_but_gathered`.
+    lambda split, whole, weight: (jax.lax.with_sharding_constraint(weight, whole), None),
+    lambda split, whole, _, gradient: (jax.lax.with_sharding_constraint(gradient, split),),
+)

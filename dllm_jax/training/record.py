@@ -12,8 +12,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.training.setup import Setup
+from dllm_jax.training.trainable import Trainable, labels, parameters
 
 Record = dict[str, Any]
 
@@ -22,20 +24,18 @@ Record = dict[str, Any]
 FREE = ("steps", "decay", "save_every", "accumulate", "remat")
 
 
-def record_of(
-    setup: Setup, replaced: bool, labels: PyTree, trained: PyTree[Array], frozen: PyTree[Array]
-) -> Record:
+def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced: bool) -> Record:
     """The configuration as JSON: options, optimizer, what is trained, and the model.
 
     Args:
+      model: to be trained.
       setup: of the run.
+      trainable: as `prepare` got it.
       replaced: whether the optimizer is another one than the config describes.
-      labels: of every parameter, see `dllm_jax.training.trainable.labels`.
-      trained: parameters that are trained, None in place of the others.
-      frozen: parameters that are not trained, None in place of the others; their checksum is recorded, since
-        checkpoints do not hold them.
     """
-    paths = jax.tree_util.tree_leaves_with_path(labels)
+    params = parameters(model)
+    trained, frozen = setup.split(params)
+    paths = jax.tree_util.tree_leaves_with_path(labels(params, trainable))
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): label for path, label in paths}
     spec = {f"spec.{name}": value for name, value in dataclasses.asdict(setup.spec).items()}
     record = dataclasses.asdict(setup.config) | {
@@ -44,7 +44,7 @@ def record_of(
         "optimizer": _digest(setup, trained) if replaced else None,
         "trainable": None if all(label is True for label in named.values()) else named,
         "dtype": "/".join(sorted({str(dtype) for dtype in setup.dtypes})),
-        "frozen": int(checksum(frozen)),
+        "frozen": int(checksum(frozen)),  # which checkpoints do not hold
     }
     return record | spec
 
@@ -53,7 +53,7 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
     """Compares the configuration of a checkpoint with the one that goes on from it.
 
     Args:
-      old: of the checkpoint; what it does not mention is not compared.
+      old: of the checkpoint.
       new: of the run.
       step: optimiser steps done.
       allowed: names that may differ.
@@ -62,12 +62,12 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
       ValueError: what differs, with both values.
     """
     # What cannot have changed a step that was done is free; the schedule is compared by the rates it gave.
-    changed = [name for name in new if name in old and old[name] != new[name] and name not in FREE]
-    if _constant_until(old) < step or _constant_until(new) < step:
+    changed = [name for name in new if old.get(name) != new[name] and name not in FREE]
+    if any(record["steps"] - record["decay"] < step for record in (old, new)):
         changed += [name for name in ("steps", "decay") if old.get(name) != new[name]]
     changed = [name for name in changed if name not in allowed]
     if changed:
-        lines = "; ".join(_difference(name, old[name], new[name]) for name in changed)
+        lines = "; ".join(_difference(name, old.get(name), new[name]) for name in changed)
         raise ValueError(
             f"the run was begun with another configuration: {lines}. Take the old values, another directory, "
             f"or go on with the new ones: allow_changes={changed!r}"
@@ -86,11 +86,6 @@ def check_names(allowed: Any, record: Record) -> tuple[str, ...]:
     if unknown := sorted(set(names) - set(record)):
         raise ValueError(f"allow_changes={unknown} must be among {', '.join(record)}")
     return names
-
-
-def _constant_until(record: Record) -> int:
-    """The step at which the built-in optimiser's rate begins to fall."""
-    return record["steps"] - record["decay"]
 
 
 def _difference(name: str, old: Any, new: Any) -> str:

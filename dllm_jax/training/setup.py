@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -12,8 +11,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from dllm_jax.nn.mesh import current_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.sharding import warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
 from dllm_jax.training import placement as place
@@ -73,7 +74,8 @@ class Setup:
         if self.placement is None:
             return model, None
         # FSDP: embedding, norm and head are gathered once, layers one by one as they run.
-        ends = place.gathered_ends(self.placement, self.spec, model.params)
+        ends = {name: weight for name, weight in model.params.items() if name != "layers"}
+        ends = model.params | place.gathered(self.placement, self.spec, ends)
         layer_pass = functools.partial(place.layer_pass, self.placement, self.spec)
         return dataclasses.replace(model, params=ends), layer_pass
 
@@ -108,7 +110,8 @@ def prepare(
     """The setup of a run; for arguments see `train`. Reads no value of the model, which may be abstract.
 
     Raises:
-      ValueError: int8 matrices, which have no gradient; options that do not go together.
+      ValueError: int8 matrices, which have no gradient; options that do not go together; a mesh without any
+        axis that the model's rules know.
       TypeError: an optimizer that is none.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
@@ -125,11 +128,13 @@ def prepare(
     mask, chosen = assigned(
         labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
     )
-    chosen_mesh = place.mesh_of(model, mesh)
     # The mesh that the user gave, the one that the model lies on, or that of jax.set_mesh.
-    placement = None if chosen_mesh is None else Placement(chosen_mesh, model.rules)
-    if placement is not None and (unsplit := placement.unsplit(model.spec)):
-        warnings.warn(f"not split over the mesh, but copied: {'; '.join(unsplit)}", stacklevel=2)
+    chosen_mesh = current_mesh(model.params) if mesh is None else mesh
+    placement = None
+    if isinstance(chosen_mesh, Mesh):
+        model.rules.check(chosen_mesh)
+        warn_of_replicas(model.spec, chosen_mesh, model.rules)
+        placement = Placement(chosen_mesh, model.rules)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(parameters(model)))
     return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
 
@@ -141,21 +146,6 @@ def _refuse_without_effect(config: TrainConfig):
         value = getattr(config, name)
         if value != getattr(default, name):
             raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
-
-
-def shardings(setup: Setup, trained: PyTree) -> tuple[PyTree, PyTree]:
-    """Where the trained parameters and the optimiser's state lie on the setup's mesh.
-
-    Args:
-      setup: with a mesh.
-      trained: the trained parameters, in any dtype, or their shapes.
-    """
-    assert setup.placement is not None, "without a mesh nothing has to be said"
-    where = place.parameters(setup.placement, setup.spec, trained)
-    # Shapes alone: moments are placed like the parameters whose shape and path they have.
-    params = jax.eval_shape(setup.masters, trained)
-    state = jax.eval_shape(setup.optimizer.init, params)
-    return where, place.moments(setup.placement, params, where, state)
 
 
 def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:

@@ -10,8 +10,9 @@ from jaxtyping import Array, Int, Key, PyTree
 from optax import microbatching
 
 from dllm_jax.nn.model import Model
+from dllm_jax.training import placement as place
 from dllm_jax.training.loss import Batch, Counts, Masked, Metrics, draw, masked_loss
-from dllm_jax.training.setup import Setup, on_mesh, shardings
+from dllm_jax.training.setup import Setup, on_mesh
 from dllm_jax.training.trainable import parameters, with_parameters
 
 
@@ -50,15 +51,12 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
 
     The model may be abstract too (`dllm_jax.abstract`).
     """
-    trained, _ = setup.split(parameters(model))
-    shapes = jax.eval_shape(functools.partial(_first, setup), trained)
-    if setup.placement is None:
-        where = jax.tree.leaves(model.params)[0].sharding
-        places = jax.tree.map(lambda _: where, shapes)
-    else:
-        places = _places(setup, trained)
+    with setup.scope():
+        trained, frozen = setup.split(on_mesh(setup, parameters(model)))
+        shapes = jax.eval_shape(functools.partial(_first, setup), trained)
+    own = jax.tree.leaves(model.params)[0].sharding
+    places = _places(setup, trained) if setup.placement else jax.tree.map(lambda _: own, shapes)
     described = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    _, frozen = setup.split(on_mesh(setup, parameters(model)))
     return jax.tree.map(described, shapes, places)._replace(frozen=frozen)
 
 
@@ -78,10 +76,14 @@ def _distinct(state: TrainState) -> TrainState:
 
 
 def _places(setup: Setup, trained: PyTree[Array]) -> Any:
-    """Shardings in the structure of a state, on a mesh."""
+    """Shardings in the structure of a state on a mesh; of the trained parameters shapes are enough."""
     assert setup.placement is not None, "without a mesh nothing has to be said"
+    where = place.parameters(setup.placement, setup.spec, trained)
+    # Shapes alone: moments are placed like the parameters whose shape and path they have.
+    params = jax.eval_shape(setup.masters, trained)
+    state = jax.eval_shape(setup.optimizer.init, params)
     everywhere: Any = setup.placement.everywhere
-    return TrainState(*shardings(setup, trained), everywhere, everywhere)
+    return TrainState(where, place.moments(setup.placement, params, where, state), everywhere, everywhere)
 
 
 def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
@@ -134,7 +136,7 @@ def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -
     )
     params = optax.apply_updates(state.params, updates)
     if setup.placement is not None:  # programs would choose other places
-        places = shardings(setup, state.params)
+        places = _places(setup, state.params)[:2]
         params, moments = jax.lax.with_sharding_constraint((params, moments), places)
     return TrainState(params, moments, state.step + 1, state.key), metrics
 

@@ -73,29 +73,26 @@ def assigned(
       ValueError: names without a mapping, a mapping with other names, or nothing to train.
       TypeError: what is no transformation of optax.
     """
-    found = sorted(set(jax.tree.leaves(labels)), key=str)
-    named = [label for label in found if isinstance(label, str)]
-    if not isinstance(optimizer, Mapping):
-        if named:
-            raise ValueError(f"trainable= has the names {named}: optimizer= must be a mapping with them")
-        mask, chosen = labels, _checked("optimizer", optimizer)
-    else:
-        if named != sorted(optimizer) or True in found:
-            raise ValueError(
-                f"optimizer= has the names {sorted(optimizer)}, trainable= has {found}: they must be the "
-                "same, beside False for what is frozen"
-            )
-        # A name whose transformation is None is frozen, like False.
-        used: dict[Hashable, optax.GradientTransformation] = {
-            name: _checked(f"optimizer[{name!r}]", given)
-            for name, given in optimizer.items()
-            if given is not None
-        }
-        mask = jax.tree.map(lambda label: label in used, labels)
-        chosen = optax.partition(used, jax.tree.map(lambda label: label if label in used else None, labels))
+    given = optimizer if isinstance(optimizer, Mapping) else {True: optimizer}
+    found = {label for label in jax.tree.leaves(labels) if label is not False}
+    if found and found != given.keys():
+        known, wanted = (sorted(map(str, names)) for names in (given, found))
+        raise ValueError(
+            f"trainable= has the names {wanted}, optimizer= has {known}: it must be a mapping with the same "
+            "ones, and False is what is frozen"
+        )
+    # A name whose transformation is None is frozen, like False.
+    used: dict[Hashable, optax.GradientTransformation] = {
+        name: _checked("optimizer" if name is True else f"optimizer[{name!r}]", transformation)
+        for name, transformation in given.items()
+        if transformation is not None
+    }
+    mask = jax.tree.map(lambda label: label in used, labels)
     if not any(jax.tree.leaves(mask)):
         raise ValueError("trainable= leaves nothing to train")
-    return mask, chosen
+    if True in used:
+        return mask, used[True]
+    return mask, optax.partition(used, jax.tree.map(lambda label: label if label in used else None, labels))
 
 
 def split(params: PyTree, mask: PyTree[bool]) -> tuple[PyTree, PyTree]:
