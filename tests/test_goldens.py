@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.policy_cases import WIDE
 from tests.replay.case import Case, UnknownSetting, find
 from tests.replay.compare import Differs, Skipped
 from tests.replay.methods import METHODS, replay
@@ -34,6 +35,12 @@ def pytest_generate_tests(metafunc):
             "case",
             [pytest.param(c, marks=[pytest.mark.exhaustive] * (c in others), id=c.name) for c in conform],
         )
+
+
+@pytest.fixture(autouse=True)
+def fewest_kinds_of_steps(monkeypatch):
+    """Widths change nothing (tests/test_policies.py); `python -m tests.replay` takes the policies' own."""
+    monkeypatch.setattr(Case, "widths", WIDE)
 
 
 def beginning(case: Case) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 import re
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,8 @@ import dllm_jax as dj
 
 class UnknownSetting(ValueError):
     """A recording was made with a setting that its replay does not read."""
+
+    outcome = "refused"
 
 
 class Settings(dict):
@@ -48,12 +51,9 @@ class Settings(dict):
 
     def unread(self) -> list[str]:
         """Names of the settings that were never looked at."""
-        found = [name for name in self if name not in self.read]
-        inner = [(name, super(Settings, self).get(name)) for name in self if name in self.read]
-        nested = [
-            f"{n}.{deep}" for n, value in inner if isinstance(value, Settings) for deep in value.unread()
-        ]
-        return found + nested
+        inner = {n: value for n, value in self.items() if n in self.read and isinstance(value, Settings)}
+        nested = [f"{name}.{deep}" for name, value in inner.items() for deep in value.unread()]
+        return [name for name in self if name not in self.read] + nested
 
 
 # What describes a recording and its making, and is not a setting of the run.
@@ -78,9 +78,15 @@ MEASURED = re.compile("max_abs_diff|_vs_|_docs|^robust|^diff_")  # comparisons m
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A folder with case.json (settings) and trace.npz (arrays)."""
+    """A folder with case.json (settings) and trace.npz (arrays).
+
+    Attributes:
+      folder: where they are.
+      widths: of partial steps in all replays; the policies' own if None.
+    """
 
     folder: pathlib.Path
+    widths: ClassVar[tuple[int, ...] | None] = None
 
     @property
     def method(self) -> str:
@@ -98,8 +104,7 @@ class Case:
         """Raises UnknownSetting if the replay ignored a setting that may matter."""
         described = DESCRIPTION.split()
         unread = [(name, name.split(".")[0]) for name in self.settings.unread()]
-        ignored = [name for name, top in unread if top not in described and not MEASURED.search(top)]
-        if ignored:
+        if ignored := [name for name, top in unread if top not in described and not MEASURED.search(top)]:
             raise UnknownSetting(f"{self.name}: the replay does not read {', '.join(ignored)}")
 
     @functools.cached_property
@@ -116,17 +121,59 @@ class Case:
         """`optional` cases replay with the options that restore the reference's own behaviour."""
         return self.status == "optional"
 
+    @property
+    def mask_id(self) -> int:
+        """The mask's id, as recordings of different methods call it."""
+        return self.settings.get("mask_token_id", self.settings.get("mask_id"))
+
+    @property
+    def prompt_mask(self) -> np.ndarray | None:
+        """False at left padding; None without."""
+        s, prompt = self.settings, self.arrays["prompt"]
+        if pads := s.get("left_pads") or s.get("left_padding"):
+            return np.arange(prompt.shape[1]) >= np.asarray(pads)[:, None]
+        return prompt != s["pad_id"] if s.get("left_pad") else None
+
+    def generate(self, model: dj.Model, **options) -> dj.Output:
+        """Of the case's prompts, with a trace."""
+        options |= {"prompt_mask": self.prompt_mask, "widths": self.widths}
+        return dj.generate(model, self.arrays["prompt"], trace=True, **options)
+
+    def noise(self) -> dj.samplers.RecordedNoise | None:
+        """The case's draws: Gumbel noise for tokens, uniform or Gumbel noise for the order."""
+        found = self._token_noise(), self._order_noise()
+        if all(noise is None for noise in found):
+            return None
+        return dj.samplers.RecordedNoise(*(jnp.asarray(0 if a is None else a, jnp.float32) for a in found))
+
+    def _token_noise(self) -> np.ndarray | None:
+        arrays = self.arrays
+        if "noise_uniform" in arrays:
+            rows, gumbel = arrays["noise_rows"], -np.log(-np.log(arrays["noise_uniform"]))
+        elif "token_noise_exp" in arrays:
+            rows, gumbel = arrays["token_noise_rows"], -np.log(arrays["token_noise_exp"].astype(np.float64))
+        else:
+            return None
+        steps, *places = arrays["tokens"].shape
+        dense = np.zeros((steps - 1, *places, gumbel.shape[1]))
+        dense[tuple(rows.T)] = gumbel
+        return dense
+
+    def _order_noise(self) -> np.ndarray | None:
+        for uniform in ("random_confidence", "origin_uniform"):
+            if uniform in self.arrays:
+                return np.nan_to_num(self.arrays[uniform], nan=2.0)  # drawn for masked positions only
+        drawn = self.arrays.get("alg_noise_exp")
+        return None if drawn is None else -np.log(np.nan_to_num(drawn.astype(np.float64), nan=1.0))
+
     def model(self, **spec_changes) -> dj.Model:
-        """The case's checkpoint with its overrides."""
-        overrides = self.settings.get("config_overrides") or {}
-        if "mask_token_id" in overrides:
-            spec_changes["mask_id"] = overrides["mask_token_id"]
+        """The case's checkpoint with its mask's id and its overrides."""
+        overrides = self.settings.get("config_overrides") or Settings({})
+        overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
         model = load(self.folder.parents[1] / "models" / self.settings["model"], self.settings["dtype"])
-        if "rope_theta" in overrides:
-            spec_changes["rope_base"] = overrides["rope_theta"]
-        if overrides:
-            overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
-        return model.replace_spec(**spec_changes)
+        ids = {"mask_id": overrides.get("mask_token_id", self.mask_id)}
+        ids["rope_base"] = overrides.get("rope_theta")
+        return model.replace_spec(**{k: v for k, v in ids.items() if v is not None} | spec_changes)
 
 
 @functools.cache

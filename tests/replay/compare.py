@@ -1,6 +1,12 @@
 """Comparison with a recorded trace: tokens and sets exactly, scores and logits to a tolerance."""
 
+import re
+
+import jax.numpy as jnp
 import numpy as np
+
+import dllm_jax as dj
+from tests.replay.case import Case
 
 SCORE_TOLERANCE = 1e-4
 BF16_MAX, BF16_MEAN = 0.5, 0.06
@@ -9,9 +15,13 @@ BF16_MAX, BF16_MEAN = 0.5, 0.06
 class Differs(Exception):
     """The replay departs from the recording; the message says where."""
 
+    outcome = "differs"
+
 
 class Skipped(Exception):
     """The case is not replayed; the message says why."""
+
+    outcome = "skipped"
 
 
 def exactly(name: str, ours, recorded, where=None):
@@ -19,10 +29,7 @@ def exactly(name: str, ours, recorded, where=None):
     ours, recorded = np.asarray(ours), np.asarray(recorded)
     if ours.shape != recorded.shape:
         raise Differs(f"{name}: shape {ours.shape}, recorded {recorded.shape}")
-    differs = ours != recorded
-    if where is not None:
-        differs &= where
-    if differs.any():
+    if (differs := (ours != recorded) & (True if where is None else where)).any():
         at = tuple(int(i) for i in np.argwhere(differs)[0])
         raise Differs(f"{name} differs at step {at[0]}, index {at[1:]}: {ours[at]}, recorded {recorded[at]}")
 
@@ -32,21 +39,55 @@ def closely(name: str, ours, recorded, where=None, tolerance: float = SCORE_TOLE
     ours, recorded = np.asarray(ours, np.float64), np.asarray(recorded, np.float64)
     if ours.shape != recorded.shape:
         raise Differs(f"{name}: shape {ours.shape}, recorded {recorded.shape}")
-    gap = _gap(ours, recorded, where)
+    where = np.broadcast_to(True if where is None else where, ours.shape)
+    gap = np.abs(ours[where] - recorded[where])
     if gap.size and not gap.max() <= tolerance:  # also catches NaN
         raise Differs(f"{name} differs by {gap.max():.2e} > {tolerance:.0e}")
+    return gap
 
 
 def bf16_closely(name: str, ours, recorded, where=None):
     """Looser comparison for bfloat16 arithmetic: two kernels of one library already differ by 0.3."""
-    closely(name, ours, recorded, where, tolerance=BF16_MAX)
-    gap = _gap(np.asarray(ours, np.float64), np.asarray(recorded, np.float64), where)
-    if not gap.mean() <= BF16_MEAN:
-        raise Differs(f"{name} differs by {gap.mean():.3f} in the mean > {BF16_MEAN}")
+    mean = closely(name, ours, recorded, where, tolerance=BF16_MAX).mean()
+    if not mean <= BF16_MEAN:
+        raise Differs(f"{name} differs by {mean:.3f} in the mean > {BF16_MEAN}")
 
 
-def _gap(ours: np.ndarray, recorded: np.ndarray, where) -> np.ndarray:
-    if where is None:
-        return np.abs(ours - recorded)
-    where = np.broadcast_to(where, ours.shape)
-    return np.abs(ours[where] - recorded[where])
+def compare_steps(case: Case, trace, predicted: str, computed: str | None = None, useful=slice(None)):
+    """Tokens after every step, sets, candidate tokens and confidences, where both sides have them."""
+    arrays, confidence = case.arrays, case.arrays["confidence"][useful]
+    exactly("tokens", trace.tokens, np.concatenate([arrays["tokens"][:1], arrays["tokens"][1:][useful]]))
+    if computed:
+        active = np.asarray(trace.active)[..., None]
+        exactly(computed, trace.computed, arrays[computed][useful], where=active)
+    width = confidence.shape[-1]  # the full canvas, or the response alone
+    score = np.asarray(trace.score)[..., -width:]
+    # Where the reference's candidate is [MASK], ours is the best other token.
+    eligible = np.isfinite(score) & np.isfinite(confidence)
+    if not case.restores_oddities:
+        eligible &= arrays[predicted][useful] != case.mask_id
+    closely("confidence", score, confidence, where=eligible)
+    proposed = np.asarray(trace.proposed)[..., -width:]
+    exactly("candidates", proposed, arrays[predicted][useful], where=eligible)
+    if not eligible.any():
+        raise AssertionError("nothing was compared: no position is eligible in both traces")
+
+
+def compare_logits(case: Case, model: dj.Model, shifted: bool = False):
+    """Stored logits of uncached steps, recomputed from the recorded state before that step."""
+    arrays, pads = case.arrays, case.prompt_mask
+    stored = {int(k[11:]): v for k, v in arrays.items() if re.fullmatch("logits_step[0-9]+", k)}
+    if "logits_steps" in arrays:
+        stored = dict(zip(arrays["logits_steps"].tolist(), arrays["logits"], strict=True))
+    for step, logits in stored.items():
+        tokens = arrays["tokens"][step]
+        valid = np.ones(tokens.shape, bool)
+        if pads is not None:
+            valid[:, : pads.shape[1]] = pads
+        rows = np.ones(len(tokens), bool) if "active_rows" not in arrays else arrays["active_rows"][step]
+        ours = np.asarray(dj.forward(model, jnp.asarray(tokens), jnp.asarray(valid)))[rows]
+        real = valid[rows]
+        if shifted:  # neither padding, nor read from it
+            before = lambda a: np.concatenate([a[:, :1], a[:, :-1]], axis=1)
+            ours, real = before(ours), real & before(real)
+        closely(f"logits of step {step}", ours, logits, where=real[..., None])

@@ -12,28 +12,25 @@ from dllm_jax.policies.parts import rollout
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
-from tests.replay.compare import closely, exactly
+from tests.replay.compare import closely, compare_steps, exactly
 from tests.replay.research import research_sampler
 from tests.replay.stepping import states
-from tests.replay.steps import compare_steps
 
 
 def d2cache(case: Case):
     """One run through the public API, and one step by step for the internals."""
     s, d = case.settings, case.settings["decoding"]
-    model, policy = case.model(mask_id=s["mask_id"]), _policy(case)
+    model, policy = case.model(), _policy(case)
     # [MASK] may win, as in the reference: one case has a position that it wins for many steps.
     sampler = research_sampler(d, until_done=True)
     s.only("left_pad")
     s["cache"].only("type", "d2cache")
     s.describes("pad_id", "steps")
-    shape = dict(length=d["gen_length"], block=d["block_length"])
-    prompt, options = case.arrays["prompt"], dict(policy=policy, sampler=sampler, **shape)
-    out = dj.generate(model, prompt, trace=True, **options)
-    compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
-    exactly("active sequences", out.trace.active, case.arrays["active_rows"])
-    length = prompt.shape[1] + d["gen_length"]
-    _, *after = states(model, prompt, widths=(length,), **options)
+    options = dict(policy=policy, sampler=sampler, length=d["gen_length"], block=d["block_length"])
+    trace, prompt = case.generate(model, **options).trace, case.arrays["prompt"]
+    compare_steps(case, trace, predicted="predicted", computed="recomputed")
+    exactly("active sequences", trace.active, case.arrays["active_rows"])
+    _, *after = states(model, prompt, widths=(prompt.shape[1] + d["gen_length"],), **options)
     _compare_selection(case, policy, after)
 
 
@@ -77,13 +74,8 @@ def _compare_selection(case: Case, policy: dj.policies.D2Cache, seen: list[State
     going_on = np.stack([state.canvas.active for state in seen])[..., None]
     for name in ("influence", "sel_density", "sel_scores"):
         closely(name, ours[name], case.arrays[name], going_on)
-    for name in (
-        "sel_candidates",
-        "masked_selected",
-        "rollout_selected",
-        "next_before_inflate",
-        "next_before_topup",
-    ):
+    sets_before = "next_before_inflate", "next_before_topup"
+    for name in ("sel_candidates", "masked_selected", "rollout_selected", *sets_before):
         exactly(name, ours[name], case.arrays[name], going_on)
 
 
@@ -106,6 +98,3 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
         next_before_inflate=upcoming | nucleus,
         next_before_topup=sets.inflated(upcoming | nucleus, policy.inflate),
     )
-
-
-METHODS = {"d2cache": d2cache}

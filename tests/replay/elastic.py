@@ -1,8 +1,5 @@
 """Elastic-Cache: the run through `generate`; its drift state by taking the engine's steps one by one."""
 
-import itertools
-from collections.abc import Callable
-
 import numpy as np
 
 import dllm_jax as dj
@@ -21,23 +18,18 @@ def elastic(case: Case):
     s.describes("steps", "threshold")  # the threshold is not used where `commit_topk` is set
     stops, each = s["stop_token"] >= 0, s["commit_topk"]
     policy = dj.policies.ElasticCache(
-        window=s["window"],
-        gamma=s["gamma"],
-        track=s["track_num"],
-        test=TESTS[s["variant"]],
-        block_caching=s["block_caching"],
-        cut_at_eos=stops,
-    )
+        window=s["window"], gamma=s["gamma"], track=s["track_num"], test=TESTS[s["variant"]],
+        block_caching=s["block_caching"], cut_at_eos=stops,
+    )  # fmt: skip
     sampler = dj.samplers.Confidence() if each else dj.samplers.Threshold(s["threshold"])
-    model = case.model(mask_id=s["mask_id"], **({"eos_id": s["stop_token"]} if stops else {}))
+    model = case.model(**({"eos_id": s["stop_token"]} if stops else {}))
     prompt, length = arrays["prompt"], s["gen_length"]
     shape = dict(length=length, steps=length // (each or 1))
     options = dict(policy=policy, sampler=sampler, stop_at_eos=stops, **shape)
-    out = dj.generate(model, prompt, trace=True, **options)
-    exactly("tokens", out.trace.tokens, arrays["tokens"])
-    exactly("queried", out.trace.computed[:, 0], arrays["queried"])
-    known = np.isfinite(arrays["confidence"])
-    score = np.asarray(out.trace.score)[:, 0]
+    trace = case.generate(model, **options).trace
+    exactly("tokens", trace.tokens, arrays["tokens"])
+    exactly("queried", trace.computed[:, 0], arrays["queried"])
+    known, score = np.isfinite(arrays["confidence"]), np.asarray(trace.score)[:, 0]
     exactly("window", np.isfinite(score), known)
     closely("confidence", score, arrays["confidence"], where=known)
     seen = list(states(model, prompt, widths=(prompt.shape[1] + length,), **options))
@@ -46,22 +38,18 @@ def elastic(case: Case):
 
 def _compare_drift(case: Case, policy: dj.policies.ElasticCache, seen: list[State]):
     arrays, layers, length = case.arrays, seen[0].canvas.spec.layers, seen[0].canvas.layout.length
-    pairs = list(itertools.pairwise(seen))
-    drift = [after.cache.shared for _, after in pairs]
-    start = np.stack([d.start[0] for d in drift])
+    drift = [after.cache.shared for after in seen[1:]]
+    start, similarity, attended = (
+        np.stack([getattr(d, name)[0] for d in drift]) for name in ("start", "similarity", "attended")
+    )
     start[0] = -1  # the recording tells the first step from a refresh below layer 0
-    similarity = np.stack([d.similarity[0] for d in drift])
     exactly("first_full_layer", start, arrays["first_full_layer"])
     exactly("layers that test", np.isfinite(similarity), np.isfinite(arrays["similarity"]))
     closely("similarity", similarity, arrays["similarity"], where=np.isfinite(similarity))
-    attended = np.stack([d.attended[0] for d in drift])
     exactly("most_attended", np.sort(attended), np.sort(arrays["most_attended"]))
-    tracked = [members(before.cache.shared.attended, length)[0] for before, _ in pairs]
+    tracked = [members(before.cache.shared.attended, length)[0] for before in seen[:-1]]
     exactly("tracked", np.stack(tracked), arrays["tracked"])
-    left = [np.sum(policy.undecided(before.canvas)) for before, _ in pairs]
+    left = [np.sum(policy.undecided(before.canvas)) for before in seen[:-1]]
     exactly("masked_left", np.stack(left), arrays["masked_left"])
     widened = np.arange(layers)[None, :, None] >= start[:, None, None]
     exactly("recomputed", widened | arrays["queried"][:, None], arrays["recomputed"])
-
-
-METHODS: dict[str, Callable[[Case], None]] = {"elastic": elastic}

@@ -15,60 +15,46 @@ from dllm_jax.vision.processor import spliced
 from dllm_jax.vision.prompt import PLACE, prompt_ids, rendered
 from tests.replay.case import Case, load
 from tests.replay.compare import Differs, closely, exactly
-from tests.replay.dllm_cache import Logged
-from tests.replay.stepping import states
+from tests.replay.stepping import log_of, logged, states
 
 LOGITS = 5e-4
 ONE_TENSOR = "one tensor of rank 4"  # of several images, which then have no newline
-DESCRIPTION = (  # of a recording, beside those of all methods
-    *("checks", "image_grid_pinpoints", "image_mode", "image_size_wh", "image_sizes_wh", "input", "kind"),
-    *(
-        "inputs_embeds_sha256",
-        "min_argmax_gap",
-        "numpy",
-        "pillow",
-        "pixel_dtype",
-        "prompt_seed",
-        "robustness",
-    ),
-    *("source_function", "tile_hash", "tile_shapes", "tokenizer", "tolerance", "transformers"),
-    "writes_into_prompt_slots",
-)
+DESCRIPTION = """
+    checks image_grid_pinpoints image_mode image_size_wh image_sizes_wh input inputs_embeds_sha256 kind
+    min_argmax_gap numpy pillow pixel_dtype prompt_seed robustness source_function tile_hash tile_shapes
+    tokenizer tolerance transformers writes_into_prompt_slots
+"""  # of a recording, beside those of all methods
 SPECIAL = {
-    "<|startoftext|>": 126080,
-    "<|start_header_id|>": 126346,
-    "<|end_header_id|>": 126347,
+    "<|startoftext|>": 126080, "<|start_header_id|>": 126346, "<|end_header_id|>": 126347,
     "<|eot_id|>": 126348,
-}
+}  # fmt: skip
 
 
 def _model(case: Case) -> dj.Model:
     return load(case.folder.parents[1] / "models" / "llada-v-tiny", "float32")
 
 
-def _sha256(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+def _sha256(views: np.ndarray) -> list[str]:
+    return [hashlib.sha256(np.ascontiguousarray(view).tobytes()).hexdigest() for view in views]
 
 
 def preprocess(case: Case):
     """Pixels of every view bit for bit, and what every token is made of."""
     s, vision = case.settings, _model(case).spec.vision
-    s.describes(*DESCRIPTION)
+    s.describes(*DESCRIPTION.split())
     image = open_image(case.folder.parents[1] / s["image"], convert=False)
     padded = s.only("image_aspect_ratio", "anyres_max_4", "pad") == "pad"
     views = Pad(newline=True) if padded else AnyRes()
     pixels = views.pixels(image, vision)
     channels = normalised(pixels).transpose(0, 3, 1, 2)
     exactly("pixel_shape", channels.shape[-4:] if not padded else channels.shape, s["pixel_shape"][-4:])
-    exactly("tile_sha256", [_sha256(view) for view in channels.astype("<f4")], s["tile_sha256"])
-    u8 = [_sha256(view) for view in pixels.transpose(0, 3, 1, 2)]
-    exactly("tile_u8_sha256", u8, s["tile_u8_sha256"])
+    exactly("tile_sha256", _sha256(channels.astype("<f4")), s["tile_sha256"])
+    exactly("tile_u8_sha256", _sha256(pixels.transpose(0, 3, 1, 2)), s["tile_u8_sha256"])
     exactly("u8_sum", pixels.sum(axis=(1, 2, 3), dtype=np.int64), case.arrays["u8_sum"])
     source, weight = views.merge(image.size, vision)
     if padded:
-        exactly("tokens", [len(source)], [s["n_image_tokens_list_input"]])
-        stacked = len(Pad().merge(image.size, vision).source)
-        return exactly("tokens", [stacked], [s["n_image_tokens_stacked_input"]])
+        counts = len(source), len(Pad().merge(image.size, vision).source)
+        return exactly("tokens", counts, [s[f"n_image_tokens_{kind}_input"] for kind in ("list", "stacked")])
     width, height = AnyRes().canvas(image.size, vision)
     exactly("best_resolution", (width, height), s["best_resolution"])
     exactly("grid_wh", (width // vision.image, height // vision.image), s["grid_wh"])
@@ -86,7 +72,7 @@ def preprocess(case: Case):
 def vision(case: Case):
     """Embeddings, layers and features of the tower, and what the projector makes of them."""
     model, arrays = _model(case), case.arrays
-    case.settings.describes(*DESCRIPTION, "weights")
+    case.settings.describes(*DESCRIPTION.split(), "weights")
     params, spec = separate(model.vision), model.spec.vision
     pixels = jnp.asarray(normalised(arrays["pixels_u8"].transpose(0, 2, 3, 1)))
     x = tower.patch_embeddings(params, spec, pixels)
@@ -116,7 +102,7 @@ class _Characters:
 
 def prompt(case: Case):
     """Rendered prompts and ids with a place for each image."""
-    case.settings.describes(*DESCRIPTION)
+    case.settings.describes(*DESCRIPTION.split())
     for recorded in case.settings["cases"]:
         said = [(role, text) for role, text in recorded["messages"] if text is not None]
         turns = [{"role": role, "content": t, "images": [None] * t.count("<image>")} for role, t in said]
@@ -131,7 +117,7 @@ def prompt(case: Case):
 def generate(case: Case):
     """The prompt's inputs; tokens, candidates and confidences of every step; the last step's logits."""
     s, arrays, model = case.settings, case.arrays, case.model()
-    s.describes(*DESCRIPTION, "prompt_ids")
+    s.describes(*DESCRIPTION.split(), "prompt_ids")
     s.only("temperature", 0.0)
     s.only("remasking", "low_confidence")
     s.only("generation_suffix")
@@ -139,14 +125,11 @@ def generate(case: Case):
     listed, words = s["stopping_criteria"] or [], s["token_strings"] or {}
     together = s["images_passed_as"] == ONE_TENSOR
     ids, embeds = _inputs(case, model, together)
+    sampler = dj.samplers.Confidence(cfg_scale=s["cfg_scale"], suppress_tokens=tuple(s["suppressed_ids"]))
     options = dict(
-        prompt_embeds=embeds,
-        length=s["gen_length"],
-        block=s["block_length"],
-        steps=s["steps"],
-        sampler=dj.samplers.Confidence(cfg_scale=s["cfg_scale"], suppress_tokens=tuple(s["suppressed_ids"])),
-        stop=[words[word] for word in listed],
-    )
+        prompt_embeds=embeds, length=s["gen_length"], block=s["block_length"], steps=s["steps"],
+        sampler=sampler, stop=[words[word] for word in listed], widths=case.widths,
+    )  # fmt: skip
     if s["dllm_cache"]:
         return _cached(case, model, ids, options)
     out = dj.generate(model, ids, trace=True, **options)
@@ -177,10 +160,8 @@ def _inputs(case: Case, model: dj.Model, together: bool):
         features = tower.view_embeddings(model.vision, spec.vision, found.pixels, 4)
         embeds = tower.merged(model.vision, features, found.source[None], found.weight[None])
         rows = jnp.where(found.ids[:, None] < 0, embeds[0], rows)
-    if "inputs_embeds" in arrays:
-        closely("inputs_embeds", rows, arrays["inputs_embeds"])
-    else:
-        closely("inputs_embeds", rows[arrays["inputs_embeds_rows"]], arrays["inputs_embeds_sample"])
+    seen, name = (rows, "") if "inputs_embeds" in arrays else (rows[arrays["inputs_embeds_rows"]], "_sample")
+    closely("inputs_embeds", seen, arrays[f"inputs_embeds{name}"])
     return found.ids[None], embeds
 
 
@@ -194,7 +175,7 @@ def _compare_steps(case: Case, tokens: np.ndarray):
     exactly("transfer", tokens[1:] != tokens[:-1], arrays["transfer"], where=before[1:])
 
 
-class LikeOtherLayers(Logged):
+class LikeOtherLayers(dj.policies.DLLMCache):
     """dLLM-Cache as its hook for LLaDA-V has it: the first layer refreshes when the others do."""
 
     def due(self, canvas, first):
@@ -206,10 +187,10 @@ def _cached(case: Case, model: dj.Model, ids, options: dict):
     c, arrays = case.settings["dllm_cache"], case.arrays
     policy = LikeOtherLayers(c["prompt_interval_steps"], c["gen_interval_steps"], c["transfer_ratio"])
     case.settings.describes("smallest_selection_margin")
-    begun, *run = states(model, ids, policy=policy, **options)
+    begun, *run = states(model, ids, policy=logged(policy), **options)
     p = ids.shape[1]
     _compare_steps(case, np.stack([np.asarray(state.canvas.tokens)[0, p:] for state in (begun, *run)]))
-    logs = [state.cache.shared[1] for state in run]
+    logs = [log_of(state) for state in run]
     stale = np.stack([np.asarray(log.stale)[:, 0, p:] for log in logs])
     partial = ~np.isnan(arrays["selection_margin"])
     exactly("selected", stale, arrays["selected"], where=partial[..., None])
@@ -229,11 +210,3 @@ def _logits(model: dj.Model, tokens, embeds, cfg_scale: float, prompt: int) -> n
 def _compare_logits(case: Case, logits: np.ndarray):
     recorded = case.arrays["logits_last"]
     closely("logits_last", logits, recorded, where=np.isfinite(recorded), tolerance=LOGITS)
-
-
-METHODS = {
-    "llada-v-preprocess": preprocess,
-    "llada-v-vision": vision,
-    "llada-v-prompt": prompt,
-    "llada-v-generate": generate,
-}

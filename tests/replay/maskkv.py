@@ -17,17 +17,13 @@ from dllm_jax.state.rows import full_rows
 from pallas_kernels.topk_evict import topk_evict
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
-from tests.replay.stepping import Logging, states
+from tests.replay.stepping import log_of, logged, states
 
 VOTERS = {
     "mask_vote": eviction.MaskVotes(),
     "prompt_vote": eviction.PromptVotes(),
     "all_vote": eviction.AllVotes(),
 }
-
-
-class Logged(Logging, dj.policies.MaskKV):
-    """`MaskKV` that tells what its layers did."""
 
 
 class FlooredBoundaryMiddle(eviction.BoundaryMiddle):
@@ -54,39 +50,34 @@ class FlooredPromptPreference(eviction.PromptPreference):
         return jnp.minimum(floor, prompt[:, None])
 
 
-BOUNDARY = {
-    "paper": FlooredBoundaryMiddle,
-    "floor": FlooredBoundaryMiddle,
-    "conserve": eviction.BoundaryMiddle,
+FLOORED = FlooredBoundaryMiddle, FlooredPromptPreference
+ROUNDING = {
+    "paper": FLOORED,
+    "floor": FLOORED,
+    "conserve": (eviction.BoundaryMiddle, eviction.PromptPreference),
 }
-PREFERENCE = {
-    "paper": FlooredPromptPreference,
-    "floor": FlooredPromptPreference,
-    "conserve": eviction.PromptPreference,
-}
+
+
+def _budgets(rounding: str, importance: np.ndarray, s: dict):
+    """Of layers and of heads, with the settings of a case or of a point of its grid."""
+    layers, heads = ROUNDING[rounding]
+    return layers(tuple(importance.tolist()), s["beta"], s["first"], s["last"]), heads(s["alpha"])
 
 
 def maskkv(case: Case):
     """Tokens, confidences, refreshed positions, kept sets, budgets, and the last step's logits."""
     s, arrays = case.settings, case.arrays
-    prompt, model = arrays["prompt"], case.model(mask_id=s["mask_id"])
-    layers = BOUNDARY[s["rounding"]](
-        tuple(arrays["importance"].tolist()), beta=s["beta"], first=s["first"], last=s["last"]
-    )
-    policy = Logged(
-        prompt_every=s["prompt_refresh"],
-        response_every=s["response_refresh"],
-        ratio=s["transfer_ratio"],
-        budget=s["budget"],
-        layers=layers,
-        heads=PREFERENCE[s["rounding"]](s["alpha"]),
-        reselect=s["reselect"],
-    )
+    prompt, model = arrays["prompt"], case.model()
+    layers, heads = _budgets(s["rounding"], arrays["importance"], s)
+    policy = dj.policies.MaskKV(
+        prompt_every=s["prompt_refresh"], response_every=s["response_refresh"], ratio=s["transfer_ratio"],
+        budget=s["budget"], layers=layers, heads=heads, reselect=s["reselect"],
+    )  # fmt: skip
     shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
-    begun, *run = states(model, prompt, policy=policy, trace=True, **shape)
+    begun, *run = states(model, prompt, policy=logged(policy), trace=True, widths=case.widths, **shape)
     layout = begun.canvas.layout
     exactly("tokens", np.stack([state.canvas.tokens for state in (begun, *run)]), arrays["tokens"])
-    logs = [state.cache.shared[1] for state in run]
+    logs = [log_of(state) for state in run]
     stale = np.stack([log.stale for log in logs])
     exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])
     exactly("refresh_prompt", stale[:, 0, 0, 0], arrays["refresh_prompt"])
@@ -116,37 +107,23 @@ def scores(case: Case):
     for name, voter in VOTERS.items():
         votes, preference = look(model, canvas, voter)
         closely(name, votes, arrays[name])
-        uniform = [
-            keep(eviction.UniformLayers(), eviction.EvenHeads(), votes, preference, b)[2]
-            for b in s["uniform_budgets"]
-        ]
+        even = functools.partial(keep, eviction.UniformLayers(), eviction.EvenHeads(), votes, preference)
+        uniform = [even(budget)[2] for budget in s["uniform_budgets"]]
         exactly(f"uniform {name}", uniform, arrays[f"keep_uniform_{name}"])
     quarters = [look(model, canvas, eviction.PositionVotes(quarter))[0] for quarter in range(4)]
     closely("position_votes", quarters, arrays["position_votes"])
     votes, preference = look(model, canvas, eviction.MaskVotes())
     closely("prompt_preference", preference, arrays["prompt_preference"])
-    online = profile(model, canvas, canvas.valid)
-    closely("importance", online, arrays["importance"])
-    closely(
-        "importance of the prompt", profile(model, canvas, canvas.prompt), arrays["importance_prompt_tokens"]
-    )
+    closely("importance", profile(model, canvas, canvas.valid), arrays["importance"])
+    closely("of the prompt", profile(model, canvas, canvas.prompt), arrays["importance_prompt_tokens"])
     offline = arrays["calibration_importance"].astype(np.float64).mean(axis=0)
     for when, importance in (("offline", offline), ("online", arrays["importance"])):
         for rounding in ("paper", "conserve"):
-            ours = [
-                keep(
-                    BOUNDARY[rounding](tuple(importance.tolist()), g["beta"], g["first"], g["last"]),
-                    PREFERENCE[rounding](g["alpha"]),
-                    votes,
-                    preference,
-                    g["budget"],
-                )
-                for g in s["grid"]
-            ]
-            for name, values in zip(
-                ("layer_budget", "head_budget", "keep"), zip(*ours, strict=True), strict=True
-            ):
-                exactly(f"{name}_{rounding}_{when}", np.stack(values), arrays[f"{name}_{rounding}_{when}"])
+            made = lambda g, how=rounding, of=importance: (*_budgets(how, of, g), votes, preference)
+            ours = zip(*(keep(*made(g), g["budget"]) for g in s["grid"]), strict=True)
+            for kind, values in zip(("layer_budget", "head_budget", "keep"), ours, strict=True):
+                name = f"{kind}_{rounding}_{when}"
+                exactly(name, np.stack(values), arrays[name])
 
 
 def baselines(case: Case):
@@ -158,12 +135,10 @@ def baselines(case: Case):
     votes = {"snapkv": look(model, canvas, snap)[0], "mask": look(model, canvas, eviction.MaskVotes())[0]}
     closely("snapkv_scores", votes["snapkv"], arrays["snapkv_scores"])
     closely("mask_vote", votes["mask"], arrays["mask_vote"])
-    cosine = {
-        "prompt": 1 - profile(model, canvas, canvas.prompt),
-        "all": 1 - profile(model, canvas, canvas.valid),
-    }
-    closely("cosine of the prompt", cosine["prompt"], arrays["layer_cosine_prompt_tokens"])
-    closely("cosine of all", cosine["all"], arrays["layer_cosine_all_tokens"])
+    among = {"prompt": canvas.prompt, "all": canvas.valid}
+    cosine = {name: 1 - profile(model, canvas, positions) for name, positions in among.items()}
+    for name in among:
+        closely(f"cosine of {name}", cosine[name], arrays[f"layer_cosine_{name}_tokens"])
     n, p, budgets = model.spec.layers, s["prompt_length"], s["budgets"]
     for name, tokens in cosine.items():
         squeeze = eviction.SqueezeAttention(tuple(tokens.tolist()), s["squeeze_share"])
@@ -248,6 +223,3 @@ def kept_sets(kept, prompt: int) -> np.ndarray:
         start, length = int(kept.start[layer, sequence, head]), int(kept.length[layer, sequence, head])
         sets[sequence, layer, head, np.asarray(kept.position)[sequence, start : start + length]] = True
     return sets
-
-
-METHODS = {"maskkv": maskkv, "maskkv-scores": scores, "evict-baselines": baselines}

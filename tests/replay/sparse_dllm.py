@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.state.selection import mean_query_score
 from tests.replay.case import Case
-from tests.replay.compare import closely, exactly
-from tests.replay.steps import compare_steps
+from tests.replay.compare import closely, compare_steps, exactly
 
 
 class WithoutThePredictorBefore(dj.policies.SparseDLLM):
@@ -62,7 +60,7 @@ def sparse_dllm(case: Case):
         sampler = FirstTokenAtOnce(alg=s["alg"], eps=s["eps"], allow_mask_token=case.restores_oddities)
     model = case.model(mask_id=s["mask_token_id"])
     shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
-    out = dj.generate(model, case.arrays["prompt"], policy=policy, sampler=sampler, trace=True, **shape)
+    out = case.generate(model, policy=policy, sampler=sampler, **shape)
     compare_steps(case, out.trace, predicted="predicted_token", computed="computed")
     for block, step in enumerate(np.flatnonzero(case.arrays["cache_state"] == 1)):
         _compare_selection(case, model, policy, block, step)
@@ -102,6 +100,3 @@ def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
     nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
     rope = rope_table(length, spec.head, spec.rope_base)
     return walk(model.params, spec, rope, run, (embed(model.params, canvas.tokens), nothing))[1]
-
-
-METHODS: dict[str, Callable[[Case], None]] = {"sparse-dllm": sparse_dllm}

@@ -1,5 +1,6 @@
 """A run step by step: the state after every step, and what a policy's layers did in it."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,29 +24,26 @@ class Log(NamedTuple):
 
     Attributes:
       fed: positions that passed through the network.
-      stale: positions whose keys and branch outputs were recomputed.
-      similarity: new and stored values compared, where fed.
       hidden: the residual stream of the positions as they leave the last layer.
+      stale: positions whose keys and branch outputs were recomputed, under policies on `DLLMCache`.
+      similarity: new and stored values compared, where fed, under the same.
     """
 
     fed: Bool[Array, "b l"]
+    hidden: Float[Array, "b l m"]
     stale: Bool[Array, "n b l"]
     similarity: Float[Array, "n b l"]
-    hidden: Float[Array, "b l m"]
 
 
-class Logging:
-    """Mixin for policies built on `DLLMCache`: `Cache.shared` becomes (the policy's own, the log)."""
+class _Logging:
+    """Mixin for policies: `Cache.shared` becomes (the policy's own, the log)."""
 
     def init(self, spec, layout, batch: int, dtype: Any):
-        cache = super().init(spec, layout, batch, dtype)
-        places = (spec.layers, batch, layout.length)
+        cache, places = super().init(spec, layout, batch, dtype), (batch, layout.length)
         log = Log(
-            jnp.zeros(places[1:], bool),
-            jnp.zeros(places, bool),
-            jnp.zeros(places),
-            jnp.zeros((*places[1:], spec.width), dtype),
-        )
+            jnp.zeros(places, bool), jnp.zeros((*places, spec.width), dtype),
+            jnp.zeros((spec.layers, *places), bool), jnp.zeros((spec.layers, *places)),
+        )  # fmt: skip
         return cache._replace(shared=(cache.shared, log))
 
     def before_first_step(self, cache, canvas, model, x):
@@ -56,18 +54,29 @@ class Logging:
     def layer(self, layer, x, cache, rows, canvas):
         own, log = cache.shared
         cache = cache._replace(shared=own)
-        value, stored = layer.value(x), cache.read().v
-        place = lambda a: scatter(jnp.zeros((a.shape[0], rows.length), a.dtype), rows.index, a)
-        stale = place(self.stale(layer, value, cache, rows, canvas))
-        similarity = place(cosine(value, rows.last(stored.shape[1]).take(stored)))
+        if isinstance(self, dj.policies.DLLMCache):
+            value, stored = layer.value(x), cache.read().v
+            place = lambda a: scatter(jnp.zeros((a.shape[0], rows.length), a.dtype), rows.index, a)
+            stale = place(self.stale(layer, value, cache, rows, canvas))
+            similarity = place(cosine(value, rows.last(stored.shape[1]).take(stored)))
+            log = log._replace(
+                stale=log.stale.at[layer.index].set(stale),
+                similarity=log.similarity.at[layer.index].set(similarity),
+            )
         x, cache = super().layer(layer, x, cache, rows, canvas)
-        log = Log(
-            rows.mask(),
-            log.stale.at[layer.index].set(stale),
-            log.similarity.at[layer.index].set(similarity),
-            scatter(log.hidden, rows.index, x),
-        )
+        log = log._replace(fed=rows.mask(), hidden=scatter(log.hidden, rows.index, x))
         return x, cache._replace(shared=(cache.shared, log))
+
+
+def logged(policy: dj.policies.Policy) -> dj.policies.Policy:
+    """The policy, which also tells what its layers did."""
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    return type("Logged", (_Logging, type(policy)), {})(**fields)
+
+
+def log_of(state: State) -> Log:
+    """What the layers did in the step before this state, of a run under a `logged` policy."""
+    return state.cache.shared[1]
 
 
 @functools.partial(jax.jit, static_argnames="width")
