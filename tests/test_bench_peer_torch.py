@@ -10,6 +10,7 @@ import dllm_jax as dj
 from bench.shared import runner
 from bench.shared.measure import Run
 from tests.models import FAMILIES, tiny
+from tests.policy_cases import WIDE
 
 REASON = "torch peer: install the 'oracle' extra"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -35,9 +36,8 @@ def generations(model: dj.Model, policy: dj.policies.Policy, **changes) -> tuple
         sampler=dj.samplers.Confidence(),
     )
     tokens = np.asarray(run.request(model).inputs.tokens)
-    ours = dj.generate(
-        model, tokens[:, : run.prompt], length=run.length, block=run.block, steps=run.steps, policy=policy
-    )
+    shape = dict(length=run.length, block=run.block, steps=run.steps)
+    ours = dj.generate(model, tokens[:, : run.prompt], policy=policy, widths=WIDE, **shape)
     decoder = peer(twin(model), policy)
     assert decoder is not None
     with torch.inference_mode():

@@ -43,6 +43,15 @@ KNOBS = {  # of each policy, the settings along its main one
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fewest_kinds_of_steps():
+    """No run compiles another program for narrow steps: widths change nothing (tests/test_policies.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in {dj.policies.Policy, *map(type, dj.policies.ALL)}:
+            patch.setattr(kind, "widths", lambda policy, spec, layout: (layout.length,))
+        yield
+
+
 @pytest.fixture(scope="module")
 def workload():
     grid = (

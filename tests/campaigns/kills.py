@@ -42,7 +42,7 @@ FORKS.set_forkserver_preload([__name__, "transformers"])
 def cases(seed: int) -> Iterator[Case]:
     """Endless: every job in turn, each killed at another moment."""
     for number in itertools.count():
-        job, moment = JOBS[number % len(JOBS)], random.Random(f"{seed}.{number}").uniform(0.0, 1.05)
+        job, moment = JOBS[number % len(JOBS)], random.Random(f"{seed}:{number}").uniform(0.0, 1.05)
         description = f"{seed}.{number}: {job.__name__} killed after {moment:.3f} of its time"
         yield Case(description, functools.partial(resumed, job, moment), limit=600.0)
 
