@@ -27,6 +27,7 @@ def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int, seed:
     """
     if not sizes or count < 1:
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
+    # One length for all sizes, so that they share programs.
     length = runner.decoding.length or response(task, sizes)
     return [
         request(runner, f"{i}", example, f"{task.name} {size}", length)

@@ -73,6 +73,7 @@ def run_longbench(
             "that of all tasks, and --length with --steps says how many steps so many positions take"
         )
     decoding = dataclasses.replace(given, length=given.length or answer_length)
+    # The hash of the templates is in the record: other templates ask other questions.
     templates, chosen = longbench.Prompts.read(prompts or data / longbench.FILE), longbench.tasks_named(tasks)
     settings = {
         "tasks": [task.name for task in chosen],
@@ -109,6 +110,7 @@ def run_needle(
       needle_file: JSON with text, question, keyword and template; None: DuoAttention's needle.
       chat: wrap prompts in the chat template.
     """
+    # The protocol decides scoring and the room for template and answer; the file only what is hidden.
     hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
     reserved = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=reserved)

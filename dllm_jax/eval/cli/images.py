@@ -52,6 +52,7 @@ def run_images(
       exif: turn images as their EXIF orientation says; the released code does not.
       at_once: views that the tower takes in one program, which bounds its memory.
     """
+    # The published way of the task, changed by whatever is given beside it.
     given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
     kind = ImageTask() if task is None else published(task)
     kind = dataclasses.replace(kind, **{name: value for name, value in given.items() if value is not None})

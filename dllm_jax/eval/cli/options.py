@@ -93,6 +93,7 @@ class Options:
         for text, runner in runners.items():
             record.check_replaceable(paths[text], kind, runner, settings)
 
+        # Policy by policy, each record as soon as it is whole: a run that is stopped has those before.
         records = {}
         for text, runner in runners.items():
             requests, path = ask(runner), paths[text]

@@ -67,6 +67,7 @@ def run_tune(
     tuned = search.run(lm, asked, decoding, policies, Journal(out / JOURNAL), progress)
     # A preset that cannot be written is found out before any file is.
     toml = tuned.preset_toml(title)
+    # The settings of the exact decoder as the search has filled them in.
     exact = dataclasses.replace(decoding, length=tuned.length, **vars(tuned.exact.setting))
     settings |= {"questions": None if questions is None else str(questions)}
     about = {"format": FORMAT, "kind": "tune", "settings": settings, **record.provenance(Runner(lm, exact))}

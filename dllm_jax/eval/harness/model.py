@@ -96,6 +96,7 @@ class DllmJax(TemplateLM):
           RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
           ValueError: block or steps do not fit the requests' length.
         """
+        # Every request becomes one of the runner, with the length that the model or its task gives it.
         prompts = [self._request(i, *request.args) for i, request in enumerate(requests)]
         runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
         # What does not fit any request's length is the user's mistake, not the request's failure.

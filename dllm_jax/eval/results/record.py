@@ -26,6 +26,7 @@ FREE = ("versions.", "model.name")  # may differ: neither changes the question, 
 def provenance(runner: Runner) -> Provenance:
     """Model, settings, device and versions."""
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
+    # Name and date say who and when; everything else here may change an answer or its cost.
     model, decoding = runner.lm.model, runner.decoding
     return {
         "model": {
@@ -87,6 +88,7 @@ def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
 
 def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> Record:
     """The record of an evaluation."""
+    # A task counts once in the average, however many requests it has.
     groups: dict[str, list[float]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row["score"])

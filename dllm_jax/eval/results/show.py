@@ -80,6 +80,7 @@ def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
     from matplotlib.figure import Figure  # in the `eval` extra
 
     lengths, depths, scores = cells(rows)
+    # Wide enough for every length, high enough for every depth; blank where there was no request.
     figure = Figure(figsize=(2 + 0.7 * len(lengths), 1.6 + 0.35 * len(depths)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
@@ -101,6 +102,7 @@ def cells(
     scores: dict[tuple[Any, Any], list[float]] = {}
     for row in rows:
         scores.setdefault((row["depth"], row["length"]), []).append(row["score"])
+    # A cell may have several requests, or none where lengths and depths are of different runs.
     depths, lengths = (sorted(set(axis)) for axis in zip(*scores, strict=True))
     mean = lambda cell: np.mean(scores[cell]) if cell in scores else np.nan
     return lengths, depths, np.array([[mean((depth, length)) for length in lengths] for depth in depths])

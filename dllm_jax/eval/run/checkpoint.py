@@ -64,6 +64,7 @@ class Checkpoint(Options):
         Raises:
           FileNotFoundError: there is no such model.
         """
+        # A directory of that name comes before an embedded model.
         is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
         return embedded.path(self.model) if is_embedded else locate(self.model)
 

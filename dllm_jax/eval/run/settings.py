@@ -45,6 +45,7 @@ class Decoding(Options):
     def __post_init__(self):
         super().__post_init__()
         if self.length is not None:
+            # Blocks and steps must fit the length, whatever the prompt.
             Layout.of(1, self.length, self.block, self.steps)
             if self.steps is not None and self.steps > self.length:
                 reason = f"must be at most length={self.length}: a step decodes a token or more"

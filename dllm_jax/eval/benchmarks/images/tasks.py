@@ -71,6 +71,7 @@ class Sample(Options):
         for name in row:
             if name not in FIELDS:
                 raise ValueError(f"field {name!r} is not among {', '.join(FIELDS)}")
+        # A single text stands for a list of one, and a whole number for its digits.
         given: dict[str, Any] = dict.fromkeys(FIELDS[:-1]) | {n: v for n, v in row.items() if v is not None}
         given |= {name: [text] for name in ("image", "answer") if isinstance(text := given[name], str)}
         if isinstance(given["id"], int) and not isinstance(given["id"], bool):
