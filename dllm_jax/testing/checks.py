@@ -207,7 +207,7 @@ def batch_mates_change_nothing(of: Subject):
         assert_same_run(*ours, computed=True)
 
     # Alone, without padding: another program, and another canvas length.
-    alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2))
+    alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
     assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
     _assert_same_stats(alone, of.batch, sequence=1)
     assert bool(partial_steps(of.batch)) == of.policy.reuses, "every step computed every position"
@@ -265,8 +265,12 @@ def guidance_has_streams_of_its_own(of: Subject):
 def stopping_keeps_the_answer(of: Subject):
     """With `stop_at_eos` a sequence ends early, and its answer is that of the full run."""
     # A token of the first block changes places with the end-of-text: in the weights, so no program changes.
+    # Best one that is decoded before a position on its left, which the end must wait for.
+    assert of.batch.trace is not None
     spec, width = of.model.spec, max(LENGTHS)
-    ids, token = np.arange(spec.vocab), int(of.batch.tokens[0, width + 2])
+    masked = np.asarray(of.batch.trace.tokens)[:, 0, width : width + BLOCK] == spec.mask_id
+    waits = masked.sum(axis=0) < np.maximum.accumulate(masked.sum(axis=0))
+    ids, token = np.arange(spec.vocab), int(of.batch.tokens[0, width + (waits.argmax() or 2)])
     ids[[spec.eos_id, token]] = token, spec.eos_id
     tables = {name: of.model.params[name][ids] for name in ("embed", "head")}
     model = dataclasses.replace(of.model, params={**of.model.params, **tables})
