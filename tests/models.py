@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,25 @@ from dllm_jax.testing.models import random_tokens as random_tokens
 from dllm_jax.testing.models import separate as separate
 from dllm_jax.testing.models import spec as spec
 from dllm_jax.testing.models import tiny as tiny
+
+# In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
+# compile in about half the time. For tests of what does not depend on widths; with --exhaustive, which loads
+# hypothesis' profile of that name, they run with the policy's own widths.
+WIDE = None if hypothesis.settings.get_current_profile_name() == "exhaustive" else (10**6,)
+
+
+def generated(
+    model: dj.Model | str = "llada",
+    policy: dj.policies.Policy = dj.policies.Policy(),
+    lengths: tuple[int, ...] = (9, 6),
+    seed: int = 0,
+    **options,
+) -> dj.Output:
+    """A generation of left-padded prompts, with its trace and without narrow steps unless told otherwise."""
+    model = tiny(model) if isinstance(model, str) else model
+    prompt, mask = prompts(model, lengths, seed)
+    options = dict(prompt_mask=mask, length=8, block=4, trace=True, widths=WIDE) | options
+    return dj.generate(model, prompt, policy=policy, **options)
 
 
 def families(every_day: str) -> pytest.MarkDecorator:

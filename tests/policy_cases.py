@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import hypothesis
 import jax
 
 from dllm_jax import policies, samplers
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from tests.models import WIDE as WIDE
 from tests.models import frequencies
 
 
@@ -34,19 +34,7 @@ class PolicyCase:
     family: str = "llada"
 
 
-def overridable(interface: type) -> set[str]:
-    """The public members of an interface that a subclass may override: those that are not final."""
-    own = {name: member for name, member in vars(interface).items() if not name.startswith("_")}
-    final = {n for n, m in own.items() if getattr(getattr(m, "fget", m), "__final__", False)}
-    return own.keys() - final
-
-
 KEY = jax.random.key(7)  # of no consequence where nothing is drawn
-
-# In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
-# compile in about half the time. For tests of what does not depend on widths; with --exhaustive, which loads
-# hypothesis' profile of that name, they run with the policy's own widths.
-WIDE = None if hypothesis.settings.get_current_profile_name() == "exhaustive" else (10**6,)
 
 
 def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampler:
@@ -69,48 +57,32 @@ ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.PrefixCache: PolicyCase(
-        policies.PrefixCache(),
-        policies.PrefixCache(),
-        ONE_STEP_PER_BLOCK,
-        policies.PrefixCache(),
+        policies.PrefixCache(), policies.PrefixCache(), ONE_STEP_PER_BLOCK, policies.PrefixCache(),
         family="dream",
     ),
     policies.DualCache: PolicyCase(
         policies.DualCache(), policies.DualCache(), ONE_STEP_PER_BLOCK, policies.DualCache()
     ),
     policies.SparseDLLM: PolicyCase(
-        policies.SparseDLLM(),
-        policies.SparseDLLM(),
-        ONE_STEP_PER_BLOCK,
-        policies.SparseDLLM(keep=1.0),
+        policies.SparseDLLM(), policies.SparseDLLM(), ONE_STEP_PER_BLOCK, policies.SparseDLLM(keep=1.0),
         family="dream",
     ),
     policies.DLLMCache: PolicyCase(
         policies.DLLMCache(prompt_every=5, response_every=3),
-        policies.DLLMCache(prompt_every=1, response_every=1),
-        ONE_TOKEN_PER_STEP,
-        policies.DLLMCache(),
+        policies.DLLMCache(prompt_every=1, response_every=1), ONE_TOKEN_PER_STEP, policies.DLLMCache(),
     ),
     policies.MaskKV: PolicyCase(
         policies.MaskKV(prompt_every=6, response_every=3, budget=4),
-        policies.MaskKV(prompt_every=1, response_every=1, budget=4),
-        ONE_TOKEN_PER_STEP,
-        None,
-        lossy="the prompt's pairs are evicted after the first step",
-        family="dream",
+        policies.MaskKV(prompt_every=1, response_every=1, budget=4), ONE_TOKEN_PER_STEP, None,
+        lossy="the prompt's pairs are evicted after the first step", family="dream",
     ),
     policies.ElasticCache: PolicyCase(
-        policies.ElasticCache(window=4, gamma=0.97),
-        policies.ElasticCache(window=8),
-        ONE_STEP,
+        policies.ElasticCache(window=4, gamma=0.97), policies.ElasticCache(window=8), ONE_STEP,
         policies.ElasticCache(window=4),
     ),
     policies.D2Cache: PolicyCase(
-        policies.D2Cache(k=5, p=0.2, inflate=2),
-        policies.D2Cache(k=1, p=1.0),
-        ONE_TOKEN_PER_STEP,
-        policies.D2Cache(k=4),
-        family="dream",
+        policies.D2Cache(k=5, p=0.2, inflate=2), policies.D2Cache(k=1, p=1.0), ONE_TOKEN_PER_STEP,
+        policies.D2Cache(k=4), family="dream",
     ),
     policies.DKVDecode: PolicyCase(
         policies.DKVDecode(), policies.DKVDecode(refresh_every=1), ONE_TOKEN_PER_STEP, policies.DKVDecode()
@@ -128,11 +100,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()
     ),
     policies.DKVPD: PolicyCase(
-        policies.DKVPD(),
-        policies.DKVPD(),
-        ONE_STEP,
-        policies.DKVPD(),
-        family="dream",
+        policies.DKVPD(), policies.DKVPD(), ONE_STEP, policies.DKVPD(), family="dream",
     ),
     policies.EvictPrompt: PolicyCase(
         policies.EvictPrompt(budget=4),
@@ -140,21 +108,14 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         policies.EvictPrompt(budget=64),
     ),
-}
+}  # fmt: skip
 
 CACHED = tuple(case.policy for case in CASES.values())
 EVERY = (policies.Policy(), *CACHED)
 
 SAMPLER_CASES = (
-    samplers.Confidence(),
-    samplers.RandomOrder(),
-    samplers.CertaintyPrior(),
-    samplers.CertaintyPrior(tokens_per_step=2),
-    samplers.Factor(),
-    samplers.EBSampler(3.0),
-    samplers.PCSampler(frequencies()),
-    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
-    SEVERAL_AT_ONCE,
-    samplers.DreamSchedule(),
-    samplers.DreamSchedule(alg="origin"),
-)
+    samplers.Confidence(), samplers.RandomOrder(), samplers.CertaintyPrior(),
+    samplers.CertaintyPrior(tokens_per_step=2), samplers.Factor(), samplers.EBSampler(3.0),
+    samplers.PCSampler(frequencies()), samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
+    SEVERAL_AT_ONCE, samplers.DreamSchedule(), samplers.DreamSchedule(alg="origin"),
+)  # fmt: skip

@@ -1,8 +1,5 @@
 """The denoising loop as a program: purity, one compilation, stopping, statistics."""
 
-import jax
-import jax.extend
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +8,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.state.inputs import PositionsWarning
 from dllm_jax.testing.checks import PROGRAM, Subject, traced
 from dllm_jax.testing.runs import assert_same_run, of_sequence
-from tests.models import FAMILIES, prompts, tiny
+from tests.models import families, prompts, tiny
 
 
 def test_the_vocabulary_meets_only_candidate_rows():
@@ -21,27 +18,6 @@ def test_the_vocabulary_meets_only_candidate_rows():
     assert f"tensor<2x{PROGRAM.block}x{vocab}xf32>" in text
     assert f"{PROGRAM.length}x{vocab}x" not in text
     assert f"{PROGRAM.response}x{vocab}x" not in text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_is_jittable(family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 5))
-    options = dict(
-        length=8, block=4, policy=policies.DualCache(), sampler=samplers.Confidence(temperature=1.0)
-    )
-    run = lambda model, prompt, mask, key: dj.generate(model, prompt, prompt_mask=mask, key=key, **options)
-    key = jax.random.key(3)
-    inside = jax.jit(run)(model, jnp.asarray(prompt), jnp.asarray(mask), key)
-    np.testing.assert_array_equal(inside.tokens, run(model, prompt, mask, key).tokens)
-
-
-def test_parameters_have_gradients():
-    model = tiny("llada")
-    tokens = jnp.asarray(prompts(model)[0])
-    loss = lambda m: dj.forward(m, tokens).astype(jnp.float32).var()
-    grads = jax.grad(loss)(model)
-    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads.params))
 
 
 def test_statistics_of_a_dual_cache_run():
@@ -57,21 +33,7 @@ def test_statistics_of_a_dual_cache_run():
     np.testing.assert_array_equal(out.stats.decoded, [8, 8])
 
 
-def test_the_trace_is_the_history():
-    model = tiny("dream")
-    prompt, _ = prompts(model)
-    out = dj.generate(model, prompt, length=8, block=4, sampler=samplers.Threshold(0.25), trace=True)
-    tokens = np.asarray(out.trace.tokens)
-    assert len(tokens) == int(out.trace.steps) + 1 == len(out.trace.computed) + 1
-    assert (tokens[0, :, 9:] == model.spec.mask_id).all()
-    np.testing.assert_array_equal(tokens[-1], out.tokens)
-    known = tokens != model.spec.mask_id
-    assert (known[1:] >= known[:-1]).all(), "a decoded token was masked again"
-    kept = (tokens[1:] == tokens[:-1]) | ~known[:-1]
-    assert kept.all(), "a decoded token changed"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_infilling_a_padded_row_equals_the_row_alone(family):
     """Also where padding holds the mask id, and where the first real position is a mask (for Dream)."""
     model = tiny(family)
@@ -118,7 +80,7 @@ def test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in():
 def test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other():
     """With a text behind it: masks alone are all alike to the network, and rounding would order them."""
     model = tiny("dream")
-    options = dict(length=8, block=4, suffix=[5, 7, 9], policy=policies.DualCache(), trace=True)
+    options = dict(length=8, block=4, suffix=[5, 7, 9], trace=True)
     run = lambda *lists: dj.generate(model, list(lists), **options)
     batch, alone, others = run([4, 5, 6, 7], [], [9, 8]), run([]), run([4, 5, 6, 7], [9, 8])
     for sequence, (out, theirs) in enumerate(((others, 0), (alone, 0), (others, 1))):

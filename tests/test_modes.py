@@ -24,7 +24,7 @@ MODES = TRACED | {
 }
 
 
-@pytest.mark.diagonal
+@pytest.mark.diagonal(every=2)
 @pytest.mark.parametrize("mode", TRACED)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_every_policy_is_traced_in_strict_modes(policy, mode):
@@ -40,7 +40,7 @@ def test_every_policy_is_traced_in_strict_modes(policy, mode):
     }
 
 
-@pytest.mark.diagonal(every=6, start=5)
+@pytest.mark.diagonal(every=13, start=2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

@@ -15,7 +15,7 @@ from dllm_jax.samplers import WINO
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
-from tests.models import FAMILIES, prompts, tiny
+from tests.models import FAMILIES, families, generated, prompts, tiny
 
 LENGTH, BLOCK, BEFORE = 12, 4, 6
 
@@ -45,10 +45,7 @@ class NearRolled(Near, policies.D2Cache):
 
 def run(policy: policies.Policy, family: str = "llada", **options) -> dj.Output:
     """Two prompts, of nine and six positions."""
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(length=LENGTH, block=BLOCK, trace=True, prompt_mask=mask) | options
-    return dj.generate(model, prompt, policy=policy, **options)
+    return generated(family, policy, length=LENGTH, block=BLOCK, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +66,7 @@ def test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand(family):
             np.testing.assert_allclose(score[sequence, position], best, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_caches_of_two_sets_have_their_exact_limits(family):
     assert_same_run(run(NearRefreshed(refresh_every=1), family).trace, run(Near(), family).trace)
     one_step = dict(steps=LENGTH // BLOCK)
@@ -80,7 +77,7 @@ def test_caches_of_two_sets_have_their_exact_limits(family):
     assert far.max() > 1e-3, "a set that changes nothing would pass too"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_evicted_prompts_are_read_as_far_as_the_set_says(family):
     """The whole prompt kept is no eviction; nor is any budget where everything is computed in every step."""
     alone, whole, few = (

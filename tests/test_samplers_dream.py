@@ -42,12 +42,6 @@ def test_dream_counts_known_from_the_reference(masks, steps, expected):
     assert dream_counts(masks, steps) == expected
 
 
-def test_dream_starts_with_zeros_if_there_are_more_steps_than_tokens():
-    counts = dream_counts(8, 20)
-    assert sum(counts) == 8
-    assert counts[:2] == [0, 0]
-
-
 @pytest.mark.parametrize(("steps", "eps"), [(1, 1e-3), (7, 1e-3), (12, 0.1), (32, 0.5)])
 def test_dream_fractions(steps, eps):
     exact = [float(plain.dream_fraction(i, steps, eps)) for i in range(steps)]
@@ -55,16 +49,6 @@ def test_dream_fractions(steps, eps):
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, exact, rtol=3e-5)
     assert ours[-1] == 1
-
-
-def test_dream_times_run_from_one_to_eps_in_float32():
-    times = transfer.dream_times(512, 1e-3)
-    assert times.dtype == np.float32
-    assert times.shape == (513,)
-    assert times[0] == 1
-    assert times[-1] == np.float32(1e-3)
-    assert (np.diff(times) < 0).all()
-    np.testing.assert_allclose(times, np.linspace(1, 1e-3, 513), rtol=1e-6)
 
 
 def test_dream_counts_floor_the_share_of_all_eligible_positions():
@@ -81,16 +65,8 @@ def test_dream_counts_floor_the_share_of_all_eligible_positions():
 
 def test_dream_times_round_as_torch_does():
     """torch.linspace(1, 1e-3, 8) bit for bit; two entries differ from a rounded float64 grid."""
-    recorded = [
-        "0x1.0p+0",
-        "0x1.b6ee28p-1",
-        "0x1.6ddc4ep-1",
-        "0x1.24ca74p-1",
-        "0x1.b7713ap-2",
-        "0x1.254d88p-2",
-        "0x1.2653aep-3",
-        "0x1.0624dep-10",
-    ]
-    expected = [float.fromhex(x) for x in recorded]
+    recorded = "0x1.0p+0 0x1.b6ee28p-1 0x1.6ddc4ep-1 0x1.24ca74p-1 0x1.b7713ap-2 0x1.254d88p-2 "
+    recorded += "0x1.2653aep-3 0x1.0624dep-10"
+    expected = [float.fromhex(x) for x in recorded.split()]
     assert transfer.dream_times(7, 1e-3).tolist() == expected
     assert (np.linspace(1, 1e-3, 8).astype(np.float32) != np.float32(expected)).sum() == 2

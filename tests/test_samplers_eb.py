@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.samplers.eb import bounded_prefix
-from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests import numpy_sampler as plain
-from tests.models import prompts, tiny
+from tests.models import families, generated
 from tests.policy_cases import KEY
 
 C = 8
@@ -57,30 +55,12 @@ def test_the_running_maximum_is_each_sequence_s_own():
     np.testing.assert_array_equal(counted(score, entropy, 2.0), [2, 1])
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_bounds_from_one_token_per_step_to_one_step_per_block(family):
-    """And a sequence of a padded batch equals the sequence alone, under a cache too."""
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-
-    def run(gamma, **options):
-        sampler = samplers.EBSampler(gamma)
-        shape = dict(length=8, block=4, trace=True, sampler=sampler, policy=policies.DualCache())
-        return dj.generate(model, options.pop("prompt", prompt), **shape, **options)
-
-    np.testing.assert_array_equal(run(0.0, prompt_mask=mask).stats.nfe, 8)
-    np.testing.assert_array_equal(run(1e6, prompt_mask=mask).stats.nfe, 2)
-    some = run(5.0, prompt_mask=mask)
+@families("dream")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])  # draws tokens, but not their number
+def test_bounds_from_one_token_per_step_to_one_step_per_block(temperature, family):
+    several = (samplers.EBSampler(gamma, temperature=temperature) for gamma in (0.0, 5.0, 1e6))
+    least, some, most = (generated(family, policies.DualCache(), sampler=s, key=KEY) for s in several)
+    np.testing.assert_array_equal(least.stats.nfe, 8)
+    np.testing.assert_array_equal(most.stats.nfe, 2)
     assert (np.asarray(some.stats.nfe) > 2).all()
     assert (np.asarray(some.stats.nfe) < 8).any()
-    for sequence, width in enumerate((9, 6)):
-        alone = run(5.0, prompt=prompt[sequence : sequence + 1, -width:])
-        assert_same_run(of_sequence(some.trace, sequence, width + 8), alone.trace, computed=True)
-
-
-def test_temperature_draws_tokens_but_not_their_number():
-    model = tiny("llada")
-    prompt, _ = prompts(model)
-    sampler = samplers.EBSampler(1e6, temperature=1.0)
-    out = dj.generate(model, prompt, length=8, block=4, sampler=sampler, key=KEY)
-    np.testing.assert_array_equal(out.stats.nfe, 2)

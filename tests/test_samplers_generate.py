@@ -12,7 +12,7 @@ from dllm_jax.decoding.request import sequence_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
-from tests.models import FAMILIES, random_tokens, tiny
+from tests.models import families, random_tokens, tiny
 
 PROMPT, RESPONSE, PADS = 5, 8, (0, 2)
 LENGTH = PROMPT + RESPONSE
@@ -55,16 +55,9 @@ def test_every_step_of_generate_equals_numpy(family, sampler, block, steps):
     token, order = rng.gumbel(size=(8, 2, LENGTH, model.spec.vocab)), rng.gumbel(size=(8, 2, LENGTH))
     noise = RecordedNoise(jnp.asarray(token, jnp.float32), jnp.asarray(order, jnp.float32))
     out = dj.generate(
-        model,
-        prompt(family),
-        prompt_mask=MASK,
-        length=RESPONSE,
-        block=block,
-        steps=steps,
-        sampler=sampler,
-        noise=noise if sampler.draws else None,
-        trace=True,
-    )
+        model, prompt(family), prompt_mask=MASK, length=RESPONSE, block=block, steps=steps,
+        sampler=sampler, noise=noise if sampler.draws else None, trace=True,
+    )  # fmt: skip
     layout = Layout(PROMPT, RESPONSE, block, steps)
     for b in range(2):
         valid = np.concatenate([MASK[b], np.ones(RESPONSE, bool)])
@@ -82,7 +75,7 @@ def test_every_step_of_generate_equals_numpy(family, sampler, block, steps):
 DRAWING = Confidence(temperature=1.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_keys(family):
     """A key decides the tokens; with a key per sequence, each is what it would be alone."""
     model, keys = tiny(family), jax.random.split(jax.random.key(3), 2)

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
@@ -14,8 +13,7 @@ from dllm_jax.samplers.klass import kl_divergence
 from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
 from dllm_jax.testing.runs import assert_same_run
 from tests import numpy_sampler as plain
-from tests.models import canvas, prompts, tiny
-from tests.policy_cases import short
+from tests.models import canvas, families, generated, prompts, tiny
 from tests.replay.stepping import states
 
 V = 61
@@ -66,15 +64,13 @@ def test_what_is_not_predicted_keeps_its_history():
         assert not np.array_equal(before[0], after[0])
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@families("dream")
 def test_without_any_divergence_allowed_the_surest_is_decoded(family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(prompt_mask=mask, length=8, block=4, trace=True)
-    strict = dj.generate(model, prompt, sampler=KLASS(divergence=0.0), **options)
-    one_by_one = dj.generate(model, prompt, sampler=Threshold(1.0), **options)
+    strict, one_by_one, some = (
+        generated(family, sampler=sampler) for sampler in (KLASS(divergence=0.0), Threshold(1.0), SOME)
+    )
     assert_same_run(strict.trace, one_by_one.trace)
-    assert (np.asarray(dj.generate(model, prompt, sampler=SOME, **options).stats.nfe) < 8).any()
+    assert (np.asarray(some.stats.nfe) < 8).any()
 
 
 def test_predictions_of_later_blocks_count():
@@ -98,9 +94,8 @@ def test_other_samplers_remember_nothing():
     assert [leaf.shape for leaf in remembered] == [(1, 4, V), (1, 4, 3)]
 
 
-@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
-def test_what_is_remembered_is_not_copied_in_the_loop(policy, optimised):
-    text = optimized_text(traced(Subject(policy, SOME)))
+def test_what_is_remembered_is_not_copied_in_the_loop(optimised):
+    text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text
     assert not cache_copies_in_loops(text, shape)

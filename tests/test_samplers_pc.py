@@ -3,26 +3,21 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Confidence, PCSampler, TokenFrequencies
-from dllm_jax.testing.runs import assert_same_run, of_sequence
-from tests.models import candidates, canvas, frequencies, prompts, tiny
+from dllm_jax.testing.runs import assert_same_run
+from tests.models import candidates, canvas, families, frequencies, generated, tiny
 
 EVEN = TokenFrequencies(np.full(61, 1 / 61))
 
 
 def test_equal_frequencies_give_the_order_of_confidence():
-    model = tiny("llada")
-    prompt, _ = prompts(model)
-    run = lambda sampler: dj.generate(model, prompt, length=8, block=4, sampler=sampler, trace=True)
-    calibrated, plain = run(PCSampler(EVEN, decay=0.0)), run(Confidence())
+    calibrated, plain = (generated(sampler=s) for s in (PCSampler(EVEN, decay=0.0), Confidence()))
     assert_same_run(calibrated.trace, plain.trace)
     scored = np.isfinite(plain.trace.score)
     ours, theirs = (np.asarray(out.trace.score)[scored] for out in (calibrated, plain))
@@ -30,11 +25,7 @@ def test_equal_frequencies_give_the_order_of_confidence():
 
 
 def test_common_tokens_wait():
-    model = tiny("llada")
-    prompt, _ = prompts(model)
-    run = lambda table: (
-        dj.generate(model, prompt, length=8, trace=True, sampler=PCSampler(table, decay=0.0)).trace
-    )
+    run = lambda table: generated(sampler=PCSampler(table, decay=0.0)).trace
     decoded_first = lambda trace: np.asarray(trace.tokens[1])[np.asarray(trace.tokens[1] != trace.tokens[0])]
     first = decoded_first(run(EVEN))
     common = np.full(61, 1e-3)
@@ -55,22 +46,12 @@ def test_far_positions_keep_their_order():
     np.testing.assert_array_equal(np.flatnonzero(chosen[0]), [900, 905])
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@families("dream")
 def test_a_large_decay_decodes_from_left_to_right_also_in_padded_batches(family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(length=8, block=8, trace=True, policy=policies.PrefixCache())
-    run = lambda decay, p, **other: dj.generate(
-        model, p, sampler=PCSampler(frequencies(), decay=decay), **options, **other
-    )
-    out = run(50.0, prompt, prompt_mask=mask)
+    trace = generated(family, sampler=PCSampler(frequencies(), decay=50.0), block=8).trace
     for step in range(8):
-        decoded = np.asarray(out.trace.tokens[step + 1] != out.trace.tokens[step])
+        decoded = np.asarray(trace.tokens[step + 1] != trace.tokens[step])
         np.testing.assert_array_equal(np.argwhere(decoded), [[0, 9 + step], [1, 9 + step]])
-    some = run(0.1, prompt, prompt_mask=mask)
-    for sequence, width in enumerate((9, 6)):
-        alone = run(0.1, prompt[sequence : sequence + 1, -width:])
-        assert_same_run(of_sequence(some.trace, sequence, width + 8), alone.trace, computed=True)
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -101,28 +82,16 @@ def test_a_table_from_a_file_is_written_as_text_and_read_back(tmp_path):
     assert repr(PCSampler(EVEN)) != repr(PCSampler(frequencies())), "records could not tell them apart"
 
 
-def test_tables_pass_through_jit_and_are_stacked_for_vmap():
-    model = tiny("llada")
-    prompt, _ = prompts(model)
-    generate = lambda sampler: dj.generate(model, prompt, length=4, sampler=sampler).tokens
-    several = [PCSampler(table, decay=0.0) for table in (frequencies(), EVEN)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
-    np.testing.assert_array_equal(jax.vmap(generate)(stacked), [generate(sampler) for sampler in several])
-
-
 @pytest.mark.usefixtures("unannotated")
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([[0.5, 0.5]], "must be numbers by token id"),
-        ([], "must be numbers by token id"),
-        (["a"], "must be numbers by token id"),
-        ([0.5, -0.1], r"that of token 1 is -0\.1"),
+        ([[0.5, 0.5]], "must be numbers by token id"), ([], "must be numbers by token id"),
+        (["a"], "must be numbers by token id"), ([0.5, -0.1], r"that of token 1 is -0\.1"),
         ([0.5, 7], r"that of token 1 is 7\.0: for counts, see of_counts"),
-        ([0.5, math.nan], "that of token 1 is nan"),
-        ([0.0, 0.0], "not all 0"),
+        ([0.5, math.nan], "that of token 1 is nan"), ([0.0, 0.0], "not all 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_table_is_refused(table, message):
     with pytest.raises(ValueError, match=message):
         TokenFrequencies(table)

@@ -63,12 +63,6 @@ def test_top_k_examples(row, top_k, expected):
     assert members(survivors(one(row), None, top_k)) == expected
 
 
-def test_top_k_counts_within_the_nucleus():
-    row = np.log([0.4, 0.3, 0.2, 0.1])
-    assert members(survivors(one(row), 0.5, 3)) == {0, 1}
-    assert members(survivors(one(row), 0.95, 2)) == {0, 1}
-
-
 @few
 @given(coarse, st.integers(0, V - 1), st.sets(st.integers(0, V - 1), max_size=V - 2))
 def test_confidences_of_what_is_left(row, token, removed):
@@ -80,22 +74,3 @@ def test_confidences_of_what_is_left(row, token, removed):
     for mask_id in (None, 4):
         best, second = sorted((p[t] for t in range(V) if t != mask_id), reverse=True)[:2]
         np.testing.assert_allclose(margin(one(left), mask_id)[0, 0], best - second, atol=1e-6)
-
-
-def test_a_ruled_out_token_has_probability_exactly_zero():
-    row = [1.0, -np.inf, 0, 0, 0, 0, 0]
-    assert probability(one(row), jnp.asarray([[1]]))[0, 0] == 0
-
-
-def test_margin_counts_the_mask_in_the_sum_but_not_among_the_two():
-    row = np.log([0.5, 0.3, 0.1, 0.1, 1e-9, 1e-9, 1e-9])
-    np.testing.assert_allclose(margin(one(row), 0)[0, 0], 0.2, atol=1e-6)
-    np.testing.assert_allclose(margin(one(row), None)[0, 0], 0.2, atol=1e-6)
-    np.testing.assert_allclose(margin(one(row), 1)[0, 0], 0.4, atol=1e-6)
-
-
-def test_entropy_of_the_extremes():
-    certain = np.full(V, -np.inf)
-    certain[2] = 3
-    np.testing.assert_allclose(negative_entropy(one(certain))[0, 0], 0, atol=1e-6)
-    np.testing.assert_allclose(negative_entropy(one(np.zeros(V)))[0, 0], -np.log(V), atol=1e-6)

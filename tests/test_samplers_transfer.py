@@ -76,20 +76,6 @@ def test_threshold(row, threshold):
     assert chosen == plain.at_least_one(as_scores(row), threshold)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ([58, 64, None, 57, 10], {0, 1}),  # 58/64 > 0.9 > 57/64
-        ([10, 20, None, 20, 5], {1}),  # nothing reaches it: the best, leftmost of equals
-        ([None] * 5, set()),
-    ],
-    ids=str,
-)
-def test_threshold_is_reached_or_the_best_is_taken(row, expected):
-    row = [*row, *[None] * (C - len(row))]
-    assert members(transferred(samplers.Threshold(0.9), as_array(row), state([True] * C))) == expected
-
-
 def test_a_confidence_equal_to_the_threshold_is_accepted():
     for threshold in (0.9, 0.0, 1.0):
         score = jnp.full((1, C), threshold, jnp.float32)
@@ -107,16 +93,6 @@ def test_factor_is_the_largest_n_that_passes(row, factor):
     chosen = members(transferred(samplers.Factor(factor), as_array(row), state([True] * C)))
     assert chosen == plain.largest(scores, count)
     assert len(chosen) >= 1
-
-
-@few
-@given(st.lists(st.integers(0, 64), min_size=1, max_size=C), st.sampled_from([0.25, 1.0, 1.5, 4.0]))
-def test_factor_any_passing_n_is_a_passing_prefix(row, factor):
-    """(n + 1)(1 - c_n) never falls as n grows, so "largest n" and "longest prefix" are one rule."""
-    ranked = sorted((x / 64 for x in row), reverse=True)
-    passing = [(n + 1) * (1 - c) < factor for n, c in enumerate(ranked, start=1)]
-    longest = [*passing, False].index(False)
-    assert plain.factor_count(ranked, factor) == max(longest, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from dllm_jax.decoding.loop import begin, resume
 from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
-from tests.models import FAMILIES, prompts, separate, tiny
-from tests.policy_cases import EVERY, KEY, short, suited
+from tests.models import FAMILIES, prompts, tiny
+from tests.policy_cases import EVERY, KEY, WIDE, short, suited
 
 LAYOUT = dict(length=12, block=4)
 
@@ -44,7 +44,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
-@pytest.mark.diagonal(every=13, start=7)
+@pytest.mark.diagonal(every=13, start=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
@@ -54,6 +54,7 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     options = dict(
         prompt_mask=mask, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True, **LAYOUT
     )
+    sizes = begin._cache_size(), resume._cache_size()
     out = dj.generate(model, prompt, **options)
     by_block = list(dj.stream(model, prompt, **options))
     by_step = list(dj.stream(model, prompt, every=1, **options))
@@ -64,16 +65,8 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     assert [snapshot.block for snapshot in by_block] == [0, 1, 2]
     assert [snapshot.steps for snapshot in by_step] == list(range(1, int(out.trace.steps) + 1))
     assert len(by_block) <= len(by_two) <= len(by_step)
-
-
-def test_pieces_of_all_lengths_are_one_program():
-    model = tiny("llada")
-    prompt, _ = prompts(model, (7, 7))
-    sizes = begin._cache_size(), resume._cache_size()
-    for every in (None, 1, 3):
-        *_, last = dj.stream(model, prompt, every=every, policy=policies.DualCache(), **LAYOUT)
-    assert (begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]) == (1, 1)
-    assert last.output.trace is None
+    pieces = begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]
+    assert max(pieces) <= 1, "pieces of other lengths are other programs"
 
 
 @pytest.mark.usefixtures("unannotated", "optimised")
@@ -91,44 +84,21 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     assert program.memory_analysis().alias_size_in_bytes >= 2 * state.cache.layers.k.nbytes
 
 
-def test_early_ends_padding_of_buckets_and_guidance_are_as_at_once():
-    model = separate(tiny("dream"))
-    prompt, _ = prompts(model, (7, 7), seed=3)
-    options = dict(
-        policy=policies.DKVDecode(),
-        sampler=samplers.Confidence(cfg_scale=1.0, temperature=0.7),
-        key=KEY,
-        stop_at_eos=True,
-        buckets=dj.buckets.geometric(16, 64),
-        **LAYOUT,
-    )
-    out = dj.generate(model, prompt, **options)
-    *_, last = dj.stream(model, prompt, **options)
-    assert_same(last.output, out)
-    np.testing.assert_array_equal(last.tokens, out.tokens)
-    assert last.tokens.shape == last.decoded.shape == last.confidence.shape == (2, 19)
-
-
 @pytest.mark.parametrize(
     "policy",
     [policies.DualCache(), pytest.param(policies.EvictPrompt(budget=3), marks=pytest.mark.exhaustive)],
     ids=short,
 )
-def test_embeddings_stops_and_suffixes_are_as_at_once(policy, capsys):
+def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
     model = tiny("llada")
     ids, mask = prompts(model, (9, 5))
     rows = np.random.default_rng(1).standard_normal((*ids.shape, model.spec.width), np.float32)
     prompt = np.where(mask & (np.arange(9) < 8), dj.EMBEDDED, ids)
     options = dict(
-        prompt_mask=mask,
-        prompt_embeds=rows,
-        policy=policy,
-        suffix=[3, 1],
-        sampler=samplers.Confidence(cfg_scale=0.5),
-        trace=True,
-        buckets=dj.buckets.Ladder((12,)),
-        **LAYOUT,
-    )
+        prompt_mask=mask, prompt_embeds=rows, policy=policy, suffix=[3, 1],
+        sampler=samplers.Confidence(cfg_scale=0.5, temperature=0.7), key=KEY, stop_at_eos=True,
+        trace=True, buckets=dj.buckets.Ladder((12,)), **LAYOUT,
+    )  # fmt: skip
     plain = dj.generate(model, prompt, **options)
     stop = int(plain.tokens[0, 9 + 5])
     out = dj.generate(model, prompt, stop=[[stop]], **options)
@@ -151,7 +121,7 @@ def test_embeddings_stops_and_suffixes_are_as_at_once(policy, capsys):
 def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():
     model = tiny("llada")
     prompt, mask = (jax.numpy.asarray(array) for array in prompts(model, (9, 5)))
-    options = dict(prompt_mask=mask, policy=policies.DualCache(), **LAYOUT)
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
     pieces = dj.stream(model, prompt, **options)
     first = next(pieces)
     pieces.close()
@@ -166,7 +136,7 @@ def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():
 def test_a_stream_over_a_mesh_has_the_tokens_of_one_device():
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5, 7))
-    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, widths=WIDE, **LAYOUT)
     out = dj.generate(model, prompt, **options)
     axes = (jax.sharding.AxisType.Auto,) * 2
     with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes)):
@@ -196,11 +166,11 @@ def test_what_cannot_be_watched_is_refused_at_the_call():
         dj.generate(model, prompt, progress=1)
 
 
-@pytest.mark.parametrize("how", ["arrays", "set_mesh"])
+@pytest.mark.parametrize("how", ["arrays", pytest.param("set_mesh", marks=pytest.mark.exhaustive)])
 def test_explicit_axes_are_streamed_as_they_are_generated(how):
     """As `jax.make_mesh` makes them; results have the types that `generate` gives them."""
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
-    model, options = tiny("llada"), dict(policy=policies.DualCache(), trace=True, **LAYOUT)
+    model, options = tiny("llada"), dict(policy=policies.DualCache(), trace=True, widths=WIDE, **LAYOUT)
     prompt, mask = prompts(model, (7, 5, 6))
     context = jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext()
     model = model if how == "set_mesh" else jax.device_put(model, jax.NamedSharding(mesh, jax.P()))

@@ -49,16 +49,10 @@ CASES = [
 ]
 TEN = {
     "thresholds": [(policies.DualCache(), samplers.Threshold(t)) for t in np.linspace(0, 1, 10)],
-    "entropy bounds": [(policies.DualCache(), samplers.EBSampler(g)) for g in np.linspace(0, 9, 10)],
-    "divergences": [
-        (policies.Policy(), samplers.KLASS(confidence_threshold=0.05, divergence=d))
-        for d in np.linspace(0, 2, 10)
-    ],
     "doubts": [
         (policies.DualCache(), samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2))
         for n in np.linspace(0, 1, 10)
     ],
-    "gammas": [(policies.ElasticCache(4, g), samplers.Confidence()) for g in np.linspace(-1, 1.5, 10)],
     "temperatures": [(policies.Policy(), samplers.Confidence(temperature=t / 5)) for t in range(1, 11)],
 }
 
@@ -172,7 +166,7 @@ def test_guidance_of_likelihoods_compiles_once():
 # -- the same bits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.diagonal(every=5, start=9)
+@pytest.mark.diagonal(every=7, start=2)
 @pytest.mark.parametrize(("policy", "sampler"), CASES, ids=short)
 def test_bits_are_those_of_a_program_with_constants(policy, sampler):
     jax.tree.map(np.testing.assert_array_equal, run(policy, sampler), run_with_constants(policy, sampler))
@@ -251,10 +245,9 @@ def test_switching_a_feature_off_is_another_program():
     [
         (lambda t: dict(policy=policies.DualCache(), sampler=samplers.Threshold(t)), (0.05, 0.2, 0.3, 0.9)),
         (lambda g: dict(policy=policies.ElasticCache(window=4, gamma=g)), (-1.0, 0.9, 0.97, 2.0)),
-        (lambda t: dict(sampler=samplers.Confidence(temperature=t), key=KEY), (0.25, 0.5, 2.0)),
         (lambda n: dict(policy=policies.DKVDecode(refresh_every=n)), (1, 2, 3)),
     ],
-    ids=["threshold", "gamma", "temperature", "refresh_every"],
+    ids=["threshold", "gamma", "refresh_every"],
 )
 def test_vmap_over_numbers_equals_a_loop(make, values):
     model = tiny("llada")
