@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies, presets, samplers
+from dllm_jax import presets
 from dllm_jax.decoding.loop import begin
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
+from dllm_jax.published import expressions
 from dllm_jax.published.preset import read
 from tests.policy_cases import KEY
 
@@ -55,44 +56,51 @@ def test_every_recipe_is_a_request_of_its_model(checkpoint):
         prepare(model_of(checkpoint), PROMPT, key=KEY, **options)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "task", "expected"),
-    [
-        (
-            "llada-8b-instruct",
-            "gsm8k",
-            {"sampler": samplers.Confidence(), "length": 256, "block": 8, "steps": 256},
-        ),
-        (
-            "llada-8b-instruct",
-            "gpqa-pure-diffusion",
-            {"sampler": samplers.Confidence(confidence_eos_eot_inf=True)},
-        ),
-        (
-            "llada-8b-instruct",
-            "humaneval-pure-diffusion",
-            {"sampler": samplers.Confidence(logits_eos_inf=True)},
-        ),
-        (
-            "llada-8b-base",
-            "length-512",
-            {"sampler": samplers.Confidence(), "length": 512, "block": 512, "steps": 512},
-        ),
-        (
-            "dream-v0-base-7b",
-            "mbpp",
-            {
-                "sampler": samplers.DreamSchedule(alg="entropy", temperature=0.2, top_p=0.95),
-                "length": 512,
-                "block": 512,
-                "steps": 512,
-            },
-        ),
-        ("dream-v0-base-7b", "bbh", {"sampler": samplers.DreamSchedule(alg="entropy", top_p=0.95)}),
-    ],
-)
-def test_recipes_are_those_published(checkpoint, task, expected):
-    assert presets.recipe(checkpoint, task).options() == expected
+NAMES = "policy", "sampler", "length", "block", "steps"
+RECIPES = {  # LLaDA's and Dream's evaluation scripts
+    "llada-8b-instruct/gsm8k": "Confidence() 256 8 256",
+    "llada-8b-instruct/gpqa-pure-diffusion": "Confidence(confidence_eos_eot_inf=True)",
+    "llada-8b-instruct/humaneval-pure-diffusion": "Confidence(logits_eos_inf=True)",
+    "llada-8b-base/length-512": "Confidence() 512 512 512",
+    "dream-v0-base-7b/mbpp": "DreamSchedule(alg='entropy';temperature=0.2;top_p=0.95) 512 512 512",
+    "dream-v0-base-7b/bbh": "DreamSchedule(alg='entropy';top_p=0.95)",
+}
+SETTINGS = {  # policy, sampler, length, block and steps; - is not said
+    # Table 5: interval 2, window 2; random; confidence
+    "dkv-greedy/llada-8b-instruct/mbpp": "DKVGreedy(refresh_every=2;window=2) RandomOrder() 512 32 512",
+    "few-steps-by-dkv/llada-8b-instruct/math500": "Policy() RandomOrder() 256 64 160",
+    "half-steps-by-dkv/llada-8b-instruct/humaneval": "Policy() Confidence() 512 32 256",
+    # Table 3: refresh 4
+    "dkv-decode/dream-v0-base-7b/gpqa": "DKVDecode(refresh_every=4) - 128 - 128",
+    # appendix B: Kp=100, Kr=6; Table 5
+    "dllm-cache-by-sparse-dllm/llada-1.5/humaneval": "DLLMCache(prompt_every=100;response_every=6) "
+    "Confidence() 512 32 512",
+    # Table 3: Kp=25, Kr=2
+    "dllm-cache-by-d2cache/dream-v0-base-7b/mmlu-pro": "DLLMCache(prompt_every=25;response_every=2) "
+    "Confidence(top_p=0.9) 256 - 256",
+    # section A.2: 50, 5, 0.25, block 8; Table 6
+    "maskkv/llada-8b-instruct/samsum": "MaskKV(prompt_every=50;response_every=5;ratio=0.25;budget=256) "
+    "- 128 8 128",
+    # released script: window 16, gamma 0.98
+    "elastic-cache/dream-v0-instruct-7b/humaneval": "ElasticCache(window=16;gamma=0.98) Threshold(0.9) 512",
+}
+
+
+def written(text: str, *names: str) -> dict[str, object]:
+    """The options that a line of the tables above holds."""
+    read = {"policy": expressions.policy, "sampler": expressions.sampler}
+    parts = zip(names, text.split(), strict=False)
+    return {name: read.get(name, int)(part) for name, part in parts if part != "-"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_those_published(name):
+    assert presets.recipe(*name.split("/")).options() == written(RECIPES[name], *NAMES[1:])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_those_printed(name):
+    assert presets[name].options() == written(SETTINGS[name], *NAMES)
 
 
 def test_unknown_names_are_refused_with_what_there_is():
@@ -123,85 +131,6 @@ def test_every_preset_can_begin_on_its_model(method):
         request = prepare(model, PROMPT, key=KEY, **preset.options())
         need = jax.eval_shape(lambda *a: begin(*a).need, model, request.inputs, request.plan)
         assert need.shape == (1, request.plan.layout.length)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "dkv-greedy/llada-8b-instruct/mbpp",  # Table 5: L=512, T=512, B=32, interval 2, window 2
-            {
-                "policy": policies.DKVGreedy(refresh_every=2, window=2),
-                "sampler": samplers.RandomOrder(),
-                "length": 512,
-                "block": 32,
-                "steps": 512,
-            },
-        ),
-        (
-            "few-steps-by-dkv/llada-8b-instruct/math500",  # Table 5: L=256, T=160, B=64, random
-            {
-                "policy": policies.Policy(),
-                "sampler": samplers.RandomOrder(),
-                "length": 256,
-                "block": 64,
-                "steps": 160,
-            },
-        ),
-        (
-            "half-steps-by-dkv/llada-8b-instruct/humaneval",  # Table 5: L=512, T=256, B=32, confidence
-            {
-                "policy": policies.Policy(),
-                "sampler": samplers.Confidence(),
-                "length": 512,
-                "block": 32,
-                "steps": 256,
-            },
-        ),
-        (
-            "dkv-decode/dream-v0-base-7b/gpqa",  # Table 3: L=128, T=128, refresh 4
-            {"policy": policies.DKVDecode(refresh_every=4), "length": 128, "steps": 128},
-        ),
-        (
-            "dllm-cache-by-sparse-dllm/llada-1.5/humaneval",  # appendix B: Kp=100, Kr=6; Table 5: 512, 32
-            {
-                "policy": policies.DLLMCache(prompt_every=100, response_every=6),
-                "sampler": samplers.Confidence(),
-                "length": 512,
-                "block": 32,
-                "steps": 512,
-            },
-        ),
-        (
-            "dllm-cache-by-d2cache/dream-v0-base-7b/mmlu-pro",  # Table 3: Kp=25, Kr=2
-            {
-                "policy": policies.DLLMCache(prompt_every=25, response_every=2),
-                "sampler": samplers.Confidence(top_p=0.9),
-                "length": 256,
-                "steps": 256,
-            },
-        ),
-        (
-            "maskkv/llada-8b-instruct/samsum",  # section A.2: 50, 5, 0.25, block 8; Table 6: 128
-            {
-                "policy": policies.MaskKV(prompt_every=50, response_every=5, ratio=0.25, budget=256),
-                "length": 128,
-                "block": 8,
-                "steps": 128,
-            },
-        ),
-        (
-            "elastic-cache/dream-v0-instruct-7b/humaneval",  # released script: window 16, gamma 0.98
-            {
-                "policy": policies.ElasticCache(window=16, gamma=0.98),
-                "sampler": samplers.Threshold(0.9),
-                "length": 512,
-            },
-        ),
-    ],
-)
-def test_settings_are_those_printed(name, expected):
-    assert presets[name].options() == expected
 
 
 @pytest.mark.parametrize("prompt", [2048, 3500, 8192])
