@@ -1,4 +1,4 @@
-"""`python -m dllm_jax`: converts the embedded checkpoints, answers prompts, prints what each policy costs.
+"""`python -m dllm_jax`: the embedded models answer, and a table says what each policy costs.
 
 `python -m dllm_jax chat PATH` is a conversation with a checkpoint.
 """
@@ -7,54 +7,38 @@ import dataclasses
 import json
 import platform
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
+import numpy as np
 import rich.console
 import tyro
 
 from dllm_jax import embedded, provenance
-from dllm_jax.checkpoint import convert, load
+from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import plain_errors
+from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.watch.grid import END, grid
+from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.demo import chatting
-from dllm_jax.demo.measure import Row, measure, table
+from dllm_jax.demo import chatting, show, trains
+from dllm_jax.demo.measure import Row, measure
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
-from dllm_jax.policies import DualCache, Policy, PrefixCache
+from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Confidence, Threshold
-from dllm_jax.tasks import Chain, Example, Task, examples, needle, prompt_arrays
+from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
 
 POLICIES = (
     (Policy(), Confidence()),
-    (PrefixCache(), Confidence()),
     (DualCache(), Confidence()),
     (DualCache(), Threshold(0.9)),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskSetting:
-    """One task of the demonstration: its examples' size, and length and block of their responses."""
-
-    title: str
-    task: Task
-    size: int
-    length: int
-    block: int
-
-
-TASKS = (
-    TaskSetting("needle in 128 tokens", *needle(128), 4, 2),
-    TaskSetting("chain of 7 look-ups", Chain(), 7, 32, 4),
-)
+STEPS = 7  # of a question's chain
+SHAPE = {"length": 32, "block": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,61 +72,51 @@ def main() -> int:
 
 
 def demonstration(arguments: Arguments) -> int:
-    """Prints how the embedded checkpoints answer, and what each policy costs."""
+    """Prints an answer step by step, and what each policy costs."""
     console = rich.console.Console()
+    console.rule("[bold]dllm_jax[/]: diffusion language models in JAX")
     tables = []
     for name in arguments.models:
-        model, tokenizer = _converted(console, name), read_tokenizer(embedded.path(name))
-        for setting in TASKS:
-            questions = examples(setting.task, arguments.seed, setting.size, arguments.prompts, "held_out")
-            shape = {"length": setting.length, "block": setting.block}
-            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **shape)
-            title = f"{name}, {setting.title}: {arguments.prompts} held-out prompts, length {setting.length}"
-            text = f"\n{title}, block {setting.block}\n\n{table(rows)}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-            tables.append(_report(name, setting, model, rows))
-        _denoising(console, model, tokenizer, questions, setting)
+        model, tokenizer = load(embedded.path(name)), read_tokenizer(embedded.path(name))
+        if not tables:
+            size = f"{count(model.params):,} parameters"
+            console.print(f"\n[bold]{name}[/] ({size}) is asked for the way of a train, stops by initials:")
+            _first_answer(console, model, tokenizer)
+        with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
+            questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
+            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **SHAPE)
+        title = f"{name}, {arguments.prompts} such questions that it has not seen"
+        console.print(show.table(rows, f"\n{title}, length {SHAPE['length']}, blocks of {SHAPE['block']}"))
+        tables.append(_report(name, model, rows))
     device = provenance.device()
-    console.print(f"{device.platform} ({device.kind}), jax {jax.__version__}")
+    where = f"{device.platform} ({device.kind}), jax {jax.__version__}"
+    console.print(f"{where}; compiling is not counted", style="dim")
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")
     return 0
 
 
-def _converted(console: rich.console.Console, name: str) -> Model:
-    """Converts an embedded Hugging Face checkpoint and loads the result from disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        convert(embedded.path(name), Path(folder) / name)
-        model = load(Path(folder) / name)
-        seconds = time.perf_counter() - start
-    console.print(
-        f"{name}: {count(model.params):,} parameters, {model.dtype}, converted from its Hugging Face "
-        f"checkpoint and loaded in {seconds:.1f} s"
-    )
-    return model
-
-
-def _denoising(
-    console: rich.console.Console, model: Model, tokenizer, questions: list[Example], setting: TaskSetting
-):
-    """Prints one answer step by step."""
-    prompt, mask = prompt_arrays(tokenizer, questions[:1], model.spec.eos_id)
-    out = generate(model, prompt, prompt_mask=mask, length=setting.length, block=setting.block, trace=True)
-    text = f"[bold]{questions[0].prompt}[/]"
-    console.print(f"\n{text}  is answered (blocks of {setting.block}; {END} ends it):\n")
+def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
+    """Prints the question of the train, the steps of its answer, and the stops that it names."""
+    console.print(f"\n  {trains.QUESTION}", style="cyan", highlight=False)
+    with console.status("compiling"):
+        asked = [Example(trains.QUESTION, trains.ANSWER)]
+        prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
+        out = generate(model, prompt, length=SHAPE["length"], block=8, sampler=Threshold(0.9), trace=True)
+        (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
+    console.print("\nAll masks at first; each step decodes every token that it is sure of:\n")
     console.print(grid(Recording.of(out.trace, 0), tokenizer))
+    console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
 
-def _report(name: str, setting: TaskSetting, model: Model, rows: list[Row]) -> dict:
+def _report(name: str, model: Model, rows: list[Row]) -> dict:
     return {
         "model": name,
         "parameters": count(model.params),
         "dtype": str(model.dtype),
-        "task": setting.title,
-        "length": setting.length,
-        "block": setting.block,
+        "task": f"chain of {STEPS} look-ups",
+        **SHAPE,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.compare import compare, text_table
+from dllm_jax.decoding.compare import compare
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
 from dllm_jax.published.expressions import call
@@ -75,22 +75,3 @@ def measure(
         )
         for (policy, sampler), row, rate in zip(grid, found, rates, strict=True)
     ]
-
-
-def table(rows: list[Row]) -> str:
-    """One line per policy and sampler."""
-    header = "policy", "sampler", "exact", "forwards", "pos./token", "tokens/s", "speed-up", "compile s"
-    cells = [
-        (
-            row.policy.removesuffix("()"),
-            row.sampler.removesuffix("()"),
-            f"{row.accuracy:.1%}",
-            f"{row.forwards:.1f}",
-            f"{row.computed:.1f}",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.speed_up:.2f}x",
-            f"{row.compile_seconds:.1f}",
-        )
-        for row in rows
-    ]
-    return text_table([header, *cells])

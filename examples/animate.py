@@ -1,0 +1,194 @@
+"""Draws the picture at the head of the README: the exact decoder beside `DualCache`, as in the HTML report.
+
+python examples/animate.py --out docs/figures/side-by-side.gif
+
+Both answer the same question with an embedded model. Time is the number of positions computed, so a decoder
+that computes less is ready sooner; milliseconds would be those of one machine. Needs the extra `figures`.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import matplotlib.font_manager
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+import dllm_jax as dj
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding.watch.recording import Recording, pieces
+from dllm_jax.demo import trains
+
+# Pixels, two to each that is shown; colours of the report on dark screens.
+MARGIN, COLUMN, ROW, TOKEN = 40, 7, 9, 23
+PANEL, ANSWER, MAP = 134, 182, 246  # from the top
+SURFACE, RAISED, LINE, TEXT, MUTED = "#14171b", "#1d2127", "#363c45", "#e7e9ec", "#9aa3af"
+NOW, DOT = (126, 160, 255), (11, 13, 16)
+FRESH, STALE = np.array([87, 67, 26]), np.array([255, 106, 92])
+COLD, WARM = np.array([109, 146, 255]), np.array([255, 154, 61])
+
+FRAMES, SECONDS, HOLD = 96, 10.0, 4.0
+
+
+def font(size: int, family: str = "DejaVu Sans", weight: str = "normal") -> ImageFont.FreeTypeFont:
+    """A font that comes with matplotlib."""
+    found = matplotlib.font_manager.FontProperties(family=family, weight=weight)
+    return ImageFont.truetype(matplotlib.font_manager.findfont(found), size)
+
+
+MONO, BOLD = font(24, "DejaVu Sans Mono"), font(26, "DejaVu Sans Mono", "bold")
+TITLE, SMALL = font(34, weight="bold"), font(22)
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One decoder's half of the picture.
+
+    Attributes:
+      title: of the decoder.
+      recording: what it did.
+      labels: the text of each position at the end.
+    """
+
+    title: str
+    recording: Recording
+    labels: list[str]
+
+    @classmethod
+    def of(cls, title: str, output: dj.Output, tokenizer: Any) -> "Panel":
+        """The panel of a recorded generation of one sequence."""
+        recording = Recording.of(output.trace, 0)
+        last = recording.tokens[-1].tolist()
+        known = pieces(tokenizer, set(last))
+        return cls(title, recording, ["∎" if known[i].special else known[i].text for i in last])
+
+    @property
+    def spent(self) -> np.ndarray:
+        """Positions computed after each step, 0 before the first."""
+        return np.concatenate([[0], np.cumsum(self.recording.computed.sum(axis=1))])
+
+    @property
+    def stops(self) -> str:
+        """What the answer says, in words."""
+        answer = "".join(self.labels[i] for i in self.recording.to_fill)
+        return ", ".join(trains.route(answer)[1:])
+
+    @property
+    def width(self) -> int:
+        """Pixels."""
+        return self.recording.computed.shape[1] * COLUMN
+
+    def draw(self, draw: ImageDraw.ImageDraw, left: int, clock: float):
+        """Draws the state at a time, in positions computed."""
+        step = int(np.searchsorted(self.spent, clock, side="right")) - 1
+        draw.text((left, PANEL), self.title, fill=TEXT, font=BOLD)
+        ready = step == self.recording.steps
+        cost = f"{self.spent[step]:,} positions computed" + ", ready" * ready
+        draw.text((left + self.width, PANEL + 4), cost, TEXT if ready else MUTED, SMALL, anchor="ra")
+        self._answer(draw, left, ANSWER, step)
+        self._map(draw, left, MAP, step)
+
+    def _answer(self, draw: ImageDraw.ImageDraw, left: int, top: int, step: int):
+        """The response: masks as boxes, tokens coloured by the step that decoded them."""
+        decoded_at = self.recording.decoded_at
+        for i, position in enumerate(self.recording.to_fill.tolist()):
+            x = left + i * TOKEN
+            known = decoded_at[position] <= step
+            share = float(decoded_at[position] - 1) / max(self.recording.steps - 1, 1)
+            colour = _mix(COLD, WARM, share, 0.5) if known else LINE
+            draw.rounded_rectangle((x, top, x + TOKEN - 3, top + 40), 5, fill=colour)
+            if known:
+                draw.text((x + TOKEN // 2 - 1, top + 20), self.labels[position], TEXT, MONO, anchor="mm")
+
+    def _map(self, draw: ImageDraw.ImageDraw, left: int, top: int, step: int):
+        """Positions across, steps down: computed, or the older the redder what was read of them."""
+        age, changed = self.recording.age, self.recording.changed
+        height = self.recording.steps * ROW
+        draw.rectangle((left, top, left + self.width - 1, top + height - 1), fill=RAISED)
+        for t, i in np.ndindex(age[:step].shape):
+            x, y = left + i * COLUMN, top + t * ROW
+            colour = _age(int(age[t, i]))
+            draw.rectangle((x, y, x + COLUMN - 1, y + ROW - 2), fill=colour)
+            if changed[t, i]:
+                draw.rectangle((x + 1, y, x + COLUMN - 2, y + ROW - 2), fill=DOT)
+        response = left + int(self.recording.to_fill[0]) * COLUMN
+        draw.line((response - 1, top - 6, response - 1, top + height + 8), fill=TEXT, width=2)
+        draw.text((response - 10, top + height + 4), "question", fill=MUTED, font=SMALL, anchor="ra")
+        draw.text((response + 10, top + height + 4), "answer", fill=MUTED, font=SMALL)
+
+
+def _age(age: int) -> tuple[int, ...]:
+    """The colour of a position that a step computes (0), or reads as it was so many steps ago."""
+    return NOW if age == 0 else _mix(FRESH, STALE, min(age / 8, 1), 0.75)
+
+
+def _mix(start: np.ndarray, end: np.ndarray, share: float, strength: float = 1.0) -> tuple[int, ...]:
+    """A colour between two, over the surface."""
+    ground = np.array([20, 23, 27])
+    mixed = start + share * (end - start)
+    return tuple(int(part) for part in ground + strength * (mixed - ground))
+
+
+def picture(panels: list[Panel], question: str, clock: float) -> Image.Image:
+    """The whole picture at a time, in positions computed."""
+    height = max(panel.recording.steps for panel in panels) * ROW
+    width = sum(panel.width for panel in panels) + (len(panels) + 1) * MARGIN
+    image = Image.new("RGB", (width, height + 370), SURFACE)
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((0, 0, width - 1, height + 369), outline=LINE, width=2)
+    draw.text((MARGIN, 28), "By which stops does the train go from Paris?", fill=TEXT, font=TITLE)
+    draw.text((MARGIN, 78), question, fill=MUTED, font=MONO)
+    if ready := [panel for panel in panels if panel.spent[-1] <= clock]:
+        draw.text((width - MARGIN, 38), ready[0].stops, fill=TEXT, font=SMALL, anchor="ra")
+    left = MARGIN
+    for panel in panels:
+        panel.draw(draw, left, clock)
+        left += panel.width + MARGIN
+    _legend(draw, MARGIN, height + 314)
+    return image
+
+
+def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
+    marks = (
+        ("computed in this step", [NOW]),
+        ("read from the cache, the redder the older", [_age(age) for age in range(1, 9)]),
+        ("token decoded", [DOT]),
+    )
+    for text, colours in marks:
+        for colour in colours:
+            draw.rectangle((left, top + 4, left + 21, top + 24), fill=colour)
+            left += 22
+        draw.text((left + 12, top), text, fill=MUTED, font=SMALL)
+        left += 12 + int(draw.textlength(text, font=SMALL)) + 48
+    draw.text((left, top), "steps run downwards", fill=MUTED, font=SMALL)
+
+
+def save(panels: list[Panel], question: str, out: Path, frames: int = FRAMES):
+    """Writes the animation: time runs to the end of the slowest, stands still there, and begins again."""
+    clocks = np.linspace(0, max(panel.spent[-1] for panel in panels), frames)
+    drawn = [picture(panels, question, clock) for clock in clocks]
+    palette = drawn[-1].quantize(128, dither=Image.Dither.NONE)
+    flat = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in drawn]
+    times = [round(SECONDS * 1000 / frames)] * (frames - 1) + [round(HOLD * 1000)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    flat[0].save(out, save_all=True, append_images=flat[1:], duration=times, loop=0, optimize=True)
+
+
+def main(out: Path):
+    """Answers the question twice, and draws how."""
+    path = dj.embedded.path("tiny-llada")
+    model, tokenizer = dj.load(path), read_tokenizer(path)
+    chat = [{"role": "user", "content": trains.QUESTION}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    runs = {"Policy(), exact": dj.policies.Policy(), "DualCache()": dj.policies.DualCache()}
+    run = lambda policy: dj.generate(model, [prompt], length=32, block=8, policy=policy, trace=True)
+    panels = [Panel.of(title, run(policy), tokenizer) for title, policy in runs.items()]
+    save(panels, trains.QUESTION, out)
+    print(f"wrote {out}, {out.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/side-by-side.gif"))
+    main(parser.parse_args().out)
