@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pathlib
 import re
+import runpy
 import textwrap
 
 import jax.numpy as jnp
@@ -140,6 +141,26 @@ def test_the_example_of_the_published_settings_runs(capsys):
     preset, listing = capsys.readouterr().out.splitlines()
     assert preset.startswith("SparseDLLM(")
     assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
+
+
+@pytest.mark.parametrize("page", ["index.md", "loading.md", "generating.md", "likelihoods.md"])
+def test_pages_on_an_embedded_model_run_as_printed(page, tmp_path, monkeypatch):
+    """Top to bottom, as a reader does."""
+    monkeypatch.chdir(tmp_path)
+    (file,) = (path for path in DOCS.rglob(page) if path.parent.name in ("docs", "how-to"))
+    namespace: dict = {}
+    for block in examples(file.read_text()):
+        exec(block, namespace)
+
+
+def test_the_site_has_a_page_for_every_policy_with_its_limit_and_fields():
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    for policy in dj.policies.ALL:
+        page = hooks["page_of"](policy)
+        assert re.search(r"^Exact limit: \S", page, re.MULTILINE), policy
+        for field in dataclasses.fields(policy):
+            assert re.search(rf"^\| `{field.name}` \| [^|]+ \| `.+` \|$", page, re.MULTILINE), field
+    assert "`dllm-cache-by-d2cache/llada-8b-base`" in hooks["page_of"](dj.policies.DLLMCache())
 
 
 def as_printed(page: str, **changes: str) -> list[str]:

@@ -48,7 +48,7 @@ def chat(
     stop: Sequence[str] = (),
     sampler: Sampler = Confidence(),
     buckets: Ladder | None = None,
-    **options,
+    **options: Any,
 ) -> str | list[str]:
     """Answers a conversation, or a batch of them.
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
 
 
 def stream(
-    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options
+    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Any
 ) -> Generator[Snapshot, None, None]:
     """Decodes as `generate` does, and yields what there is after every block, or every few denoising steps.
 

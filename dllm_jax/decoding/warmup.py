@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Compiled(NamedTuple):
     temporary: int
 
 
-def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options) -> list[Compiled]:
+def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options: Any) -> list[Compiled]:
     """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running anything.
 
         dj.warmup(model, dj.buckets.geometric(64, 1024), length=128, block=32, policy=dj.policies.DualCache())

@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import cosine
@@ -46,7 +47,9 @@ def importance(
     return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1]
 
 
-def calibrate(model: Model, prompts: inputs.Ids, length: int, prompt_mask=None) -> tuple[float, ...]:
+def calibrate(
+    model: Model, prompts: inputs.Ids, length: int, prompt_mask: ArrayLike | None = None
+) -> tuple[float, ...]:
     """The importance of each layer, averaged over calibration prompts with a masked response.
 
     Args:

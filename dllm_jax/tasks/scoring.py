@@ -15,7 +15,9 @@ def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple
     return np.asarray(ids), np.asarray(mask)
 
 
-def answers(model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options) -> list[str]:
+def answers(
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Any
+) -> list[str]:
     """Decodes the model's answers to examples.
 
     Args:
