@@ -19,26 +19,12 @@ def tiny(family: str = "llada", **changes) -> ModelSpec:
     """A spec small enough for unit tests; `changes` are fields of ModelSpec."""
     dream = family == "dream"
     fields = {
-        "family": family,
-        "layers": 3,
-        "width": 32,
-        "heads": 4,
-        "kv_heads": 2 if dream else 4,
-        "head": 8,
-        "hidden": 48,
-        "vocab": 64,
-        "rope_base": 1e6 if dream else 5e5,
-        "norm_eps": 1e-6 if dream else 1e-5,
-        "mask_id": 60,
-        "eos_id": 61,
-        "eot_id": None,
-        "qkv_bias": dream,
-        "tied": False,
-        "shifted": dream,
-        "rope_in_f32": not dream,
-        "pad_rows_attend": not dream,
-        "positions": 131072 if dream else 4096,
-    }
+        "family": family, "layers": 3, "width": 32, "heads": 4, "kv_heads": 2 if dream else 4,
+        "head": 8, "hidden": 48, "vocab": 64, "rope_base": 1e6 if dream else 5e5,
+        "norm_eps": 1e-6 if dream else 1e-5, "mask_id": 60, "eos_id": 61, "eot_id": None,
+        "qkv_bias": dream, "tied": False, "shifted": dream, "rope_in_f32": not dream,
+        "pad_rows_attend": not dream, "positions": 131072 if dream else 4096,
+    }  # fmt: skip
     return ModelSpec(**(fields | changes))
 
 
@@ -59,6 +45,11 @@ def write_hf(
     if tokenizer:
         write_tokenizer(path, spec)
     return path
+
+
+def rewrite(file: Path, **values):
+    """Changes entries of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def save_sharded(path: Path, weights: dict[str, np.ndarray], shards: int = 1):
@@ -120,64 +111,32 @@ def config(spec: ModelSpec) -> dict:
 
 def _llada_config(spec: ModelSpec) -> dict:
     return {
-        "activation_type": "silu",
-        "alibi": False,
-        "architectures": ["LLaDAModelLM"],
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "d_model": spec.width,
-        "embedding_size": spec.vocab,
-        "eos_token_id": spec.eos_id,
-        "include_bias": False,
-        "include_qkv_bias": spec.qkv_bias,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "mask_token_id": spec.mask_id,
-        "max_sequence_length": spec.positions,
-        "mlp_hidden_size": spec.hidden,
-        "mlp_ratio": 4,
-        "model_type": "llada",
-        "multi_query_attention": None,
-        "n_heads": spec.heads,
-        "n_kv_heads": None if spec.kv_heads == spec.heads else spec.kv_heads,
-        "n_layers": spec.layers,
-        "pad_token_id": spec.eos_id,
-        "rms_norm_eps": spec.norm_eps,
-        "rope": True,
-        "rope_full_precision": spec.rope_in_f32,
-        "rope_theta": spec.rope_base,
-        "scale_logits": False,
-        "vocab_size": spec.vocab,
-        "weight_tying": spec.tied,
-    }
+        "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"],
+        "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
+        "block_type": "llama", "d_model": spec.width, "embedding_size": spec.vocab,
+        "eos_token_id": spec.eos_id, "include_bias": False, "include_qkv_bias": spec.qkv_bias,
+        "input_emb_norm": False, "layer_norm_type": "rms", "layer_norm_with_affine": True,
+        "mask_token_id": spec.mask_id, "max_sequence_length": spec.positions,
+        "mlp_hidden_size": spec.hidden, "mlp_ratio": 4, "model_type": "llada",
+        "multi_query_attention": None, "n_heads": spec.heads,
+        "n_kv_heads": None if spec.kv_heads == spec.heads else spec.kv_heads, "n_layers": spec.layers,
+        "pad_token_id": spec.eos_id, "rms_norm_eps": spec.norm_eps, "rope": True,
+        "rope_full_precision": spec.rope_in_f32, "rope_theta": spec.rope_base, "scale_logits": False,
+        "vocab_size": spec.vocab, "weight_tying": spec.tied,
+    }  # fmt: skip
 
 
 def _dream_config(spec: ModelSpec) -> dict:
     return {
-        "architectures": ["DreamModel"],
-        "bos_token_id": spec.eos_id,
-        "eos_token_id": spec.eos_id,
-        "hidden_act": "silu",
-        "hidden_size": spec.width,
-        "intermediate_size": spec.hidden,
-        "mask_token_id": spec.mask_id,
-        "max_position_embeddings": spec.positions,
-        "model_type": "Dream",
-        "num_attention_heads": spec.heads,
-        "num_hidden_layers": spec.layers,
-        "num_key_value_heads": spec.kv_heads,
-        "pad_token_id": spec.eos_id,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_scaling": None,
-        "rope_theta": spec.rope_base,
-        "sliding_window": None,
-        "tie_word_embeddings": spec.tied,
-        "use_sliding_window": False,
+        "architectures": ["DreamModel"], "bos_token_id": spec.eos_id, "eos_token_id": spec.eos_id,
+        "hidden_act": "silu", "hidden_size": spec.width, "intermediate_size": spec.hidden,
+        "mask_token_id": spec.mask_id, "max_position_embeddings": spec.positions, "model_type": "Dream",
+        "num_attention_heads": spec.heads, "num_hidden_layers": spec.layers,
+        "num_key_value_heads": spec.kv_heads, "pad_token_id": spec.eos_id,
+        "rms_norm_eps": spec.norm_eps, "rope_scaling": None, "rope_theta": spec.rope_base,
+        "sliding_window": None, "tie_word_embeddings": spec.tied, "use_sliding_window": False,
         "vocab_size": spec.vocab,
-    }
+    }  # fmt: skip
 
 
 def write_tokenizer(path: Path, spec: ModelSpec):
@@ -192,23 +151,13 @@ def write_tokenizer(path: Path, spec: ModelSpec):
         for word, i in (("[MASK]", spec.mask_id), ("[EOS]", spec.eos_id))
     ]
     tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
-    }
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+        "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+        "decoder": None, "model": {"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
+    }  # fmt: skip
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "[EOS]",
-        "pad_token": "[EOS]",
-        "mask_token": "[MASK]",
-        "unk_token": unknown,
-        "chat_template": CHAT_TEMPLATE,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[EOS]", "pad_token": "[EOS]",
+        "mask_token": "[MASK]", "unk_token": unknown, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

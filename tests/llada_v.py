@@ -13,36 +13,16 @@ from dllm_jax.nn.spec import VisionSpec
 from tests.checkpoints import save_sharded
 
 SPECIAL = (
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+    "<|startoftext|>", "<|endoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<mask>",
-)
+)  # fmt: skip
 VOCAB = 256 + len(SPECIAL)
 VISION = VisionSpec(layers=2, width=24, heads=2, hidden=40, image=30, patch=7)
 SPEC = ModelSpec(
-    family="llada-v",
-    layers=2,
-    width=32,
-    heads=4,
-    kv_heads=4,
-    head=8,
-    hidden=48,
-    vocab=VOCAB,
-    rope_base=5e5,
-    norm_eps=1e-5,
-    mask_id=VOCAB - 1,
-    eos_id=257,
-    eot_id=260,
-    qkv_bias=False,
-    tied=False,
-    shifted=False,
-    rope_in_f32=False,
-    pad_rows_attend=True,
-    vision=VISION,
-)
+    family="llada-v", layers=2, width=32, heads=4, kv_heads=4, head=8, hidden=48, vocab=VOCAB,
+    rope_base=5e5, norm_eps=1e-5, mask_id=VOCAB - 1, eos_id=257, eot_id=260, qkv_bias=False, tied=False,
+    shifted=False, rope_in_f32=False, pad_rows_attend=True, vision=VISION,
+)  # fmt: skip
 TOWER = "model.vision_tower.vision_tower.vision_model."
 
 
@@ -116,16 +96,12 @@ def config(dtype: str = "float32") -> dict:
         "tokenizer_model_max_length": 2048,
         "torch_dtype": dtype,
         "vision_config": {
-            "hidden_size": VISION.width,
-            "intermediate_size": VISION.hidden,
-            "num_hidden_layers": VISION.layers + 1,
-            "num_attention_heads": VISION.heads,
-            "image_size": VISION.image,
-            "patch_size": VISION.patch,
-            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": VISION.width, "intermediate_size": VISION.hidden,
+            "num_hidden_layers": VISION.layers + 1, "num_attention_heads": VISION.heads,
+            "image_size": VISION.image, "patch_size": VISION.patch, "hidden_act": "gelu_pytorch_tanh",
             "layer_norm_eps": 1e-06,
         },
-    }
+    }  # fmt: skip
 
 
 def write(path: Path, seed: int = 0, shards: int = 1) -> Path:

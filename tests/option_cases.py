@@ -21,15 +21,9 @@ WITHOUT_NEEDS: tuple[type[Options], ...] = (
     tasks.Chain, tasks.FewShot, tasks.Sorting,
 )  # fmt: skip
 OPTIONS: dict[type[Options], dict[str, Any]] = {kind: {} for kind in WITHOUT_NEEDS} | {
-    eviction.SqueezeAttention: {"cosine": (0.5,)},
-    samplers.PCSampler: {"frequencies": frequencies()},
+    eviction.SqueezeAttention: {"cosine": (0.5,)}, samplers.PCSampler: {"frequencies": frequencies()},
     dj.Layout: {"prompt": 4, "response": 4, "block": 4, "steps": 4},
-    ModelSpec: dataclasses.asdict(spec("llada")),
-    VisionSpec: {},
-    vision.AnyRes: {},
-    vision.Pad: {},
-    TrainConfig: {"steps": 400},
-    Hardware: dataclasses.asdict(HARDWARE["h100"]),
-    Ladder: {"rungs": (64, 128)},
-    Stage: {"task": tasks.Recall(), "size": 2, "batch": 4, "length": 8},
-}
+    ModelSpec: dataclasses.asdict(spec("llada")), VisionSpec: {}, vision.AnyRes: {}, vision.Pad: {},
+    TrainConfig: {"steps": 400}, Hardware: dataclasses.asdict(HARDWARE["h100"]),
+    Ladder: {"rungs": (64, 128)}, Stage: {"task": tasks.Recall(), "size": 2, "batch": 4, "length": 8},
+}  # fmt: skip

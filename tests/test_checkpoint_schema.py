@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
-from tests.checkpoints import save_sharded, tiny, write_hf
+from tests.checkpoints import rewrite, save_sharded, tiny, write_hf
 
 # Field of ModelSpec, key of LLaDA's config.json, a value outside, and what is said of it.
 OUTSIDE = [
@@ -52,16 +52,25 @@ def originals(tmp_path_factory) -> Path:
     return place
 
 
+@pytest.fixture
+def places(originals, tmp_path) -> Path:
+    return shutil.copytree(originals, tmp_path / "places")
+
+
+def specify(places: Path, **changes):
+    """Changes fields of the spec in spec.json."""
+    file = places / "jax" / "spec.json"
+    rewrite(file, spec=json.loads(file.read_text())["spec"] | changes)
+
+
 @pytest.mark.parametrize(("field", "key", "value", "rule"), OUTSIDE)
-def test_values_outside_are_refused_by_both_files(originals, tmp_path, field, key, value, rule):
-    for kind, file in (("hf", "config.json"), ("jax", "spec.json")):
-        path = shutil.copytree(originals / kind, tmp_path / kind) / file
-        content = json.loads(path.read_text())
-        (content if kind == "hf" else content["spec"])[key if kind == "hf" else field] = value
-        path.write_text(json.dumps(content))
+def test_values_outside_are_refused_by_both_files(places, field, key, value, rule):
+    rewrite(places / "hf" / "config.json", **{key: value})
+    specify(places, **{field: value})
+    for kind in ("hf", "jax"):
         with pytest.raises(ValueError, match=rule) as error:
-            dj.load(tmp_path / kind)
-        assert str(tmp_path / kind) in str(error.value)
+            dj.load(places / kind)
+        assert str(places / kind) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -74,84 +83,74 @@ def test_values_outside_are_refused_by_both_files(originals, tmp_path, field, ke
         ({"dtype": "bfloat16"}, "layer_000.* describes|embed.* describes"),
         ({"spec": 3}, "spec=3 must be an object"),
         ({"spec": None}, "spec=None must be an object"),
+        ({"spec": {}}, "wrong or missing fields"),
         ({"more": 1}, "unknown keys more"),
     ],
 )
-def test_the_rest_of_a_spec_file(originals, tmp_path, changes, rule):
-    path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def test_the_rest_of_a_spec_file(places, changes, rule):
+    rewrite(places / "jax" / "spec.json", **changes)
     with pytest.raises(ValueError, match=rule) as error:
-        dj.load(tmp_path / "jax")
-    assert str(tmp_path / "jax") in str(error.value)
+        dj.load(places / "jax")
+    assert str(places / "jax") in str(error.value)
 
 
 @pytest.mark.parametrize("changes", [{"shifted": "false"}, {"family": "gpt"}, {"heads": 3}, {"head": 7}])
-def test_fields_that_config_files_do_not_spell(originals, tmp_path, changes):
-    path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"spec": content["spec"] | changes}))
+def test_fields_that_config_files_do_not_spell(places, changes):
+    specify(places, **changes)
     ((name, value),) = changes.items()
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {name}={value!r}")):
-        dj.load(tmp_path / "jax")
+    with pytest.raises(ValueError, match=re.escape(f"{places / 'jax' / 'spec.json'}: {name}={value!r}")):
+        dj.load(places / "jax")
 
 
-def test_whole_numbers_are_numbers(originals, tmp_path):
-    path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"spec": content["spec"] | {"rope_base": 10**12}}))
-    model = dj.load(tmp_path / "jax")
+def test_whole_numbers_are_numbers(places):
+    specify(places, rope_base=10**12)
+    model = dj.load(places / "jax")
     assert type(model.spec.rope_base) is float
     assert np.isfinite(dj.forward(model, np.array([[1, 2, 3]]))).all()
 
 
-def test_directories_of_earlier_releases_know_no_limit_on_positions(originals, tmp_path):
-    path = shutil.copytree(originals / "jax", tmp_path / "jax") / "spec.json"
-    content = json.loads(path.read_text())
-    assert content["spec"].pop("positions") == 4096
-    path.write_text(json.dumps(content))
-    assert dj.load(tmp_path / "jax").spec == tiny(positions=None)
+def test_directories_of_earlier_releases_know_no_limit_on_positions(places):
+    file = places / "jax" / "spec.json"
+    spec = json.loads(file.read_text())["spec"]
+    assert spec.pop("positions") == 4096
+    rewrite(file, spec=spec)
+    assert dj.load(places / "jax").spec == tiny(positions=None)
 
 
-def test_units_that_changed_places(originals, tmp_path):
-    params = shutil.copytree(originals / "jax", tmp_path / "jax") / "params"
+def test_units_that_changed_places(places):
+    params = places / "jax" / "params"
     (params / "layer_000").rename(params / "x")
     (params / "layer_001").rename(params / "layer_000")
     (params / "x").rename(params / "layer_001")
     with pytest.raises(ValueError, match="layer_000 holds the unit layer_001"):
-        dj.load(tmp_path / "jax")
+        dj.load(places / "jax")
 
 
-def test_hidden_files_beside_units_do_not_matter(originals, tmp_path):
-    shutil.copytree(originals / "jax", tmp_path / "jax")
-    (tmp_path / "jax" / "params" / ".DS_Store").write_text("")
-    dj.load(tmp_path / "jax")
-    (tmp_path / "jax" / "params" / "layer_003").mkdir()
+def test_hidden_files_beside_units_do_not_matter(places):
+    (places / "jax" / "params" / ".DS_Store").write_text("")
+    dj.load(places / "jax")
+    (places / "jax" / "params" / "layer_003").mkdir()
     with pytest.raises(ValueError, match=r"holds layer_003, which spec\.json does not describe"):
-        dj.load(tmp_path / "jax")
+        dj.load(places / "jax")
 
 
 @pytest.mark.parametrize("content", ["null", "3", "[]", "{}", '{"tree_metadata": null}', "{", "[" * 100_000])
-def test_metadata_of_a_unit_that_is_broken(originals, tmp_path, content):
-    unit = shutil.copytree(originals / "jax", tmp_path / "jax") / "params" / "norm"
+def test_metadata_of_a_unit_that_is_broken(places, content):
+    unit = places / "jax" / "params" / "norm"
     (unit / "manifest.ocdbt").write_text(content)
     with pytest.raises(ValueError, match=f"{unit} (cannot be read|holds)"):
-        dj.load(tmp_path / "jax")
+        dj.load(places / "jax")
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "spec.json"])
-def test_json_that_is_nested_too_deeply(originals, tmp_path, file):
-    kind = "jax" if file == "spec.json" else "hf"
-    shutil.copytree(originals / kind, tmp_path / kind)
-    (tmp_path / kind / file).write_text('{"a":' + "[" * 100_000)
-    with pytest.raises(ValueError, match=f"{file} is not valid JSON: nested too deeply"):
-        dj.load(tmp_path / kind)
-
-
-def test_json_that_is_too_large_is_not_read(originals, tmp_path):
-    shutil.copytree(originals / "hf", tmp_path / "hf")
-    os.truncate(tmp_path / "hf" / "config.json", 2**40)  # takes no room
+def test_json_that_is_nested_too_deeply_or_too_large(places):
+    for name in ("model.safetensors.index.json", "config.json", "spec.json"):
+        kind = places / ("jax" if name == "spec.json" else "hf")
+        (kind / name).write_text('{"a":' + "[" * 100_000)
+        with pytest.raises(ValueError, match=f"{name} is not valid JSON: nested too deeply"):
+            dj.load(kind)
+    os.truncate(places / "hf" / "config.json", 2**40)  # takes no room
     with pytest.raises(ValueError, match=r"config\.json has 1099511627776 bytes; .* at most"):
-        dj.load(tmp_path / "hf")
+        dj.load(places / "hf")
 
 
 def test_a_factor_that_leaves_the_range(originals):

@@ -6,7 +6,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +40,8 @@ def test_round_trip_is_bit_exact(tmp_path, family, tied, dtype, shards):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     assert sorted(file.name for file in (tmp_path / "back").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -61,14 +57,6 @@ def test_special_bits_survive(tmp_path, family):
     save_sharded(source, random)
     export(convert(source, tmp_path / "jax"), tmp_path / "back")
     assert weights(tmp_path / "back") == weights(source)
-
-
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_converted_loads_as_the_original_does(tmp_path, family):
-    source = write_hf(tmp_path / "hf", tiny(family, eot_id=5), dtype="bfloat16", shards=2)
-    a, b = dj.load(source), dj.load(convert(source, tmp_path / "jax"))
-    assert a.spec == b.spec
-    chex.assert_trees_all_equal(a.params, b.params, strict=True)
 
 
 def test_changed_dtype_and_rope_are_written_back(tmp_path):
@@ -191,15 +179,6 @@ def test_overwrite_keeps_the_old_one_if_the_new_one_fails(tmp_path):
     assert dj.load(tmp_path / "jax").spec == tiny()
 
 
-def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
-    source, home = write_hf(tmp_path / "hf", tiny()), tmp_path / "home"
-    home.mkdir()
-    (home / "thesis.txt").write_text("")
-    with pytest.raises(FileExistsError, match="no checkpoint directory"):
-        convert(source, home, overwrite=True)
-    assert (home / "thesis.txt").is_file()
-
-
 @pytest.mark.parametrize("destination", [".", "..", "inside"])
 def test_source_and_destination_apart(tmp_path, destination):
     source = write_hf(tmp_path / "x" / "hf", tiny())
@@ -220,18 +199,6 @@ def test_wrong_kind_of_directory(tmp_path):
 def test_damaged_converted_directories(tmp_path):
     source = write_hf(tmp_path / "hf", tiny())
     convert(source, tmp_path / "jax")
-    spec = tmp_path / "jax" / "spec.json"
-    written = json.loads(spec.read_text())
-    spec.write_text(json.dumps(written | {"format": 99}))
-    with pytest.raises(ValueError, match="format=99 is not supported"):
-        dj.load(tmp_path / "jax")
-    spec.write_text(json.dumps(written | {"spec": written["spec"] | {"hidden": 40}}))
-    with pytest.raises(ValueError, match=r"layer_000 holds .*gate.*, but spec\.json describes"):
-        dj.load(tmp_path / "jax")
-    spec.write_text(json.dumps(written | {"spec": {}}))
-    with pytest.raises(ValueError, match="wrong or missing fields"):
-        dj.load(tmp_path / "jax")
-    spec.write_text(json.dumps(written))
     # One parameter: of several, those still being read when the first fails answer to a closed event loop.
     for file in (tmp_path / "jax" / "params" / "norm").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:10])

@@ -100,13 +100,9 @@ print(json.dumps(states))
 def states(job: str, source: Path, destination: Path, overwrite: bool) -> list[str]:
     arguments = json.dumps([job, str(source), str(destination), overwrite])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, arguments],
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [sys.executable, "-c", PROGRAM, arguments], cwd=Path(__file__).parent.parent,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

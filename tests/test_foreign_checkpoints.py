@@ -12,7 +12,7 @@ from dllm_jax import embedded
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
-from tests.checkpoints import tiny, write_hf
+from tests.checkpoints import rewrite, tiny, write_hf
 
 EVIL = """
 from pathlib import Path
@@ -28,10 +28,6 @@ def source(tmp_path) -> Path:
     return write_hf(tmp_path / "hf", tiny(), shards=2, tokenizer=True)
 
 
-def change(file: Path, **values):
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
 def moved_out(file: Path) -> Path:
     """Moves a file out of its directory and leaves a link to it."""
     place = file.parent.parent / f"outside-{file.name}"
@@ -45,8 +41,8 @@ def moved_out(file: Path) -> Path:
 def test_no_code_of_a_tokenizer_runs(source, tmp_path, monkeypatch, model_type, auto_map):
     """transformers would ask on standard input whether to run it."""
     (source / "tok_evil.py").write_text(EVIL.format(mark=str(tmp_path / "ran")))
-    change(source / "tokenizer_config.json", tokenizer_class="EvilTok", auto_map=auto_map)
-    change(source / "config.json", model_type=model_type)
+    rewrite(source / "tokenizer_config.json", tokenizer_class="EvilTok", auto_map=auto_map)
+    rewrite(source / "config.json", model_type=model_type)
     monkeypatch.setattr("builtins.input", lambda *arguments: "y")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: tokenizer_class='EvilTok' is code of"):
         read_tokenizer(source)
@@ -68,14 +64,14 @@ def test_a_copy_of_a_known_class_is_read_by_that_class(tmp_path):
 
 def test_a_chat_template_runs_in_a_sandbox(source):
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    change(source / "tokenizer_config.json", chat_template=escape)
+    rewrite(source / "tokenizer_config.json", chat_template=escape)
     with pytest.raises(Exception, match="unsafe"):
         chat_ids(read_tokenizer(source), [{"role": "user", "content": "t1"}])
 
 
 @pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file"])
 def test_settings_of_a_tokenizer_name_no_files(source, key):
-    change(source / "tokenizer_config.json", **{key: "/etc/passwd"})
+    rewrite(source / "tokenizer_config.json", **{key: "/etc/passwd"})
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {key}='/etc/passwd'.*by their names"):
         read_tokenizer(source)
 

@@ -22,19 +22,16 @@ from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
 from dllm_jax.training import TrainConfig, prepare
-from tests.checkpoints import save_sharded, tensors, tiny, write_hf
+from tests.checkpoints import save_sharded, tiny, write_hf
 from tests.models import FAMILIES, in_int8
 from tests.models import tiny as model_of
 
 from .ahead_of_time import compiled_for_v5e
 
 CASES = [
-    tiny("llada"),
-    tiny("llada", qkv_bias=True, kv_heads=2),
-    tiny("llada", tied=True),
-    tiny("dream"),
+    tiny("llada"), tiny("llada", qkv_bias=True, kv_heads=2), tiny("llada", tied=True), tiny("dream"),
     tiny("dream", tied=True),
-]
+]  # fmt: skip
 BIAS_HEADS_TIED = lambda spec: f"{spec.family}-{spec.qkv_bias}-{spec.tied}"
 
 
@@ -142,23 +139,6 @@ def test_another_dtype_changes_no_int8_matrix(tmp_path):
     narrow = convert(source, tmp_path / "narrow", weights="int8", dtype="bfloat16")
     chex.assert_trees_all_equal(dj.load(wide, dtype="bfloat16").params, dj.load(narrow).params, strict=True)
     assert dj.load(narrow, dtype="float32").dtype == jnp.float32
-
-
-def test_matrices_are_those_of_the_tensors(tmp_path):
-    """Computed here from the file: there every matrix is [outputs, inputs], heads merged."""
-    source = write_hf(tmp_path / "hf", tiny())
-    written = tensors(tiny())
-    layer = dj.load(source, weights="int8", separate_layers=True).params["layers"][1]
-    start = "model.transformer.blocks.1."
-    names = {"q": "q_proj", "o": "attn_out", "gate": "ff_proj", "up": "up_proj", "down": "ff_out"}
-    for leaf, name in names.items():
-        tensor = written[f"{start}{name}.weight"]
-        scale = np.abs(tensor).max(axis=1) / np.float32(127)
-        values = np.rint(tensor / scale[:, None])
-        ours = np.asarray(layer[leaf].values)
-        ours = ours.reshape(-1, tensor.shape[0]) if leaf != "q" else ours.reshape(32, 32)
-        np.testing.assert_array_equal(ours.T, values)
-        np.testing.assert_array_equal(np.asarray(layer[leaf].scale).ravel(), scale)
 
 
 @pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
@@ -292,8 +272,8 @@ def test_scales_that_no_conversion_writes(tmp_path, monkeypatch):
 def test_verify_compares_int8_as_it_is(tmp_path):
     source = write_hf(tmp_path / "hf", tiny())
     a, b = (convert(source, tmp_path / name, weights="int8") for name in "ab")
-    assert verify(a, b, tokens=8).identical
-    found = verify(source, a, tokens=8)
+    assert verify(a, b, tokens=0).identical
+    found = verify(source, a, tokens=0)
     assert not found.ok
     assert {(t.dtype_a, t.dtype_b) for t in found.differing} == {("float32", "int8")}
     assert len(found.differing) == 3 * 7 + 1  # the matrices

@@ -88,11 +88,6 @@ def test_directories_whose_hashes_are_not_known(converted, kept):
     assert dj.load(converted).spec == tiny(layers=2)
 
 
-def test_hugging_face_directories_have_no_hashes(originals):
-    with pytest.raises(ValueError, match="holds no hashes"):
-        dj.load(originals / "hf", verify=True)
-
-
 def test_links_out_of_the_directory_are_not_followed(converted, originals):
     file = next((converted / "params" / "norm").rglob("d/*"))
     shutil.move(file, converted.parent / "elsewhere")

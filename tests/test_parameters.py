@@ -17,38 +17,6 @@ from tests.models import FAMILIES, spec, tiny
 
 drawn = jax.jit(initialise, static_argnums=0)
 
-REAL = {
-    "llada": {
-        "layers": 32,
-        "width": 4096,
-        "heads": 32,
-        "kv_heads": 32,
-        "head": 128,
-        "hidden": 12288,
-        "vocab": 126464,
-        "mask_id": 126336,
-        "eos_id": 126081,
-        "eot_id": 126348,
-    },
-    "dream": {
-        "layers": 28,
-        "width": 3584,
-        "heads": 28,
-        "kv_heads": 4,
-        "head": 128,
-        "hidden": 18944,
-        "vocab": 152064,
-        "mask_id": 151666,
-        "eos_id": 151643,
-        "eot_id": 151645,
-    },
-}
-
-
-@pytest.mark.parametrize(("family", "total"), [("llada", 8_015_581_184), ("dream", 7_615_616_512)])
-def test_published_models_have_their_published_size(family, total):
-    assert count(abstract(spec(family, **REAL[family]))) == total
-
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,12 +56,6 @@ def test_the_gain_is_of_matrices_only():
     chex.assert_trees_all_equal(thrice, jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, made))
 
 
-def test_keys_decide_the_values():
-    first, again, other = (drawn(DEEP, jax.random.key(seed)) for seed in (0, 0, 1))
-    chex.assert_trees_all_equal(first, again, strict=True)
-    assert not np.array_equal(first["embed"], other["embed"])
-
-
 def test_a_tied_head_is_the_embedding():
     tied = tiny("llada", tied=True)
     tokens = jnp.asarray([[1, 2, 3]], jnp.int32)
@@ -104,16 +66,12 @@ def test_a_tied_head_is_the_embedding():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 0}, "layers=0"),
-        ({"vocab": -1}, "vocab=-1"),
-        ({"heads": 5, "kv_heads": 2}, "heads=5"),
-        ({"head": 7}, "head=7"),
-        ({"mask_id": 61}, "mask_id=61"),
-        ({"eos_id": -1}, "eos_id=-1"),
-        ({"eot_id": 100}, "eot_id=100"),
+        ({"layers": 0}, "layers=0"), ({"vocab": -1}, "vocab=-1"),
+        ({"heads": 5, "kv_heads": 2}, "heads=5"), ({"head": 7}, "head=7"),
+        ({"mask_id": 61}, "mask_id=61"), ({"eos_id": -1}, "eos_id=-1"), ({"eot_id": 100}, "eot_id=100"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_spec_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         spec("llada", **changes)

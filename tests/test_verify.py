@@ -11,7 +11,7 @@ from tests.checkpoints import save_sharded, tiny, write_hf
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_conversion_is_identical(tmp_path, family):
-    source = write_hf(tmp_path / "hf", tiny(family), dtype="bfloat16", shards=2)
+    source = write_hf(tmp_path / "hf", tiny(family, eot_id=5), dtype="bfloat16", shards=2)
     found = verify(source, convert(source, tmp_path / "jax"), tokens=8)
     assert found.ok
     assert found.identical
