@@ -31,13 +31,9 @@ def test_heads_that_compete_share_the_layer_s_budget_and_are_sure_of_their_floor
 
 
 @given(
-    layers=st.integers(1, 40),
-    budget=st.integers(1, 200),
-    prompt=st.integers(1, 300),
-    beta=st.integers(1, 30),
-    window=st.integers(1, 40),
-    outside=st.booleans(),
-)
+    layers=st.integers(1, 40), budget=st.integers(1, 200), prompt=st.integers(1, 300),
+    beta=st.integers(1, 30), window=st.integers(1, 40), outside=st.booleans(),
+)  # fmt: skip
 def test_a_pyramid_descends_within_the_prompt(layers, budget, prompt, beta, window, outside):
     budgets = eviction.PyramidKV(beta, window, outside).budgets(layers, budget, prompt)
     assert budgets.shape == (layers,)

@@ -63,14 +63,9 @@ def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
     prompt, answer = texts(family)
     masks = masks_for(5)
     ours = dj.log_likelihood(
-        tiny(family),
-        prompt,
-        answer,
-        prompt_mask=PADDING,
-        masks=jnp.asarray(masks),
-        cfg_scale=cfg_scale,
-        chunk=2,
-    )
+        tiny(family), prompt, answer, prompt_mask=PADDING, masks=jnp.asarray(masks),
+        cfg_scale=cfg_scale, chunk=2,
+    )  # fmt: skip
     expected = [np.mean([brute_force(family, b, m[b], cfg_scale) for m in masks]) for b in range(B)]
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
@@ -142,13 +137,6 @@ def test_cross_entropy_of_a_hidden_token_does_not_see_it():
     assert (ours > 0).all()
 
 
-def test_the_chunk_changes_nothing():
-    model, (prompt, answer) = tiny("llada"), texts("llada")
-    masks = jnp.asarray(masks_for(5))
-    by_chunk = [dj.log_likelihood(model, prompt, answer, masks=masks, chunk=c) for c in (1, 5)]
-    np.testing.assert_allclose(*by_chunk, rtol=1e-6)
-
-
 RAGGED = np.arange(ANSWER) < np.array([[3], [2]])
 
 
@@ -178,12 +166,9 @@ def test_ragged_answers_equal_each_alone(family, cfg_scale):
     np.testing.assert_allclose(ours.sum(1), dj.log_likelihood(model, prompt, padded, **options), rtol=1e-5)
     for b, length in enumerate(RAGGED.sum(1)):
         alone = dj.token_log_likelihoods(
-            model,
-            prompt[b : b + 1, PADS[b] :],
-            answer[b : b + 1, :length],
-            masks=masks[:, b : b + 1, :length],
-            cfg_scale=cfg_scale,
-        )
+            model, prompt[b : b + 1, PADS[b] :], answer[b : b + 1, :length],
+            masks=masks[:, b : b + 1, :length], cfg_scale=cfg_scale,
+        )  # fmt: skip
         np.testing.assert_allclose(ours[b, :length], alone[0], rtol=5e-5)
 
 
@@ -240,11 +225,3 @@ def test_refusals(message):
     prompt, answer = texts("llada")
     with pytest.raises(ValueError, match=message):
         dj.log_likelihood(tiny("llada"), **({"prompt": prompt, "answer": answer} | REFUSED[message]))
-
-
-@pytest.mark.usefixtures("unannotated")
-def test_plain_lists_of_a_single_text_will_do():
-    model, (prompt, answer) = tiny("llada"), texts("llada")
-    masks = np.asarray([[[True, False, True]]])
-    ours = dj.log_likelihood(model, prompt[0].tolist(), answer[0].tolist(), masks=masks)
-    np.testing.assert_array_equal(ours, dj.log_likelihood(model, prompt[:1], answer[:1], masks=masks))

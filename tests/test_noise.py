@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
+from dllm_jax.samplers import KeyNoise, RecordedNoise
 from tests.models import canvas
 
 V = 5
@@ -29,48 +29,29 @@ def positions(batch: int, *index: int):
 
 
 @pytest.mark.parametrize("kind", draws)
-def test_a_row_does_not_depend_on_its_batch_mates(kind):
-    both = draws[kind](KeyNoise(KEYS[:2]), at(2), positions(2, 3, 5))
-    swapped = draws[kind](KeyNoise(KEYS[:2][::-1]), at(2), positions(2, 3, 5))
-    alone = draws[kind](KeyNoise(KEYS[1:2]), at(1), positions(1, 3, 5))
+def test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt(kind):
+    """Whatever its batch mates are, how long the padding is, and what else is asked for."""
+    draw = jax.jit(draws[kind])
+    both = draw(KeyNoise(KEYS[:2]), at(2), positions(2, 3, 5))
+    swapped = draw(KeyNoise(KEYS[:2][::-1]), at(2), positions(2, 3, 5))
+    alone = draw(KeyNoise(KEYS[1:2]), at(1), positions(1, 3, 5))
     np.testing.assert_array_equal(both[1], alone[0])
     np.testing.assert_array_equal(swapped[0], alone[0])
-    assert not np.array_equal(both[0], both[1])
 
+    several = draw(KeyNoise(KEYS[:1]), at(1), positions(1, 3, 4, 5, 8))
+    long = draw(KeyNoise(KEYS[:1]), at(1, prompt=7), positions(1, 7, 8, 9, 12))
+    np.testing.assert_array_equal(several, long)
+    np.testing.assert_array_equal(draw(KeyNoise(KEYS[:1]), at(1), positions(1, 5)), several[:, 2:3])
+    template = draw(KeyNoise(KEYS[:1]), at(1, prompt=0, response=4), positions(1, 0, 3))
+    padded = draw(KeyNoise(KEYS[:1]), at(1, prompt=0, response=6), positions(1, 2, 5))
+    np.testing.assert_array_equal(template, padded)
 
-@pytest.mark.parametrize("kind", draws)
-def test_a_draw_does_not_depend_on_padding(kind):
-    short = draws[kind](KeyNoise(KEYS[:1]), at(1, prompt=3), positions(1, 3, 5, 8))
-    long = draws[kind](KeyNoise(KEYS[:1]), at(1, prompt=7), positions(1, 7, 9, 12))
-    np.testing.assert_array_equal(short, long)
-
-
-def test_a_template_is_padded_on_the_left_too():
-    short = draws["token"](KeyNoise(KEYS[:1]), at(1, prompt=0, response=4), positions(1, 0, 3))
-    long = draws["token"](KeyNoise(KEYS[:1]), at(1, prompt=0, response=6), positions(1, 2, 5))
-    np.testing.assert_array_equal(short, long)
-
-
-@pytest.mark.parametrize("kind", draws)
-def test_a_draw_does_not_depend_on_what_else_is_asked_for(kind):
-    several = draws[kind](KeyNoise(KEYS[:1]), at(1), positions(1, 3, 4, 5, 9))
-    np.testing.assert_array_equal(draws[kind](KeyNoise(KEYS[:1]), at(1), positions(1, 5)), several[:, 2:3])
-
-
-@pytest.mark.parametrize("kind", draws)
-def test_draws_differ_between_positions_steps_and_rows(kind):
-    noise = KeyNoise(KEYS[:2])
-    now = np.asarray(draws[kind](noise, at(2, step=[0, 4]), positions(2, 3, 4)))
-    later = np.asarray(draws[kind](noise, at(2, step=[1, 5]), positions(2, 3, 4)))
-    values = np.concatenate([now.ravel(), later.ravel()])
+    # All differ from one another, and steps are the sequences' own.
+    now = draw(KeyNoise(KEYS[:2]), at(2, step=[0, 4]), positions(2, 3, 4))
+    later = draw(KeyNoise(KEYS[:2]), at(2, step=[1, 5]), positions(2, 3, 4))
+    values = np.concatenate([np.ravel(now), np.ravel(later)])
     assert len(np.unique(values)) == len(values)
-
-
-def test_steps_are_the_rows_own():
-    noise = KeyNoise(KEYS[:2])
-    together = draws["token"](noise, at(2, step=[1, 4]), positions(2, 3))
-    np.testing.assert_array_equal(together[0], draws["token"](noise, at(2, step=1), positions(2, 3))[0])
-    np.testing.assert_array_equal(together[1], draws["token"](noise, at(2, step=4), positions(2, 3))[1])
+    np.testing.assert_array_equal(now[1], draw(KeyNoise(KEYS[:2]), at(2, step=4), positions(2, 3, 4))[1])
 
 
 def test_token_and_order_draws_never_share_a_stream():
@@ -112,8 +93,3 @@ def test_what_was_not_recorded_cannot_be_drawn(kind):
     nothing = RecordedNoise(jnp.float32(0), jnp.float32(0))
     with pytest.raises(ValueError, match="does not hold"):
         draws[kind](nothing, at(1), positions(1, 3))
-
-
-def test_both_sources_are_noise():
-    assert isinstance(KeyNoise(KEYS), Noise)
-    assert isinstance(RecordedNoise(jnp.float32(0), jnp.float32(0)), Noise)

@@ -23,16 +23,11 @@ from tests.policy_cases import EVERY, KEY, WIDE, short, suited
 
 POISON = 50  # a token that no random prompt holds
 KINDS = (
-    samplers.Threshold(0.9),
-    samplers.Confidence(cfg_scale=1.5),
-    samplers.RandomOrder(),
-    samplers.CertaintyPrior(tokens_per_step=2),
-    samplers.Factor(top_p=0.9),
-    samplers.EBSampler(2.0),
-    samplers.PCSampler(frequencies()),
-    samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
+    samplers.Threshold(0.9), samplers.Confidence(cfg_scale=1.5), samplers.RandomOrder(),
+    samplers.CertaintyPrior(tokens_per_step=2), samplers.Factor(top_p=0.9), samplers.EBSampler(2.0),
+    samplers.PCSampler(frequencies()), samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
     samplers.DreamSchedule(alg="entropy", alg_temp=0.5),
-)
+)  # fmt: skip
 
 
 def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
@@ -42,7 +37,7 @@ def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
     return dataclasses.replace(model, params={**model.params, "embed": embed})
 
 
-@pytest.mark.diagonal(every=6, start=6)
+@pytest.mark.diagonal(every=13, start=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampler", KINDS, ids=short)
 @pytest.mark.parametrize("policy", EVERY, ids=short)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
-from dllm_jax.samplers import Confidence, DreamSchedule
+from dllm_jax.samplers import Confidence
 from dllm_jax.state.cache import Cache
 from dllm_jax.testing.runs import finite
-from tests.models import FAMILIES, canvas, families, prompts, tiny
+from tests.models import FAMILIES, canvas, families, generated, prompts, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
 
 few = settings(max_examples=15)
@@ -65,13 +65,9 @@ def select(policy, run: Run, family: str, step: int, masked, decoded_at, in_bloc
 
 jitted = jax.jit(lambda policy, c: policy.select(Cache((), ()), c), static_argnums=0)
 runs = st.builds(
-    Run,
-    prompt=st.sampled_from([1, 4]),
-    block=st.sampled_from([4, 6]),
-    blocks=st.integers(1, 2),
-    steps=st.integers(1, 9),
-    seed=st.integers(0, 999),
-)
+    Run, prompt=st.sampled_from([1, 4]), block=st.sampled_from([4, 6]), blocks=st.integers(1, 2),
+    steps=st.integers(1, 9), seed=st.integers(0, 999),
+)  # fmt: skip
 one_block = st.builds(dataclasses.replace, runs, blocks=st.just(1))
 
 
@@ -150,33 +146,24 @@ def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
 # -- limits between neighbours -----------------------------------------------------------------------
 
 
-def decode(family: str, policy, **options):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(trace=True, widths=(prompt.shape[1] + 8,)) | options  # one width: less to compile
-    return dj.generate(model, prompt, prompt_mask=mask, policy=policy, **options)
-
-
 def assert_same_run(ours, theirs):
     np.testing.assert_array_equal(ours.trace.tokens, theirs.trace.tokens)
     np.testing.assert_array_equal(ours.trace.computed, theirs.trace.computed)
     np.testing.assert_allclose(finite(ours.trace.score), finite(theirs.trace.score), atol=2e-6)
 
 
-@families("dream")
-def test_pd_that_always_refreshes_is_prefill(family):
-    run = lambda policy: decode(family, policy, **ONE_TOKEN_PER_STEP)
-    assert_same_run(run(DKVPD(refresh_every=1)), run(DKVPrefill()))
-
-
-def test_an_endless_delay_with_a_shifted_head_is_prefill():
-    run = lambda policy: decode("dream", policy, length=8)
-    assert_same_run(run(DKVDecode(refresh_every=None, delay=8)), run(DKVPrefill()))
-
-
-def test_an_endless_delay_is_exact_where_caching_waits_for_it():
-    run = lambda policy: decode("llada", policy, **ONE_TOKEN_PER_STEP)
-    assert_same_run(run(DKVDecode(refresh_every=None, delay=8)), run(dj.policies.Policy()))
+@pytest.mark.parametrize(
+    ("family", "policy", "limit", "layout"),
+    [
+        ("dream", DKVPD(refresh_every=1), DKVPrefill(), ONE_TOKEN_PER_STEP),
+        # A delay without an end; with blocks, nothing is cached before it has passed.
+        ("dream", DKVDecode(refresh_every=None, delay=8), DKVPrefill(), dict(block=8)),
+        ("llada", DKVDecode(refresh_every=None, delay=8), dj.policies.Policy(), ONE_TOKEN_PER_STEP),
+    ],
+    ids=["refresh", "delay", "exact"],
+)
+def test_limits_between_neighbours(family, policy, limit, layout):
+    assert_same_run(generated(family, policy, **layout), generated(family, limit, **layout))
 
 
 @families("dream")
@@ -189,27 +176,6 @@ def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     assert_same_run(run(DKVPrefill()), run(dj.policies.Policy()))
 
 
-@pytest.mark.parametrize(
-    "policy", [DKVDecode(4, delay=0), DKVDecode(3, shift="un_right"), DKVPD(3, shift="un_right")]
-)
-def test_variants_treat_a_batch_as_its_rows(policy):
-    model, sampler = tiny("dream"), DreamSchedule(alg="topk_margin")
-    prompt, mask = prompts(model, (9, 4), seed=1)
-    run = lambda prompt, **o: dj.generate(
-        model, prompt, length=8, policy=policy, sampler=sampler, widths=(9,), **o
-    )
-    batch, alone = run(prompt, prompt_mask=mask), run(prompt[1:, -4:])
-    np.testing.assert_array_equal(batch.tokens[1, -8:], alone.tokens[0, -8:])
-    assert batch.stats.computed[1] == alone.stats.computed[0]
-
-
-@families("dream")
-def test_delay_costs_one_row_per_decoded_token(family):
-    computed = lambda delay: decode(family, DKVDecode(None, delay), length=8).trace.computed
-    late, at_once = (np.asarray(computed(delay)).sum(axis=(1, 2)) for delay in (1, 0))
-    np.testing.assert_array_equal(late[2:] - at_once[2:], np.full(6, 2))
-
-
 # -- storage and refusals ----------------------------------------------------------------------------
 
 
@@ -219,28 +185,6 @@ def test_prefill_stores_the_prompt_alone(family):
     kept = 7 - (family == "dream")
     cache = DKVPrefill().init(spec, layout, 2, jnp.bfloat16)
     assert cache.layers.k.shape == cache.layers.v.shape == (2, 2, kept, spec.kv_heads, spec.head)
-
-
-@pytest.mark.parametrize("kind", [DKVDecode, DKVPD])
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(refresh_every=0), "refresh_every=0 must be a whole number of at least 1, or None"),
-        (dict(refresh_every=-2), "refresh_every=-2 must be a whole number of at least 1, or None"),
-        (dict(delay=-1), "delay=-1 must be a whole number of at least 0"),
-    ],
-)
-def test_wrong_options_are_refused(kind, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**wrong)
-
-
-@pytest.mark.parametrize("kind", [DKVDecode, DKVPD])
-def test_an_unknown_shift_is_refused(kind):
-    policy = kind()
-    object.__setattr__(policy, "shift", "right")  # past the type checker of the test run
-    with pytest.raises(ValueError, match="shift='right' must be one of 'un', 'un_right'"):
-        policy.__post_init__()
 
 
 @pytest.mark.parametrize("kind", [DKVDecode, DKVPD])

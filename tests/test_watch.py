@@ -105,11 +105,8 @@ def test_the_mask_is_known_without_a_decoded_token():
 def test_the_grid_has_a_line_per_step():
     lines = str(grid(Recording.of(recorded().trace, 0), LETTERS)).splitlines()
     assert [line.split() for line in lines] == [
-        ["0", *"···"],
-        ["1", "·", "d", "·"],
-        ["2", "e", "d", "·"],
-        ["3", "e", "d", END],
-    ]
+        ["0", *"···"], ["1", "·", "d", "·"], ["2", "e", "d", "·"], ["3", "e", "d", END],
+    ]  # fmt: skip
 
 
 def test_a_step_of_a_chain_fits_a_line_of_a_terminal():
@@ -197,17 +194,10 @@ def data(page: str) -> list[dict]:
 
 
 HOSTILE = (
-    "<eos>",
-    "</script><script>window.ran=1</script>",
-    "<!--<script>",
-    "--></style><img src=x onerror=window.ran=1>",
-    "@SCRIPT@ @DATA@",
-    "\u2028\u2029&lt;\"'\x00\ud800",
-    "\x1b[2J]]>",
-    "${window.ran=1}`",
-    "\N{ARABIC LETTER ALEF}\N{RIGHT-TO-LEFT OVERRIDE}",
-    "<mask>",
-)
+    "<eos>", "</script><script>window.ran=1</script>", "<!--<script>",
+    "--></style><img src=x onerror=window.ran=1>", "@SCRIPT@ @DATA@", "\u2028\u2029&lt;\"'\x00\ud800",
+    "\x1b[2J]]>", "${window.ran=1}`", "\N{ARABIC LETTER ALEF}\N{RIGHT-TO-LEFT OVERRIDE}", "<mask>",
+)  # fmt: skip
 
 
 def test_no_token_or_name_is_markup():
