@@ -80,6 +80,15 @@ LINES = (
 )  # fmt: skip
 
 
+# The README's: questions and policies that tell each other apart.
+BRIEF = ("tiny-llada chain-of-16", "tiny-dream chain", "tiny-dream chain-of-16")
+BRIEFLY = (
+    *(EXACT, Setting(p.DualCache()), _one_block(p.DKVDecode(refresh_every=8)), Setting(p.D2Cache(k=8))),
+    *(_one_block(p.ElasticCache(window=8)), *(Setting(p.SparseDLLM(keep=k)) for k in (0.75, 0.5, 0.25))),
+    *(*(Setting(p.EvictPrompt(budget=budget)) for budget in (32, 16)), mask_kv(budget=64)),
+)
+
+
 def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> list[Line]:
     """The lines of the policies that were measured, those without a line of their own at their defaults.
 
@@ -106,6 +115,17 @@ def table(measured: dict[str, Any], models: Iterable[str]) -> str:
     others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
     return f"{_table([f'{task}, `{model}`' for model, task in asked], cells)}\n\n{note}"
+
+
+def brief(measured: dict[str, Any]) -> str:
+    """Markdown: some lines of `table` on chains, and on those of 16 links; costs on `tiny-llada`'s chains."""
+    cells = []
+    for line in (line for line in lines(measured) if line.chain in BRIEFLY):
+        rows = [found(measured[name], line.chain) for name in BRIEF]
+        costs = found(measured["tiny-llada chain"], line.chain)
+        cells.append(_cells(rows[0]["policy"], line.note, rows, costs, lambda row: f"{row['accuracy']:.0%}"))
+    names = (name.split() for name in BRIEF)
+    return _table([f"{task.replace('-', ' ')}, `{model}`" for model, task in names], cells)
 
 
 def pictured(measured: dict[str, Any], model: str) -> str:
@@ -154,10 +174,11 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def main(results: runner.Results):
-    """Prints the tables of what the file has."""
+    """Prints the tables of what the file has; the last one is the README's."""
     measured = read_json(results)["models"]
     if any(name.split()[0] in dj.embedded.TEXT for name in measured):
         print(table(measured, dj.embedded.TEXT), fewer_steps(measured, dj.embedded.TEXT), sep="\n\n")
+        print(f"\n{brief(measured)}")
     for model in dj.embedded.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))
