@@ -1,4 +1,4 @@
-"""The papers' own comparisons, beside what bench.policies measured: a table of background/benchmarks.md."""
+"""The papers' own comparisons, beside what bench.policies measured (docs/background/benchmarks.md)."""
 
 import dataclasses
 import math
@@ -11,6 +11,7 @@ from dllm_jax import samplers as s
 from dllm_jax.eviction import AdaKV, PositionVotes, PromptVotes, SnapKV
 
 HEADS = ("the paper says", "workload", "the one", "the other", "difference, 95 %", "as it says?")
+VERDICTS = ("yes", "within noise", "no", "no difference")  # the last of them: whatever is none of the others
 Z = 1.96  # standard errors of a two-sided 95 % interval
 
 
@@ -105,8 +106,21 @@ CLAIMS = (*_kept(), *_better())
 
 def table(models: dict[str, Any]) -> str:
     """A line per claim and workload that has both settings."""
+    return runner.table(HEADS, "llllrl", _lines(models))
+
+
+def short(models: dict[str, Any]) -> str:
+    """A line per claim: on how many workloads, in how many settings, each verdict was reached."""
+    found: dict[str, list[str]] = {}
+    for source, *_, verdict in _lines(models):
+        found.setdefault(source, []).append(verdict if verdict in VERDICTS else VERDICTS[-1])
+    lines = [[source, *map(verdicts.count, VERDICTS)] for source, verdicts in found.items()]
+    return runner.table((HEADS[0], *VERDICTS), "l" + "r" * len(VERDICTS), lines)
+
+
+def _lines(models: dict[str, Any]) -> list[tuple[str, ...]]:
     lines = [cells(claim, name, models[name]) for claim in CLAIMS for name in models]
-    return runner.table(HEADS, "llllrl", [line for line in lines if line])
+    return [line for line in lines if line]
 
 
 def cells(claim: Claim, name: str, workload: dict[str, Any]) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@
     python -m bench.policies.summary bench/results/policies_pictures_cpu.json
 
 Of the models that read text a line per policy, and right answers against tokens per forward where steps are
-fewer; every other setting and task is in docs/background/benchmarks.md. Of pictures, all settings.
+fewer; `bench.policies.every` prints every other setting and task. Of pictures, all settings.
 """
 
 import dataclasses

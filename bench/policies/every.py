@@ -1,0 +1,56 @@
+"""Every setting of every task that bench.policies measured, and the papers' claims beside them.
+
+    python -m bench.policies.every bench/results/policies_cpu.json
+    python -m bench.policies.every bench/results/policies_cpu.json --only "tiny-dream chain"
+
+docs/background/benchmarks.md says what the columns are.
+"""
+
+from typing import Any
+
+import tyro
+
+from bench.policies import orderings
+from bench.shared import runner
+from dllm_jax.eval.run.files import read_json
+
+
+def title(workload: dict[str, Any]) -> str:
+    """Shapes in words."""
+    count, prompt = workload["prompt"]
+    model = f"{workload['layers']} layers of width {workload['width']}, {count} prompts of {prompt} tokens"
+    return f"{model}, length {workload['length']}, block {workload['block']}"
+
+
+def exact_match(row: dict[str, Any]) -> str:
+    """The share of right answers and its confidence interval."""
+    low, high = row["interval"]
+    return f"{row['accuracy']:.1%} ({100 * low:.0f} to {100 * high:.0f})"
+
+
+COLUMNS: runner.Columns = {
+    "policy": lambda row: f"`{row['policy']}`",
+    "sampler": lambda row: f"`{row['sampler'].split('(')[0]}`",
+    "block": lambda row: row["block"],
+    "steps": lambda row: row["steps"],
+    "exact match": exact_match,
+    "tokens": lambda row: f"{row['token_accuracy']:.1%}",
+    "as exact": lambda row: f"{row['agreement']:.1%}",
+    "forwards": lambda row: f"{row['forwards']:.1f}",
+    "computed": lambda row: f"{row['computed']:.1%}",
+    "kept": lambda row: f"{row['kept_pairs']:.0f}",
+    "cache KiB": lambda row: f"{row['cache_bytes'] / 1024:.0f}",
+}
+
+
+def main(results: runner.Results, only: str | None = None):
+    """Prints a table per workload, or that of `only`, and all claims on them."""
+    measured = read_json(results)["models"]
+    chosen = measured if only is None else {only: measured[only]}
+    for name, workload in chosen.items():
+        print(f"{name}: {title(workload)}\n\n{runner.table_of(COLUMNS, workload['rows'], left=2)}\n")
+    print(orderings.table(chosen))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
