@@ -1,4 +1,4 @@
-"""Operations with kernels of their own, one folder per family; see docs/background/design.md, "Kernels".
+"""Operations with kernels of their own, one folder per family; see docs/dev/design.md, "Kernels".
 
 `from pallas_kernels.topk_evict import topk_evict`. `choice.py` decides what runs. Nothing here
 depends on `dllm_jax`.

@@ -130,12 +130,13 @@ def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):
 
 
 def commands() -> list[str]:
-    """Command lines of performance.md, compiled.md, results.md and bench/README.md."""
+    """Command lines of the pages about what was measured."""
     root = pathlib.Path(__file__).parents[1]
     pages = (
         "docs/background/performance.md",
         "docs/background/compiled.md",
         "docs/background/results.md",
+        "docs/background/benchmarks.md",
         "bench/README.md",
     )
     texts = [(root / name).read_text() for name in pages]
