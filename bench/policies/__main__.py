@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import tyro
 
-from bench.policies import plots
+from bench.policies.every import table
 from bench.policies.measure import stages
 from bench.policies.workloads import workloads
 from bench.shared import runner
@@ -42,7 +42,7 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
         for done in stages(every[name](), found.get(name, {})):
             found |= {name: done}
             runner.write(json, where | {"models": {key: found[key] for key in every if key in found}})
-        print(f"\n{name}\n\n{plots.table(found[name])}")
+        print(f"\n{name}\n\n{table(found[name])}")
 
 
 if __name__ == "__main__":

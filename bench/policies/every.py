@@ -43,12 +43,17 @@ COLUMNS: runner.Columns = {
 }
 
 
+def table(workload: dict[str, Any]) -> str:
+    """All rows of a workload."""
+    return runner.table_of(COLUMNS, workload["rows"], left=2)
+
+
 def main(results: runner.Results, only: str | None = None):
     """Prints a table per workload, or that of `only`, and all claims on them."""
     measured = read_json(results)["models"]
     chosen = measured if only is None else {only: measured[only]}
     for name, workload in chosen.items():
-        print(f"{name}: {title(workload)}\n\n{runner.table_of(COLUMNS, workload['rows'], left=2)}\n")
+        print(f"{name}: {title(workload)}\n\n{table(workload)}\n")
     print(orderings.table(chosen))
 
 
