@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dllm_jax as dj  # noqa: E402
+from bench.policies import every  # noqa: E402
 from dllm_jax.decoding.watch.recording import Recording  # noqa: E402
+from dllm_jax.eval.run.files import read_json  # noqa: E402
 from dllm_jax.options.rules import rule_of  # noqa: E402
 
 PAPER = r"arXiv:(\d{4}\.\d{5})"
@@ -61,6 +63,7 @@ decoded.{besides}
 ::: {package}.{name}
     options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}
 """
+EVERY_SETTING = "<!-- every setting -->"
 BESIDES = " What layers skip or evict besides is not drawn: it differs by layer and head."
 
 
@@ -82,7 +85,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Puts the table of policies in its place, and lets links that leave the site lead to the repository."""
+    """Puts tables in their places, and lets links that leave the site lead to the repository."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def repository(link: re.Match) -> str:
@@ -95,6 +98,9 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
 
     written = lambda found: directive(found[1])
     markdown = markdown.replace("<!-- table of policies -->", table())
+    if EVERY_SETTING in markdown:
+        measured = read_json(ROOT / "bench" / "results" / "policies_cpu.json")["models"]
+        markdown = markdown.replace(EVERY_SETTING, every.tables(measured))
     markdown = re.sub(r"^::: (\S+)$(?!\n +options)", written, markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)", repository, markdown)
 

@@ -3,10 +3,12 @@
 import ast
 import dataclasses
 import inspect
+import json
 import pathlib
 import re
 import runpy
 import textwrap
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,14 @@ def test_pages_on_an_embedded_model_run_as_printed(page, tmp_path, monkeypatch):
     namespace: dict = {}
     for block in examples(file.read_text()):
         exec(block, namespace)
+
+
+def test_the_site_has_every_setting_that_was_measured():
+    written = runpy.run_path(str(DOCS / "hooks.py"))["on_page_markdown"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="background/benchmarks.md"))
+    shown = written((DOCS / page.file.src_uri).read_text(), page, SimpleNamespace(repo_url=""), None)
+    measured = json.loads((DOCS.parent / "bench" / "results" / "policies_cpu.json").read_text())["models"]
+    assert shown.count("\n| `") == sum(len(workload["rows"]) for workload in measured.values())
 
 
 def test_the_site_has_a_page_for_every_policy_with_its_limit_and_fields():

@@ -48,13 +48,16 @@ def table(workload: dict[str, Any]) -> str:
     return runner.table_of(COLUMNS, workload["rows"], left=2)
 
 
+def tables(measured: dict[str, Any]) -> str:
+    """Markdown: a section per workload, and one of all claims on them (docs/hooks.py shows it too)."""
+    shown = [f"## {name}\n\n{title(found)}.\n\n{table(found)}" for name, found in measured.items()]
+    return "\n\n".join([*shown, f"## Every comparison\n\n{orderings.table(measured)}"])
+
+
 def main(results: runner.Results, only: str | None = None):
     """Prints a table per workload, or that of `only`, and all claims on them."""
     measured = read_json(results)["models"]
-    chosen = measured if only is None else {only: measured[only]}
-    for name, workload in chosen.items():
-        print(f"{name}: {title(workload)}\n\n{table(workload)}\n")
-    print(orderings.table(chosen))
+    print(tables(measured if only is None else {only: measured[only]}))
 
 
 if __name__ == "__main__":
