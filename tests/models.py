@@ -89,4 +89,6 @@ def canvas(
     layout = Layout(prompt, response, block or response, steps or response, padded="valid" in state)
     tokens = np.where(masked, described.mask_id, random_tokens(described, batch, length))
     valid = jnp.asarray(state.pop("valid", np.ones((batch, length), bool)))
+    if (start := state.get("block_start")) is not None:
+        state["block_start"] = jnp.broadcast_to(start, batch)
     return dataclasses.replace(begin(jnp.asarray(tokens), valid, described, layout), **state)

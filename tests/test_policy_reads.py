@@ -25,7 +25,7 @@ class Near(policies.Policy):
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        return canvas.everything & (canvas.position >= canvas.block_start - BEFORE)
+        return canvas.everything & (canvas.position >= canvas.block_start[:, None] - BEFORE)
 
 
 @dataclasses.dataclass(frozen=True)

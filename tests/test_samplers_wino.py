@@ -89,7 +89,7 @@ class Near(policies.Policy):
     """Reads from four positions before the block on."""
 
     def reads(self, cache, canvas):
-        return canvas.everything & (canvas.position >= canvas.block_start - 4)
+        return canvas.everything & (canvas.position >= canvas.block_start[:, None] - 4)
 
 
 @pytest.mark.parametrize(("policy", "before"), [(policies.Policy(), 10**6), (Near(), 4)], ids=["all", "near"])

@@ -39,7 +39,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
         np.testing.assert_array_equal(snapshot.confidence, confidence)
         np.testing.assert_array_equal(snapshot.tokens, out.trace.tokens[snapshot.steps])
         places = np.nonzero(snapshot.decoded)[1] - prompt.shape[1]
-        assert set(places // LAYOUT["block"]) == {snapshot.block}
+        assert (places // LAYOUT["block"]).min() == snapshot.block, "others may be ahead of the slowest"
         before, steps = snapshot.tokens, snapshot.steps
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 

@@ -12,20 +12,21 @@ from dllm_jax.state.canvas import Canvas, first_eos, masks_in_block
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
-    """Settles which sequences are active, and moves on by as many blocks as have nothing to do."""
+    """Moves each sequence on by as many blocks as have nothing to do; what has something to do is active."""
 
     def settle(canvas: Canvas) -> Canvas:
-        in_range = canvas.block_start < canvas.layout.end
-        canvas = dataclasses.replace(canvas, active=~canvas.done & in_range)
+        canvas = dataclasses.replace(canvas, active=remaining(canvas))
         return dataclasses.replace(canvas, active=canvas.active & ~block_finished(canvas, policy, sampler))
 
     def next_block(canvas: Canvas) -> Canvas:
+        moves = remaining(canvas) & ~canvas.active
         moved = dataclasses.replace(
             canvas,
-            block_start=canvas.block_start + canvas.layout.block,
-            block_step=jnp.zeros_like(canvas.block_step),
+            block_start=canvas.block_start + canvas.layout.block * moves,
+            block_step=jnp.where(moves, 0, canvas.block_step),
         )
-        return settle(dataclasses.replace(moved, block_masks=masks_in_block(moved)))
+        masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
+        return settle(dataclasses.replace(moved, block_masks=masks))
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
@@ -33,9 +34,17 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         canvas = dataclasses.replace(canvas, done=canvas.done | at_eos)
     if canvas.stop is not None:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
-    return jax.lax.while_loop(
-        lambda c: ~jnp.any(c.active) & (c.block_start < c.layout.end), next_block, settle(canvas)
-    )
+    return jax.lax.while_loop(lambda c: jnp.any(remaining(c) & ~c.active), next_block, settle(canvas))
+
+
+def remaining(canvas: Canvas) -> Bool[Array, "b"]:
+    """Sequences that are not done and have a block left, be it the current one."""
+    return ~canvas.done & (canvas.block_start < canvas.layout.end)
+
+
+def slowest(canvas: Canvas) -> Int[Array, ""]:
+    """Where the current block begins of the sequences that are furthest behind; the end without any left."""
+    return jnp.min(jnp.where(remaining(canvas), canvas.block_start, canvas.layout.end))
 
 
 def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Array, "b"]:

@@ -1,19 +1,21 @@
-"""The one value that no step of a generation changes."""
+"""What a generation is made of: the one value that no step changes, and the one that every step does."""
 
 import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.decoding.plan import Inputs, Plan
+from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_table
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.state.canvas import repeat
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas, repeat
 
 
 class Generation(NamedTuple):
@@ -50,3 +52,21 @@ class Generation(NamedTuple):
         rope = jax.lax.optimization_barrier(table)
         plan = dataclasses.replace(plan, interventions=interventions)
         return Generation(model, plan, inputs.noise, embeds, rope)
+
+
+class State(NamedTuple):
+    """The carry of the decoding loop.
+
+    Attributes:
+      canvas: the sequences.
+      cache: the policy's storage, for streams * b sequences.
+      need: positions the coming step computes, for streams * b sequences.
+      record: statistics and trace.
+      memory: what the sampler keeps between steps; most keep nothing.
+    """
+
+    canvas: Canvas
+    cache: Cache
+    need: Bool[Array, "streams_b l"]
+    record: Record
+    memory: PyTree = ()

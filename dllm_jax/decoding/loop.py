@@ -22,19 +22,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.block_schedule import remaining, slowest
+from dllm_jax.decoding.generation import Generation, State
+from dllm_jax.decoding.group import coming
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.stats import Stats, Trace
-from dllm_jax.decoding.step import State, initial, split_cache, step
-from dllm_jax.decoding.widths import narrowest_variant
+from dllm_jax.decoding.step import initial, split_cache, step
 from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import repeat
 
 
 @jax.jit
 def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
-    """Runs steps until no sequence is active, at most `Plan.step_limit`.
+    """Runs steps until no sequence is active, each at most `Plan.step_limit`.
 
     Args:
       model: the model.
@@ -57,7 +57,7 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
 def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     generation = Generation.of(model, inputs, plan)
     state = run(generation, initial(generation, inputs))
-    return finished(plan, state), state.record.stats(state.canvas), state.record.trace
+    return finished(plan, state), state.record.stats(state.canvas), state.record.completed(state.canvas)
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     plan = generation.plan
 
     def running(state: State) -> Bool[Array, ""]:
-        goes_on = unfinished(plan, state)
+        goes_on = jnp.any(state.canvas.active)
         return goes_on if wanted is None else goes_on & wanted(state)
 
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
@@ -97,11 +97,6 @@ def run(
     return jax.lax.while_loop(running, runs_of_each, state)
 
 
-def unfinished(plan: Plan, state: State) -> Bool[Array, ""]:
-    """Whether another step follows: some sequence is active, and the limit of steps is not reached."""
-    return jnp.any(state.canvas.active) & (state.record.steps < plan.step_limit)
-
-
 def finished(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
@@ -121,11 +116,6 @@ def scope(variant: int | None) -> str:
     return "full_step" if variant is None else f"partial_step_{variant}"
 
 
-def coming(plan: Plan, state: State) -> Int[Array, ""]:
-    """The variant of the coming step: an index into `plan.widths`, or their number for the full canvas."""
-    return narrowest_variant(plan.widths, state.need, repeat(state.canvas, plan.streams).active)
-
-
 # -- the loop in pieces, for those who watch it -----------------------------------------------------
 
 
@@ -136,15 +126,15 @@ class Piece(NamedTuple):
       tokens: after them; those of the finished generation after the last ones.
       confidence: with which each position was decoded, NaN where no step did.
       stats: so far.
-      steps: denoising steps so far, common to the batch.
-      block: index of the block that these steps belong to.
+      steps: that each sequence has taken.
+      block: index of the block that the slowest sequence was in.
       running: whether further steps follow.
     """
 
     tokens: Int[Array, "b l"]
     confidence: Float[Array, "b l"]
     stats: Stats
-    steps: Int[Array, ""]
+    steps: Int[Array, "b"]
     block: Int[Array, ""]
     running: Bool[Array, ""]
 
@@ -165,7 +155,9 @@ def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
 def resume(
     model: Model, inputs: Inputs, plan: Plan, state: State, steps: Int[Array, ""]
 ) -> tuple[State, Piece]:
-    """Goes on to the end of the block, for at most `steps` denoising steps; a finished state stays as it is.
+    """Goes on until no sequence is in the block of the slowest, or all have taken `steps` denoising steps.
+
+    A finished state stays as it is.
 
     Args:
       model: the model.
@@ -176,20 +168,25 @@ def resume(
     """
 
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
-        start, before = state.canvas.block_start, state.record.steps
-        same_block = lambda s: (s.canvas.block_start == start) & (s.record.steps - before < steps)
-        after = run(Generation.of(model, inputs, plan), state, same_block)
+        start, before = slowest(state.canvas), state.canvas.step
+
+        def wanted(state: State) -> Bool[Array, ""]:
+            made = jnp.where(remaining(state.canvas), state.canvas.step - before, steps)
+            return (slowest(state.canvas) == start) & (jnp.min(made) < steps)
+
+        after = run(Generation.of(model, inputs, plan), state, wanted)
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
-        running = unfinished(plan, after)
+        running = jnp.any(after.canvas.active)
         tokens = jnp.where(running, after.canvas.tokens, finished(plan, after))
         block = (start - plan.layout.prompt) // plan.layout.block
-        record = after.record
+        record = after.record._replace(trace=after.record.completed(after.canvas))
+        after = after._replace(record=record)
         confidence = record.confidence
         assert confidence is not None, "plan.confidence"
         if plan.stop:
             # What stands in the place of a stop and behind it was decoded by no step.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.nan)
-        seen = Piece(tokens, confidence, record.stats(after.canvas), record.steps, block, running)
+        seen = Piece(tokens, confidence, record.stats(after.canvas), after.canvas.step, block, running)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)

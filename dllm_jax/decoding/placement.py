@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped
 
+from dllm_jax.decoding.group import group_size
 from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.plan import Inputs, Plan
@@ -73,6 +74,9 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
         arrays = arrays._replace(valid=arrays.valid & real)
     split = by_sequence(model, mesh, arrays, axes)
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
+    # Groups are of sequences that lie on the same devices.
+    if model.rules.batch_ways(mesh) == 1:
+        plan = dataclasses.replace(plan, group=group_size(plan.policy, plan.layout, _platform(model)))
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
@@ -170,6 +174,12 @@ def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays))):
         return arrays
     return jax.tree.map(lambda array, axis: _on_devices(array, mesh, where(axis)), arrays, axes)
+
+
+def _platform(model: Model) -> str:
+    """What the program will run on, as jax calls it; the default in a traced program, which does not know."""
+    sharding = None if isinstance(model.params["embed"], Tracer) else model.params["embed"].sharding
+    return jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform
 
 
 def _described(model: Model) -> bool:

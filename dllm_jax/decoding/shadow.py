@@ -45,7 +45,7 @@ def to_verify(canvas: Canvas) -> Bool[Array, "b l"]:
 
 def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c"]:
     """The place of canvas positions in the shadow block; those outside of the block get that of another."""
-    return jnp.clip(index - canvas.block_start, 0, canvas.layout.block - 1)
+    return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
 
 
 def masked_block(model: Model, canvas: Canvas) -> Float[Array, "b s m"]:
@@ -82,9 +82,8 @@ def over_both(layer: Callable[..., tuple[Array, LayerCache]]) -> Callable[..., t
 def _positions(canvas: Canvas) -> Int[Array, "b s"]:
     """The positions of the current block."""
     # Behind the last block, where no sequence is active any more, positions would leave the canvas.
-    shape = canvas.tokens.shape[0], canvas.layout.block
-    position = canvas.block_start + jnp.arange(canvas.layout.block)
-    return jnp.broadcast_to(jnp.minimum(position, canvas.layout.length - 1), shape).astype(jnp.int32)
+    position = canvas.block_start[:, None] + jnp.arange(canvas.layout.block, dtype=jnp.int32)
+    return jnp.minimum(position, canvas.layout.length - 1)
 
 
 def _not_stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, cache: LayerCache) -> KV | None:

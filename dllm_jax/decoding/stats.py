@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,16 +36,19 @@ class Stats(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Every step. From `generate` outside jit, t is the number of steps that ran; inside jit, an upper bound.
+    """Every step, of each sequence by its own count, whatever step its batch mates are at.
+
+    From `generate` outside jit, t is the largest number of steps of a sequence; inside jit, an upper bound.
+    Where a sequence takes no more steps, its tokens stay, and nothing is computed.
 
     Attributes:
       tokens: the sequence before step 0 and after every step.
       computed: positions fed through the network.
       proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
-      active: sequences that took part.
+      active: steps that the sequence took.
       widened: layers that computed every position, be it in `computed` or not (`Cache.extra_positions`).
-      steps: number of steps that ran.
+      steps: largest number of steps of a sequence.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -62,7 +64,6 @@ class Record(NamedTuple):
     """Running sums for `Stats`, and the trace.
 
     Attributes:
-      steps: denoising steps so far, common to the batch.
       computed: see `Stats`.
       widened: see `Stats`.
       refreshes: see `Stats`.
@@ -71,7 +72,6 @@ class Record(NamedTuple):
       confidence: with which each position was decoded, NaN where no step did; None if it is not recorded.
     """
 
-    steps: Int[Array, ""]
     computed: Int[Array, "b"]
     widened: Float[Array, "b"]
     refreshes: Int[Array, "b"]
@@ -96,7 +96,7 @@ class Record(NamedTuple):
         finite = jnp.ones(zeros.shape, bool)
         unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
-        return Record(jnp.int32(0), zeros, widened, zeros, finite, trace, unknown)
+        return Record(zeros, widened, zeros, finite, trace, unknown)
 
     def add(
         self,
@@ -106,8 +106,9 @@ class Record(NamedTuple):
         extra: Float[Array, "b n"] | None,
         finite: Bool[Array, "b"],
         proposal: Proposal,
+        who: Int[Array, "b"] | None = None,
     ) -> "Record":
-        """Counts one step.
+        """Counts one step of the sequences that were active.
 
         Args:
           before: the canvas before the step.
@@ -116,6 +117,7 @@ class Record(NamedTuple):
           extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
           proposal: what the sampler was offered.
+          who: their places in the trace, which is that of the whole batch; None where these are all.
         """
         # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
@@ -123,18 +125,25 @@ class Record(NamedTuple):
         if extra is None:
             extra = jnp.zeros((len(counted), before.spec.layers))
         return Record(
-            steps=self.steps + 1,
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
             widened=self.widened + jnp.mean(extra, axis=1),
             refreshes=self.refreshes + everything.astype(jnp.int32),
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else _add(self.trace, self.steps, before, after, computed, extra, proposal),
+            else _add(self.trace, who, before, after, computed, extra, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
         )
+
+    def completed(self, canvas: Canvas) -> Trace | None:
+        """The trace, in which the last tokens of a sequence stay behind its last step."""
+        if (trace := self.trace) is None:
+            return None
+        ran = jnp.arange(len(trace.tokens))[:, None] <= canvas.step
+        tokens = jnp.where(ran[..., None], trace.tokens, canvas.tokens)
+        return trace._replace(tokens=tokens, steps=jnp.max(canvas.step))
 
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics of a finished generation, given its last canvas."""
@@ -182,16 +191,18 @@ def _decoded_with(
     return jnp.where(before.tokens != after.tokens, new, confidence)
 
 
-def _add(trace: Trace, step, before: Canvas, after: Canvas, computed, extra, proposal: Proposal) -> Trace:
-    """The trace with one more step, written in place since the loop carries it."""
+def _add(trace: Trace, who, before: Canvas, after: Canvas, computed, extra, proposal: Proposal) -> Trace:
+    """The trace with one more step of each active sequence, written in place since the loop carries it."""
     widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
-    put = lambda array, value, at: jax.lax.dynamic_update_index_in_dim(array, value, at, 0)
-    return Trace(
+    who = jnp.arange(len(computed)) if who is None else who
+    # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
+    step = jnp.where(before.active, before.step, len(trace.tokens))
+    put = lambda array, value, step=step: array.at[step, who].set(value, mode="drop")
+    return trace._replace(
         tokens=put(trace.tokens, after.tokens, step + 1),
-        computed=put(trace.computed, computed, step),
-        proposed=put(trace.proposed, proposal.token, step),
-        score=put(trace.score, proposal.score, step),
-        active=put(trace.active, before.active, step),
-        widened=put(trace.widened, widened, step),
-        steps=step + 1,
+        computed=put(trace.computed, computed),
+        proposed=put(trace.proposed, proposal.token),
+        score=put(trace.score, proposal.score),
+        active=put(trace.active, before.active),
+        widened=put(trace.widened, widened),
     )

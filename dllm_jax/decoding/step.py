@@ -1,15 +1,15 @@
 """One denoising step: run the selected positions, choose among their candidates, update the canvas."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
-from dllm_jax.decoding.generation import Generation
+from dllm_jax.decoding.generation import Generation, State
+from dllm_jax.decoding.group import constants_of, first, in_groups, put_back, state_of, taking_part
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import masked_block, over_both
@@ -24,24 +24,6 @@ from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter
-
-
-class State(NamedTuple):
-    """The carry of the decoding loop.
-
-    Attributes:
-      canvas: the sequences.
-      cache: the policy's storage, for streams * b sequences.
-      need: positions the coming step computes, for streams * b sequences.
-      record: statistics and trace.
-      memory: what the sampler keeps between steps; most keep nothing.
-    """
-
-    canvas: Canvas
-    cache: Cache
-    need: Bool[Array, "streams_b l"]
-    record: Record
-    memory: PyTree = ()
 
 
 def initial(generation: Generation, inputs: Inputs) -> State:
@@ -110,13 +92,32 @@ def needed(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, 
 
 
 def step(generation: Generation, width: int | None, state: State) -> State:
-    """One denoising step over the canvas in place (width None) or over `width` positions per sequence.
+    """One denoising step of the sequences that it is for; the others stay as they are, and count none.
 
     Args:
       generation: the constants.
-      width: static.
+      width: static: over so many positions per sequence, or None, over the canvas in place.
       state: before the step.
     """
+    plan = generation.plan
+    part = taking_part(plan, width, state)
+    if width is not None or not in_groups(plan, len(part)):
+        return _step(generation, width, _of(state, part, plan))
+    who = first(part, state.canvas, plan.group)
+    few = _of(state_of(generation, state, who), part[who], plan)
+    return put_back(generation, state, _step(constants_of(generation, who), None, few, who), who)
+
+
+def _of(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
+    """The state in which only these sequences are active, and need anything."""
+    canvas = dataclasses.replace(state.canvas, active=part)
+    return state._replace(canvas=canvas, need=state.need & repeat(part, plan.streams)[:, None])
+
+
+def _step(
+    generation: Generation, width: int | None, state: State, who: Int[Array, "b"] | None = None
+) -> State:
+    """A step of all sequences of a state that are active; `who` they are in the trace."""
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
@@ -147,11 +148,12 @@ def step(generation: Generation, width: int | None, state: State) -> State:
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
     after = nonfinite.end(after, finite)
+    after = dataclasses.replace(after, done=after.done | (after.step >= plan.step_limit))
     after = advance(after, policy, sampler, plan.stop_at_eos)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = counted(cache, plan.streams)
-    record = state.record.add(canvas, after, own.mask(), extra, finite, proposal)
+    record = state.record.add(canvas, after, own.mask(), extra, finite, proposal, who)
     return State(after, cache, needed(generation, cache, after), record, memory)
 
 

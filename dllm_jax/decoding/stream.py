@@ -30,15 +30,15 @@ class Snapshot(NamedTuple):
       tokens: int32, mask_id where undecided.
       decoded: positions that were decoded since the last snapshot.
       confidence: float32, with which each position was decoded by its sampler; NaN where no step did.
-      steps: denoising steps so far, common to the batch.
-      block: index of the block, from 0, that the steps since the last snapshot belong to.
+      steps: denoising steps that each sequence has taken so far.
+      block: index of the block, from 0, that the slowest sequence was in since the last snapshot.
       output: what `generate` returns, in the last snapshot; None before.
     """
 
     tokens: Int[np.ndarray, "b l"]
     decoded: Bool[np.ndarray, "b l"]
     confidence: Float[np.ndarray, "b l"]
-    steps: int
+    steps: Int[np.ndarray, "b"]
     block: int
     output: Output | None
 
@@ -126,7 +126,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
 def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
     tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
     decoded = (tokens != before) & ~np.isnan(confidence)
-    steps, block = (int(host.everywhere(number)) for number in (piece.steps, piece.block))
+    steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
     return Snapshot(tokens, decoded, confidence, steps, block, None)
 
 
@@ -149,6 +149,6 @@ def watched(placed: Placed) -> Output:
     with bars.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
         task = bar.add_task("", total=total, steps=0)
         for snapshot in pieces:
-            bar.update(task, advance=int(snapshot.decoded.sum()), steps=snapshot.steps)
+            bar.update(task, advance=int(snapshot.decoded.sum()), steps=int(snapshot.steps.max()))
     assert snapshot.output is not None, "the last snapshot"
     return snapshot.output

@@ -41,15 +41,7 @@ def step_widths(
     return tuple(sorted(widths))
 
 
-def narrowest_variant(
-    widths: tuple[int, ...], need: Bool[Array, "b l"], active: Bool[Array, "b"]
-) -> Int[Array, ""]:
-    """An index into the widths for a step over these positions, or their number for the full canvas.
-
-    That is the narrowest width that holds what every sequence needs; the full canvas if nothing narrower does
-    or every active sequence needs all of it. Either way a sequence computes what it needs and no more.
-    """
-    everything = jnp.all(need | ~active[:, None])
+def narrowest(widths: tuple[int, ...], need: Bool[Array, "b l"]) -> Int[Array, ""]:
+    """The index of the narrowest width that holds what every sequence needs, their number if none does."""
     widest = jnp.max(jnp.sum(need, axis=1))
-    narrowest = sum(((widest > width).astype(jnp.int32) for width in widths), start=jnp.int32(0))
-    return jnp.where(everything, len(widths), narrowest)
+    return sum(((widest > width).astype(jnp.int32) for width in widths), start=jnp.int32(0))

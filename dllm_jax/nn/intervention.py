@@ -250,6 +250,15 @@ def moved(interventions: tuple[Intervention, ...], extra: int) -> tuple[Interven
     return tuple(map(one, interventions))
 
 
+def of_sequences(interventions: tuple[Intervention, ...], who: Int[Array, "g"]) -> tuple[Intervention, ...]:
+    """The same for some of the sequences; what is one for all stays so."""
+    own = lambda array, axis: array if array.shape[axis] == 1 else jnp.take(array, who, axis)
+    one = lambda i: dataclasses.replace(
+        i, value=own(i.value, 1), positions=None if i.positions is None else own(i.positions, 0)
+    )
+    return tuple(map(one, interventions))
+
+
 def for_sequences(
     interventions: tuple[Intervention, ...], batch: int, copies: int = 1
 ) -> tuple[Intervention, ...]:

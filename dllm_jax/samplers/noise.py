@@ -31,6 +31,10 @@ class Noise(Protocol):
         """Standard Gumbel noise that orders positions, float32."""
         ...
 
+    def of_sequences(self, who: Int[Array, "g"]) -> "Noise":
+        """The draws of some of the sequences."""
+        ...
+
 
 def require_noise(noise: Noise | None) -> Noise:
     """The noise of a sampler that draws.
@@ -63,6 +67,10 @@ class KeyNoise(NamedTuple):
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
         """Standard Gumbel noise from the order stream; a sampler takes this or uniform noise, never both."""
         return self._draw(canvas, index, 1, lambda key: jax.random.gumbel(key, (), jnp.float32))
+
+    def of_sequences(self, who: Int[Array, "g"]) -> "KeyNoise":
+        """The keys of some of the sequences."""
+        return KeyNoise(self.keys[who])
 
     def _draw(self, canvas: Canvas, index, stream: int, draw):
         # Two streams per step, tokens (0) and their order (1).
@@ -109,6 +117,10 @@ class RecordedNoise(NamedTuple):
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
         """The recorded order noise of each sequence's current step."""
         return self._at(self.order, canvas, index)
+
+    def of_sequences(self, who: Int[Array, "g"]) -> "RecordedNoise":
+        """The recordings of some of the sequences."""
+        return RecordedNoise(*(array[:, who] if array.ndim else array for array in self))
 
     def _at(self, recorded: Array, canvas: Canvas, index: Int[Array, "b c"]) -> Array:
         if recorded.ndim == 0:

@@ -22,8 +22,7 @@ Streamed = TypeVar("Streamed")  # an array or a pytree of them
 class Canvas:
     """State of the sequences.
 
-    All sequences of a batch are in the same block. One that has finished the block before the others is not
-    `active`: its tokens, cache and step counts do not change until the next block begins.
+    Each sequence is in a block of its own: none waits for its batch mates to finish theirs.
 
     Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
     broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
@@ -32,7 +31,7 @@ class Canvas:
       tokens: current ids, mask_id where undecided.
       decoded_at: the sequence's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
-      block_start: first position of the current block.
+      block_start: first position of each sequence's current block; the end of the response behind the last.
       step: network forwards each sequence has taken part in.
       block_step: the same since the block began.
       block_masks: masks each sequence had in the block when it began.
@@ -49,7 +48,7 @@ class Canvas:
     tokens: Int[Array, "b l"]
     decoded_at: Int[Array, "b l"]
     valid: Bool[Array, "b l"]
-    block_start: Int[Array, ""]
+    block_start: Int[Array, "b"]
     step: Int[Array, "b"]
     block_step: Int[Array, "b"]
     block_masks: Int[Array, "b"]
@@ -109,12 +108,12 @@ class Canvas:
     @property
     def block(self) -> Bool[Array, "b l"]:
         """Positions of the current block."""
-        return self.suffix & (self.position < self.block_start + self.layout.block)
+        return self.suffix & (self.position < self.block_end)
 
     @property
     def suffix(self) -> Bool[Array, "b l"]:
         """The current block and everything after it."""
-        return self.everything & (self.position >= self.block_start)
+        return self.everything & (self.position >= self.block_start[:, None])
 
     @property
     def eligible(self) -> Bool[Array, "b l"]:
@@ -122,8 +121,7 @@ class Canvas:
 
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
-        end = self.block_start + self.layout.block
-        eligible = self.masked & (self.position < end) & self.active[:, None]
+        eligible = self.masked & (self.position < self.block_end) & self.active[:, None]
         return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
 
     @property
@@ -167,6 +165,11 @@ class Canvas:
 
     # -- geometry -----------------------------------------------------------------------------------
 
+    @property
+    def block_end(self) -> Int[Array, "b 1"]:
+        """The first position behind the current block."""
+        return (self.block_start + self.layout.block)[:, None]
+
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
         """Which positions each computed position may attend to; None where that is all of them.
 
@@ -188,7 +191,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
         valid=valid,
-        block_start=jnp.asarray(layout.prompt, jnp.int32),
+        block_start=jnp.full((batch,), layout.prompt, jnp.int32),
         step=zeros,
         block_step=zeros,
         block_masks=zeros,
@@ -207,8 +210,7 @@ def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
     """Decodes the chosen positions; active sequences count one more step."""
-    # A sequence that waits for its batch mates counts no step: its refreshes and draws are what they are
-    # alone.
+    # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
     took_part = canvas.active.astype(jnp.int32)
     return dataclasses.replace(
         canvas,
@@ -235,7 +237,7 @@ def repeat(tree: Streamed, streams: int) -> Streamed:
     """
     if streams == 1:
         return tree
-    return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0) if a.ndim else a, tree)
+    return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0), tree)
 
 
 def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from dllm_jax.decoding.generate import generate, infill
+from dllm_jax.decoding.group import group_size
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.plan import Inputs, Plan
@@ -363,7 +364,8 @@ def traced(of: Subject, apart: bool = False) -> Any:
     model = jax.eval_shape(separate if apart else lambda model: model, of.model)
     keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
     noise = jax.eval_shape(keys) if of.sampler.draws else None
-    plan = Plan(of.policy, of.sampler, PROGRAM, step_widths(of.policy, model.spec, PROGRAM))
+    widths = step_widths(of.policy, model.spec, PROGRAM)
+    plan = Plan(of.policy, of.sampler, PROGRAM, widths, group_size(of.policy, PROGRAM, "cpu"))
     shape = 2, PROGRAM.length
     tokens, valid = jax.eval_shape(lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
     return denoise.trace(model, Inputs(tokens, valid, noise), plan)

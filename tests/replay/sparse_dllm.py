@@ -41,7 +41,7 @@ class FirstTokenAtOnce(dj.samplers.DreamSchedule):
 
     def transfer(self, candidates, canvas: Canvas, noise):
         usual = super().transfer(candidates, canvas, noise)
-        first = (candidates.index == canvas.block_start) & (candidates.score > -jnp.inf)
+        first = (candidates.index == canvas.block_start[:, None]) & (candidates.score > -jnp.inf)
         return jnp.where(canvas.block_step[:, None] == 0, first, usual)
 
 
@@ -73,7 +73,9 @@ def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDL
     layout = dj.Layout(s["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
     start = s["prompt_length"] + block * s["block_length"]
     canvas = begin(tokens, jnp.ones(tokens.shape, bool), model.spec, layout)
-    raw, pooled, kept = _selection(model, policy, dataclasses.replace(canvas, block_start=jnp.int32(start)))
+    raw, pooled, kept = _selection(
+        model, policy, dataclasses.replace(canvas, block_start=jnp.full(len(tokens), start))
+    )
     outside = np.delete(np.arange(layout.length), np.s_[start : start + s["block_length"]])
     closely("raw importance", raw[:, outside], arrays["importance_raw"][block])
     closely("pooled importance", pooled[:, outside], arrays["importance_pooled"][block])

@@ -1,0 +1,159 @@
+"""Which sequences a step runs: of a full step a group of few, of a partial step all whose positions fit.
+
+At a thousand positions one canvas fills the matrix units of an accelerator: a full step of more sequences
+than need one only takes longer. So each begins its blocks when it has come so far, and no other pays for it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+from dllm_jax.decoding.generation import Generation, State
+from dllm_jax.decoding.plan import Plan
+from dllm_jax.decoding.widths import narrowest
+from dllm_jax.nn.intervention import of_sequences as interventions_of
+from dllm_jax.policies.base import Policy
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas, stream
+from dllm_jax.state.layout import Layout
+
+
+def group_size(policy: Policy, layout: Layout, platform: str) -> int | None:
+    """How many sequences a full step runs: as many as it takes to saturate the device. None runs all.
+
+    Where every step is a full one, it runs all sequences, each of which has something to do.
+
+    Args:
+      policy: without reuse, there are no partial steps.
+      layout: the geometry.
+      platform: of the devices, as jax calls it.
+    """
+    # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
+    # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
+    positions = 32 if platform == "cpu" else 512
+    return -(-positions // layout.length) if policy.reuses else None
+
+
+def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]:
+    """Sequences whose coming step is a full one: it computes everything, or more than any width holds."""
+    need = stream(need, 0, plan.streams)
+    if not plan.widths:
+        return jnp.ones(len(need), bool)
+    return jnp.all(need, axis=1) | (jnp.sum(need, axis=1) > plan.widths[-1])
+
+
+def coming(plan: Plan, state: State) -> Int[Array, ""]:
+    """The variant of the coming step: an index into `plan.widths`, or their number for a full step.
+
+    Groups are run as soon as there is a sequence for one, so that partial steps have the company of all. A
+    full step of the whole batch waits until no sequence can do without.
+    """
+    active, whole = state.canvas.active, needs_full(plan, state.need)
+    partial = active & ~whole
+    width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
+    full = jnp.any(active & whole) if in_groups(plan, len(active)) else ~jnp.any(partial)
+    return jnp.where(full, len(plan.widths), width)
+
+
+def in_groups(plan: Plan, batch: int) -> bool:
+    """Whether a full step runs fewer than all sequences."""
+    return plan.group is not None and plan.group < batch
+
+
+def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
+    """The sequences that a step of this variant is for."""
+    whole = needs_full(plan, state.need)
+    return state.canvas.active & (whole if width is None else ~whole)
+
+
+# -- a state of few sequences ----------------------------------------------------------------------------
+
+
+def first(part: Bool[Array, "b"], canvas: Canvas, size: int) -> Int[Array, "g"]:
+    """The group's sequences: those that take part and have made the fewest steps, else any."""
+    # Another one that fills the group takes no part in the step and is put back as it was.
+    behind = jnp.where(part, canvas.step, jnp.iinfo(jnp.int32).max)
+    return jax.lax.top_k(-behind, size)[1].astype(jnp.int32)
+
+
+def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
+    """The constants of the group's sequences."""
+    model, plan, noise, embeds, rope = generation
+    both = streams_of(who, plan)
+    return Generation(
+        model,
+        dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
+        None if noise is None else noise.of_sequences(who),
+        None if embeds is None else taken(embeds, both, 0),
+        rope,
+    )
+
+
+def state_of(generation: Generation, state: State, who: Int[Array, "g"]) -> State:
+    """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
+    plan = generation.plan
+    both = streams_of(who, plan)
+    own = lambda tree: jax.tree.map(lambda array: taken(array, who, 0), tree)
+    return State(
+        own(state.canvas),
+        jax.tree.map(lambda array, axis: taken(array, both, axis), state.cache, _axes(generation, state)),
+        taken(state.need, both, 0),
+        own(state.record._replace(trace=None))._replace(trace=state.record.trace),
+        own(state.memory),
+    )
+
+
+def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"]) -> State:
+    """The state of all sequences after a step of the group's."""
+    plan = generation.plan
+    both = streams_of(who, plan)
+    own = lambda whole, new: jax.tree.map(lambda array, part: put(array, part, who, 0), whole, new)
+    record = own(state.record._replace(trace=None), few.record._replace(trace=None))
+    put_streams = lambda array, part, axis: put(array, part, both, axis)
+    return State(
+        own(state.canvas, few.canvas),
+        jax.tree.map(put_streams, state.cache, few.cache, _axes(generation, state)),
+        put(state.need, few.need, both, 0),
+        record._replace(trace=few.record.trace),
+        own(state.memory, few.memory),
+    )
+
+
+def streams_of(who: Int[Array, "g"], plan: Plan) -> Int[Array, "streams_g"]:
+    """The places of the group's sequences among those of all streams."""
+    return (who[:, None] * plan.streams + jnp.arange(plan.streams)).reshape(-1)
+
+
+def taken(array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int) -> Shaped[Array, "..."]:
+    """The array of these sequences; of a single one by a slice, which XLA makes in place of a gather."""
+    if len(who) == 1:
+        return jax.lax.dynamic_slice_in_dim(array, who[0], 1, axis)
+    return jnp.take(array, who, axis=axis, mode="clip")
+
+
+def put(
+    array: Shaped[Array, "..."], new: Shaped[Array, "..."], who: Int[Array, "g"], axis: int
+) -> Shaped[Array, "..."]:
+    """The array with new values of these sequences."""
+    if len(who) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(array, new, who[0], axis)
+    return array.at[(slice(None),) * axis + (who,)].set(new, unique_indices=True)
+
+
+def _axes(generation: Generation, state: State) -> PyTree[int]:
+    """The axis of sequences of each array of the cache: the one that grows with the batch."""
+    model, plan = generation.model, generation.plan
+    batch = len(state.need)
+
+    def empty(batch: int) -> Cache:
+        cache = plan.policy.init(model.spec, plan.layout, batch, model.dtype)
+        return cache.separate() if model.layers_are_separate else cache
+
+    def grows(one: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> int:
+        return next(i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b)
+
+    described = (jax.eval_shape(functools.partial(empty, size)) for size in (batch, batch + 1))
+    return jax.tree.map(grows, *described)

@@ -1,0 +1,103 @@
+"""Each sequence is in a block of its own, and a step runs the sequences that it is for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding import placement, step
+from dllm_jax.decoding.group import coming, group_size, taking_part
+from dllm_jax.decoding.request import prepare
+from dllm_jax.testing.runs import assert_same_run, of_sequence
+from tests.models import prompts, separate, tiny
+from tests.policy_cases import short
+from tests.replay.stepping import states
+
+LENGTH, WIDE, P = 12, (10**6,), policies
+SOME = samplers.Threshold(0.25)
+GUIDED = samplers.Threshold(0.25, cfg_scale=0.5, temperature=0.3)
+CASES = [
+    (P.DualCache(), GUIDED, 1),
+    (P.D2Cache(p=0.2), SOME, 2),
+    pytest.param(P.MaskKV(budget=4), SOME, 2, marks=pytest.mark.exhaustive),
+    pytest.param(P.ElasticCache(), samplers.KLASS(), 1, marks=pytest.mark.exhaustive),
+    pytest.param(P.DualCache(), samplers.WINO(), 1, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.fixture
+def groups_of(monkeypatch):
+    return lambda size: monkeypatch.setattr(placement, "group_size", lambda *_: size)
+
+
+@pytest.mark.parametrize(("policy", "sampler", "size"), CASES, ids=short)
+def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size, groups_of):
+    model = separate(tiny("llada")) if size == 1 else tiny("llada")
+    prompt, mask = prompts(model, (9, 5, 7))
+    keys = jax.random.split(jax.random.key(1), 3)
+    options = dict(length=LENGTH, block=4, policy=policy, sampler=sampler, trace=True)
+    draws = lambda of: dict(key=keys[of]) if sampler.draws else {}
+    groups_of(size)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **draws(slice(None)), **options)
+    assert len(set(batch.stats.nfe.tolist())) > 1 or isinstance(sampler, samplers.KLASS | samplers.WINO)
+    for i, width in enumerate(mask.sum(axis=1)):
+        alone = dj.generate(model, prompt[i : i + 1, -width:], **draws(slice(i, i + 1)), **options)
+        assert_same_run(of_sequence(batch.trace, i, width + LENGTH), alone.trace, computed=True)
+        for ours, theirs in zip(batch.stats, alone.stats, strict=True):
+            np.testing.assert_allclose(ours[i], theirs[0], rtol=1e-6)
+
+
+def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(groups_of, monkeypatch):
+    widths = set()
+
+    def network(generation, tokens, canvas, rows, cache):
+        widths.add((rows.full, len(rows.index)))
+        return step_network(generation, tokens, canvas, rows, cache)
+
+    step_network = step.network
+    monkeypatch.setattr(step, "network", network)
+    groups_of(1)
+    model = tiny("llada")
+    prompt, _ = prompts(model, (9, 9, 9))
+    dj.generate(model, prompt, length=LENGTH, block=6, policy=P.DualCache())
+    assert widths == {(True, 1), (False, 3)}
+
+
+def test_no_sequence_waits_for_the_blocks_of_others():
+    """And the trace counts each sequence's steps by themselves."""
+    model = tiny("llada")
+    prompt, mask = prompts(model, (9, 5), seed=6)
+    options = dict(prompt_mask=mask, length=LENGTH, block=4, policy=P.DualCache(), sampler=SOME)
+    starts = [state.canvas.block_start.tolist() for state in states(model, prompt, **options)]
+    assert any(len(set(start)) > 1 for start in starts)
+    out = dj.generate(model, prompt, trace=True, **options)
+    nfe, steps = np.asarray(out.stats.nfe), np.arange(int(out.trace.steps))
+    assert nfe[0] != nfe[1], "sequences must differ in their number of steps"
+    np.testing.assert_array_equal(out.trace.active, steps[:, None] < nfe)
+    for i, own in enumerate(nfe):
+        assert (np.asarray(out.trace.tokens)[own:, i] == np.asarray(out.tokens)[i]).all()
+
+
+def test_groups_come_before_partial_steps_and_a_whole_batch_after_them():
+    model = tiny("llada")
+    prompt, _ = prompts(model, (9, 9, 9))
+    asked = dict(length=LENGTH, block=4, policy=P.DualCache())
+    state, plan = next(states(model, prompt, **asked)), prepare(model, prompt, **asked).plan
+    need = state.need.at[1:, :].set(jnp.arange(9 + LENGTH) < 4)
+    mixed = state._replace(need=need)
+    full, partial = len(plan.widths), 0
+    assert int(coming(plan, mixed)) == partial
+    assert int(coming(dataclasses.replace(plan, group=1), mixed)) == full
+    assert taking_part(plan, None, mixed).tolist() == [True, False, False]
+    assert taking_part(plan, plan.widths[0], mixed).tolist() == [False, True, True]
+
+
+def test_the_size_of_a_group_saturates_the_device():
+    layout = lambda length: dj.Layout(length - 32, 32, 32, 32)
+    sizes = [group_size(P.DualCache(), layout(n), of) for of in ("cpu", "gpu") for n in (64, 1280)]
+    assert sizes == [1, 1, 8, 1]
+    assert group_size(P.Policy(), layout(64), "gpu") is None, "every step of the exact decoder is a full one"
