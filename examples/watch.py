@@ -29,7 +29,7 @@ def main(out: Path):
         for snapshot in dj.stream(model, [prompt], every=1, policy=policy, **options):
             text = tokenizer.decode(snapshot.tokens[0, len(prompt) :])
             surest = snapshot.confidence[snapshot.decoded].max()
-            print(f"step {snapshot.steps}, block {snapshot.block}: {text}  (confidence {surest:.2f})")
+            print(f"step {snapshot.steps[0]}, block {snapshot.block}: {text}  (confidence {surest:.2f})")
         runs[str(policy)] = snapshot.output
 
     # Afterwards: a line per step in the terminal, and pages without network for the browser.

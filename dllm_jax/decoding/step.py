@@ -101,7 +101,7 @@ def step(generation: Generation, width: int | None, state: State) -> State:
     """
     plan = generation.plan
     part = taking_part(plan, width, state)
-    if width is not None or not in_groups(plan, len(part)):
+    if width is not None or plan.group is None or not in_groups(plan, len(part)):
         return _step(generation, width, _of(state, part, plan))
     who = first(part, state.canvas, plan.group)
     few = _of(state_of(generation, state, who), part[who], plan)
