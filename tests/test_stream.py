@@ -66,7 +66,7 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
         assert_same(snapshots[-1].output, out)
         assert_tells(snapshots, out, prompt)
     assert [snapshot.block for snapshot in by_block] == [0, 1, 2]
-    assert [snapshot.steps.max() for snapshot in by_step] == list(range(1, int(out.trace.steps) + 1))
+    assert (np.diff([[0, 0], *(snapshot.steps for snapshot in by_step)], axis=0).max(axis=1) == 1).all()
     assert len(by_block) <= len(by_two) <= len(by_step)
     pieces = begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]
     assert max(pieces) <= 1, "pieces of other lengths are other programs"

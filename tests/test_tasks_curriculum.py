@@ -115,7 +115,7 @@ def test_a_bad_curriculum_is_refused(read):
         (lambda: curriculum(read, weights=(1.0, 0.0, 1.0)), r"weight=0\.0"),
         (lambda: curriculum(read, rehearsal=1.5), r"rehearsal=1\.5"),
         (lambda: curriculum(read, first=4), "first=4 must be 0 to 3, the number of stages"),
-        (lambda: Curriculum((), read, SPEC), r"stages=\(\) must be one or more Stages"),
+        (lambda: Curriculum((), read, SPEC), r"stages=\(\) must be 1 or more values, each a Stage"),
         (lambda: curriculum(read, spec=dataclasses.replace(SPEC, eot_id=None)), "eot_id=None"),
     ):
         with pytest.raises(ValueError, match=reason):

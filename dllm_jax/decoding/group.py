@@ -74,7 +74,7 @@ def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]
 
 def first(part: Bool[Array, "b"], canvas: Canvas, size: int) -> Int[Array, "g"]:
     """The group's sequences: those that take part and have made the fewest steps, else any."""
-    # Another one that fills the group takes no part in the step and is put back as it was.
+    # Another one that fills the group takes no part in the step.
     behind = jnp.where(part, canvas.step, jnp.iinfo(jnp.int32).max)
     return jax.lax.top_k(-behind, size)[1].astype(jnp.int32)
 
@@ -137,10 +137,10 @@ def taken(array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int) -> Shape
 def put(
     array: Shaped[Array, "..."], new: Shaped[Array, "..."], who: Int[Array, "g"], axis: int
 ) -> Shaped[Array, "..."]:
-    """The array with new values of these sequences."""
+    """The array with new values of these sequences; a place behind the last is none."""
     if len(who) == 1:
         return jax.lax.dynamic_update_slice_in_dim(array, new, who[0], axis)
-    return array.at[(slice(None),) * axis + (who,)].set(new, unique_indices=True)
+    return array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
 
 
 def _axes(generation: Generation, state: State) -> PyTree[int]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.block_schedule import remaining, slowest
+from dllm_jax.decoding.block_schedule import slowest
 from dllm_jax.decoding.generation import Generation, State
 from dllm_jax.decoding.group import coming
 from dllm_jax.decoding.plan import Inputs, Plan
@@ -155,7 +155,7 @@ def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
 def resume(
     model: Model, inputs: Inputs, plan: Plan, state: State, steps: Int[Array, ""]
 ) -> tuple[State, Piece]:
-    """Goes on until no sequence is in the block of the slowest, or all have taken `steps` denoising steps.
+    """Goes on until no sequence is in the block of the slowest, or one has taken `steps` denoising steps.
 
     A finished state stays as it is.
 
@@ -169,11 +169,8 @@ def resume(
 
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
         start, before = slowest(state.canvas), state.canvas.step
-
-        def wanted(state: State) -> Bool[Array, ""]:
-            made = jnp.where(remaining(state.canvas), state.canvas.step - before, steps)
-            return (slowest(state.canvas) == start) & (jnp.min(made) < steps)
-
+        made = lambda s: jnp.max(s.canvas.step - before)
+        wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
         after = run(Generation.of(model, inputs, plan), state, wanted)
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
         running = jnp.any(after.canvas.active)

@@ -37,7 +37,7 @@ def finite_sequences(
 def end(canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     """The canvas after a step, in which sequences that were not finite are done as they are.
 
-    No sampler could finish their block, for which their batch mates would wait.
+    No sampler could finish their block before the end of its schedule.
     """
     return dataclasses.replace(canvas, done=canvas.done | ~finite)
 

@@ -105,7 +105,10 @@ def step(generation: Generation, width: int | None, state: State) -> State:
         return _step(generation, width, _of(state, part, plan))
     who = first(part, state.canvas, plan.group)
     few = _of(state_of(generation, state, who), part[who], plan)
-    return put_back(generation, state, _step(constants_of(generation, who), None, few, who), who)
+    after = _step(constants_of(generation, who), None, few, who)
+
+    # What only fills the group is not written back, whatever a policy's layer does to it.
+    return put_back(generation, state, after, jnp.where(part[who], who, len(part)))
 
 
 def _of(state: State, part: Bool[Array, "b"], plan: Plan) -> State:

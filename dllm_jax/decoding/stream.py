@@ -59,8 +59,8 @@ def stream(
     Args:
       model: from `load`.
       prompt: as in `generate`.
-      every: denoising steps between two snapshots; another one follows a block's last step. None: blocks
-        alone.
+      every: most denoising steps of a sequence between two snapshots; another one follows when the slowest
+        sequence has finished its block. None: these alone.
       **options: of `generate`, but for `progress`.
 
     Yields:
