@@ -43,6 +43,8 @@ def write(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
                 shape=values.shape,
                 chunk_layout=cut,
             ).result()
+
+            # The write is waited for, and nothing changes `values` meanwhile: TensorStore need not copy them.
             array.write(values, can_reference_source_data_indefinitely=True).result()
         ts.KvStore.open(_store(path)).result()[UNIT] = unit.encode()
 
@@ -75,6 +77,8 @@ def names(path: Path) -> set[str]:
     """
     with _named(path):
         keys = ts.KvStore.open(_store(path)).result().list().result()
+
+    # Keys are NAME/.zarray and NAME/PIECE: what stands before the slash is an array's name.
     return {key.decode(errors="replace").partition("/")[0] for key in keys} - {UNIT}
 
 

@@ -51,6 +51,8 @@ class Config:
         Raises:
           ValueError: the value is outside of the range, or absent and has no default.
         """
+        # null is as good as absent: the reference takes n_heads for null n_kv_heads, vocab_size for null
+        # embedding_size.
         value = default if self.values.get(key) is None else self.values[key]
         try:
             return check_argument(key, value, kind)
@@ -79,6 +81,7 @@ class Config:
 
     def end_of_turn(self, vocab: int, known: dict[int, int]) -> int | None:
         """Token id of end-of-turn: `eot_token_id`, or that of the published model of this vocabulary size."""
+        # Published files do not have the key. `save_hf` writes it, as null for a model without such a token.
         if "eot_token_id" not in self.values:
             return known.get(vocab)
         return self.read("eot_token_id", KINDS["eot_id"])

@@ -69,6 +69,8 @@ def convert(
     if is_converted(found):
         raise ValueError(f"{found} is converted already; expected a Hugging Face directory")
     checkpoint = open_hf(found)
+
+    # What can be told from the arguments is refused before a directory appears beside the destination.
     written, held = choose(dtype, checkpoint.dtypes, str(found)), choose_weights(weights, None, str(found))
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
@@ -90,6 +92,7 @@ def convert(
 def _provenance(
     checkpoint: Source, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
 ) -> dict[str, Any]:
+    # All that was read or copied: names alone would not tell one revision of the source from another.
     tensors = weight_files(checkpoint.path)
     index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
     files = (*auxiliary_files(checkpoint.path), *index, *tensors)

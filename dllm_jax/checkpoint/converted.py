@@ -73,6 +73,7 @@ def _check_unit(where: Path, expected: dict[str, Any]):
     So units that changed places are noticed, and nothing is allocated for a spec that the files do not fit.
     Units of formats 1 and 2 have no name, and are taken at their directory's.
     """
+    # All layers have arrays of the same names and shapes: only the name kept beside them tells them apart.
     unit = unit_of(where)
     if unit is not None and unit != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
@@ -89,6 +90,7 @@ def _check_unit(where: Path, expected: dict[str, Any]):
 
 def write_unit(path: Path, unit: Unit, parameters: dict[str, HostArray]):
     """Writes the parameters of one unit, in our layout."""
+    # The letters decide where an array is cut (`arrays.piece`); a scale has those of the outputs alone.
     arrays: dict[str, tuple[str, np.ndarray]] = {}
     for leaf, parameter in parameters.items():
         axes = _named(leaf, axes_of(leaf, "int8" if is_int8(parameter) else None))

@@ -32,11 +32,14 @@ def file_inside(folder: Path, name: str) -> Path:
         name.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{folder}: {name!r} is no name of a file") from error
+
+    # An index is text that anyone may have written: its names are judged before the disk is asked for them.
     if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
     path = folder / name
     place = resolved(path)
     try:
+        # Asked for, not found out by opening it: a pipe would wait for ever.
         kind = place.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path} does not exist") from None
@@ -84,6 +87,7 @@ def check_tree(folder: Path, part: str):
         file nor directory (opening a pipe waits for ever).
     """
     for path in (folder / part, *(folder / part).rglob("*")):
+        # What is no link lies where it is listed, inside.
         if path.is_symlink():
             check_place(folder, path, resolved(path))
         if not path.is_file() and not path.is_dir():
@@ -102,6 +106,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
     try:
+        # UTF-8 whatever the locale says; bytes that are none raise ValueError too.
         values = json.loads(file.read_bytes().decode("utf-8"))
     except RecursionError as error:
         raise ValueError(f"{path} is not valid JSON: nested too deeply") from error

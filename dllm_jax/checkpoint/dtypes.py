@@ -42,6 +42,8 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
     """
     if dtype is not None:
         return supported(dtype)
+
+    # Of a mixed checkpoint either choice changes something: whether to round or to grow is the user's to say.
     kinds = sorted(set(stored), key=str)
     if len(kinds) != 1 or kinds[0] not in SUPPORTED:
         found = ", ".join(map(str, kinds))

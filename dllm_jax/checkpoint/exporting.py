@@ -200,6 +200,7 @@ def _write(
 
 
 def _tensors(source: Source, advance: Callable[[Unit], None]) -> Iterator[np.ndarray]:
+    # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
     for unit, arrays in stream(source, _one_dtype(source), None):
         for entry in unit.entries:
             array = arrays[entry.leaf]

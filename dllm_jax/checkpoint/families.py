@@ -76,6 +76,8 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
         values = family.made(spec) | {"torch_dtype": dtype}
     else:
         values = dict(original.values)
+
+        # An unchanged spec leaves the original as it is: keys left to their defaults stay absent.
         if differences(spec, config_to_spec(original)):
             values |= family.written(spec)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}

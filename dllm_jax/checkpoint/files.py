@@ -17,6 +17,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 
 def auxiliary_files(path: Path) -> tuple[Path, ...]:
     """Tokenizer, config, templates, cards and code: small files at the top of a checkpoint directory."""
+    # These describe the weights beside them, and those of the copy are written anew.
     own = (SPEC, PROVENANCE, INDEX)
     return tuple(
         file

@@ -41,6 +41,8 @@ class _Tensors:
 
     def _parameter(self, entry: TensorName) -> Stored:
         read = functools.partial(self._part, entry)
+
+        # A file may spell a tied head out: one that is not the embedding would be lost without a word.
         tied = [
             name for name in family_of(self.spec).names if name.leaf == "head" and name.name in self.stored
         ]

@@ -131,6 +131,8 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
       ValueError: the factor is not a positive finite number.
     """
     factor = check_argument("rope_factor", factor, PositiveFloat)
+
+    # LongLLaDA multiplies the base and nothing else; here no arithmetic reads the limit, only a warning does.
     reach = spec.positions and min(max(1, int(spec.positions * factor)), MOST_POSITIONS)
     try:
         return dataclasses.replace(spec, rope_base=spec.rope_base * factor, positions=reach)
@@ -171,6 +173,7 @@ def fill(
         elif separate_layers:
             tree["layers"].append(placed)
         else:
+            # The number is an argument, not a constant: one program fills all layers.
             tree["layers"] = put[unit.of_vision](tree["layers"], placed, jnp.int32(unit.layer))
     refuse(bad, source)
     return trees[False], None if spec.vision is None else trees[True]

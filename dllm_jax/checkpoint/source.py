@@ -19,6 +19,7 @@ from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.checkpoint.staging import left_behind
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 
+# No *.py, as a checkpoint's code is never run, and no *.bin or *.pth, which need torch.
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 BY_ID = ("embed", "head")  # parameters with a row per token id
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -33,6 +34,8 @@ def resized(source: Source, vocab: int) -> Source:
     """
     if vocab > source.spec.vocab:
         raise ValueError(f"vocab={vocab} must be at most {source.spec.vocab}, the rows of {source.path}")
+
+    # Ids are rows of the first axis, of a matrix and of its scales: rows beyond the shape are never read.
     fewer = lambda stored: dataclasses.replace(stored, shape=(vocab, *stored.shape[1:]))
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
@@ -60,6 +63,8 @@ def locate(path: str | os.PathLike[str]) -> Path:
         raise TypeError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
     if not str(path):
         raise ValueError("path='' must be a checkpoint's directory or a hub id; '.' is the current directory")
+
+    # A directory comes before a hub id that is spelled alike: nothing is downloaded that is here.
     here = Path(path)
     with contextlib.suppress(RuntimeError):  # no such user: then it is a name like others
         here = here.expanduser()

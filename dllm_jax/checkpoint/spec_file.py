@@ -40,6 +40,8 @@ def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
     if type(version) is not int or version not in FORMATS:
         supported = ", ".join(map(str, FORMATS))
         raise ValueError(f"{where}: format={version!r} is not supported; supported: {supported}")
+
+    # The number says it already, so that a reader that knows no int8 stops at the number.
     if weights != FORMATS[version]:
         raise ValueError(
             f"{where}: weights={weights!r} does not belong to format {version}, "
@@ -59,6 +61,8 @@ def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights 
     """Writes spec.json."""
     content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
     content |= {} if weights is None else {"weights": weights}
+
+    # Optional fields that are not set are left out, as in directories from before there were such.
     fields = dataclasses.asdict(spec)
     content |= {"spec": {name: fields[name] for name in fields if name not in OPTIONAL or fields[name]}}
     (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -68,6 +72,8 @@ def _spec(where: Path, fields: Any) -> ModelSpec:
     names = {field.name for field in dataclasses.fields(ModelSpec)}
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: spec={fields!r} must be an object with the fields of ModelSpec")
+
+    # Optional fields count as there, so that the symmetric difference is what is wrong or missing.
     if wrong := sorted((fields.keys() | set(OPTIONAL)) ^ names):
         raise ValueError(f"{where}: spec has wrong or missing fields {wrong}")
     try:

@@ -106,6 +106,7 @@ def _swap(partial: Path, destination: Path):
 
 def _clear_up(destination: Path):
     """Removes leftovers of killed runs, and restores an old directory that a killed swap had moved away."""
+    # A swap was cut short: the old directory is waste if the new one is in place, and else the only one.
     for old in _leftovers(destination, "replaced"):
         if destination.exists():
             shutil.rmtree(old)
@@ -131,6 +132,7 @@ def _leftovers(destination: Path, kind: str) -> list[Path]:
 
 def _flush(directory: Path):
     """Waits until everything in a directory is on the disk."""
+    # Directories too: a file that is on the disk may still have no name there.
     for path in directory.rglob("*"):
         _sync(path)
     _sync(directory)

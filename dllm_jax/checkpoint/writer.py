@@ -79,6 +79,7 @@ def write(path: Path, shards: tuple[Shard, ...], tensors: Iterator[np.ndarray]):
         with (path / name).open("wb") as file:
             file.write(shard.header)
             for _ in shard.tensors:
+                # As bytes, since Python's buffers know no bfloat16.
                 file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
         weight_map |= {tensor: name for tensor, _ in shard.tensors}
     if count > 1:

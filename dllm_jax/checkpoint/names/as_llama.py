@@ -3,6 +3,7 @@
 from dllm_jax.checkpoint.names.table import TensorName
 
 LAYER = "model.layers.{n}."
+# Torch's linear layers are [outputs, inputs], with heads and their width merged.
 _NAMES = (
     TensorName("model.embed_tokens.weight", "embed", "v m"),
     TensorName(LAYER + "input_layernorm.weight", "attn_norm", "m"),

@@ -27,6 +27,9 @@ def read(config: Config) -> ModelSpec:
     config.check((*REQUIREMENTS, Requirement("sliding_window", (None,))) if window else REQUIREMENTS)
     found = config.fields(as_llama.KEYS)
     config.check((Requirement("head_dim", (found["head"], None)),))
+
+    # Row i of the raw logits predicts token i + 1; cos and sin are cast to the activations' dtype before they
+    # rotate; padding is masked as query and as key.
     return ModelSpec(
         **found,
         family="dream",

@@ -18,6 +18,7 @@ NAMES = (
     TensorName(LAYER + "v_proj.bias", "v_bias", "kd"),
     TensorName(LAYER + "attn_out.weight", "o", "m hd"),
     TensorName(LAYER + "ff_norm.weight", "mlp_norm", "m"),
+    # The gate is ff_proj, to which silu is applied; up_proj is linear. Two tensors are called ff_out.
     TensorName(LAYER + "ff_proj.weight", "gate", "f m"),
     TensorName(LAYER + "up_proj.weight", "up", "f m"),
     TensorName(LAYER + "ff_out.weight", "down", "m f"),
@@ -69,6 +70,8 @@ def read(config: Config) -> ModelSpec:
     config.check(REQUIREMENTS)
     # The reference's own defaults, where published files leave a key out.
     found = config.fields(KEYS, vocab=config.values.get("vocab_size"), qkv_bias=False, rope_in_f32=True)
+
+    # Row i of the logits predicts token i. Padding is masked as keys only, so its own queries attend as well.
     return ModelSpec(
         **found,
         family="llada",

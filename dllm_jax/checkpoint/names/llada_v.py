@@ -103,6 +103,8 @@ def of_vision(spec: ModelSpec) -> dict[str, Any]:
     if spec.vision == VisionSpec():
         return keys
     sizes = {key: getattr(spec.vision, name) for name, key in VISION_KEYS.items()}
+
+    # SigLIP counts the layer that LLaDA-V drops: its tower returns what the last but one does.
     sizes |= {"num_hidden_layers": spec.vision.layers + 1, "hidden_act": "gelu_pytorch_tanh"}
     return keys | {"vision_config": sizes}
 

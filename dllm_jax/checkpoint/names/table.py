@@ -60,6 +60,7 @@ class Family:
 
     def made(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of a model that never had one."""
+        # The first of the supported values; where it is null, an absent key says the same.
         required = {entry.key: entry.allowed[0] for entry in self.requirements}
         given = {key: value for key, value in required.items() if value is not None}
         return given | self.template(spec) | self.written(spec)
@@ -98,6 +99,7 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
 
     Then what is outside of the layers of a vision tower, and its layers in order.
     """
+    # A table has all that its family may have: a tied head and biases are not in every model of it.
     present = set(leaves(spec))
     entries = [entry for entry in table if entry.leaf in present]
     layered = lambda letter: [entry for entry in entries if AXES[entry.leaf].startswith(letter)]
@@ -143,6 +145,7 @@ def hf_ranges(
     length, ours = sizes(spec), dict(zip(own_axes(entry.leaf), ranges, strict=True))
     read, rest = [], dict.fromkeys(ours, slice(None))
     for group in entry.axes.split():
+        # A number of the first axis is `inner` rows of the merged one, one behind the other.
         inner = int(np.prod([length[letter] for letter in group[1:]]))
         read.append(slice(ours[group[0]].start * inner, ours[group[0]].stop * inner))
         rest |= {letter: ours[letter] for letter in group[1:]}
