@@ -86,7 +86,7 @@ def test_steering_adds_and_masking_takes_away():
 STEPS, LAYOUT = (1, 2, 3), dict(length=8, block=4)
 
 
-@pytest.mark.diagonal(every=7, start=3)
+@pytest.mark.diagonal(every=13, start=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_without_effect_nothing_changes_and_with_effect_a_sequence_is_as_alone(policy, family):

@@ -31,9 +31,9 @@ BASIC = (
 FURTHER = {
     checks.reuse_is_exact_while_nothing_changes: (p.DLLMCache, p.ElasticCache),
     checks.widths_change_nothing: (p.DualCache, p.D2Cache),
-    checks.separate_layers_decode_as_stacked_ones: (p.ElasticCache, p.MaskKV),
+    checks.separate_layers_decode_as_stacked_ones: (p.ElasticCache,),
     checks.half_precision_decodes_everything: (p.SparseDLLM, p.DKVGreedy),
-    checks.guidance_has_streams_of_its_own: (p.Policy, p.D2Cache, p.EvictPrompt),
+    checks.guidance_has_streams_of_its_own: (p.Policy, p.EvictPrompt),
     checks.stopping_keeps_the_answer: (p.PrefixCache, p.DKVDecode),
     checks.infilling_fills_the_masks_and_nothing_else: (p.SparseDLLM, p.DKVPD, p.DKVPrefill),
     checks.nothing_leaves_the_device_inside: (p.DualCache, p.DLLMCache, p.ElasticCache),
