@@ -25,6 +25,7 @@ def main(
       shard_gb: largest size of a safetensors file, in 10^9 bytes.
     """
     with plain_errors():
+        # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.
         shard_bytes = int(check_argument("shard_gb", shard_gb, PositiveFloat) * 1e9)
         written = export(source, destination, overwrite, shard_bytes, show_progress=True)
     print(written)

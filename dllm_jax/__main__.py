@@ -65,6 +65,7 @@ class Arguments(Options):
 
 def main() -> int:
     """Entry point of `python -m dllm_jax` and of the `dllm-jax` command."""
+    # By hand, so that the demonstration needs no word of its own before its options.
     if sys.argv[1:2] == ["chat"]:
         with plain_errors():
             return chatting.main(sys.argv[2:])

@@ -141,6 +141,7 @@ class _Run(NamedTuple):
 
 def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The options of each run, by name."""
+    # A policy is short for the one option that it is; a run in a list is called by what it sets.
     listed = isinstance(policies, Sequence) and not isinstance(policies, str)
     named = list(policies.items()) if isinstance(policies, Mapping) else []
     named = [(None, one) for one in policies] if listed else named

@@ -139,6 +139,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
       ValueError: they do not go together.
     """
     spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
+
+    # What a bucket adds is padding, no part of the length that a model was made for.
     inputs.warn_of_length(layout.length - extra, spec, stacklevel=4)
     if sampler.max_steps(layout) > layout.response:  # it follows the schedule
         inputs.warn_of_idle_steps(layout.steps, layout.response - layout.suffix, stacklevel=4)
@@ -205,6 +207,8 @@ def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
             found.append(check_argument("stop", ids, Annotated[tuple[NonNegativeInt, ...], MinLen(1)]))
         except ValueError:
             raise ValueError(f"stop={shown(stop)} {rule}") from None
+
+        # No sampler decodes a mask: a stop that holds one would never be found.
         if max(found[-1]) >= spec.vocab or spec.mask_id in found[-1]:
             raise ValueError(
                 f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
@@ -230,6 +234,8 @@ def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, voc
         noise.check(sampler.max_steps(layout), batch, layout.length, vocab)
     if isinstance(noise, KeyNoise):
         sequence_keys(noise.keys, batch, "noise.keys")
+
+    # A wrong key is refused even where the sampler draws nothing.
     keys = None if key is None else sequence_keys(key, batch)
     if not sampler.draws:
         return None

@@ -136,6 +136,7 @@ def _decoded_at(tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], mask_
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _most_per_step(at: Int[Array, "b l"], steps: int) -> Int[Array, ""]:
+    # Tokens that no step decoded fall into a bin behind the last step's, which is left out.
     counts = jax.vmap(lambda own: jnp.bincount(jnp.where(own < 0, steps, own), length=steps + 1))(at)
     return jnp.max(counts[:, :steps], initial=0)
 
@@ -171,6 +172,8 @@ def _sum_over_steps(
         before, after, number = step
         own = at == number
         index = compact(own, width)
+
+        # Logits of a token are those at its predictor: where the head is shifted (Dream), its left neighbour.
         hidden = encode(model, before, padding, remat)
         logits = unembed(model.params, model.spec, gather(hidden, gather(predictor, index)))
         logits = divided(logits.astype(jnp.float32), temperature)

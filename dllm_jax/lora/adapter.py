@@ -114,6 +114,7 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
     if model.layers_are_separate:
         params["layers"] = [of_layer(layer, i) for i, layer in enumerate(params["layers"])]
     else:
+        # Layer by layer, so that stacked layers get the factors that separate ones get.
         every = range(model.spec.layers)
         stack = lambda name: jax.tree.map(lambda *parts: jnp.stack(parts), *(factors(name, i) for i in every))
         updated = {name: update(name, params["layers"][name], stack(name), True) for name in inner}
@@ -193,6 +194,8 @@ def options_of(model: Model) -> LoRA:
     kinds = {(matrix.rank, matrix.alpha) for matrix in _adapters(model)}
     if len(kinds) > 1:
         raise ValueError(f"the model's adapters have several ranks and alphas: {sorted(kinds)}")
+
+    # Adapters are in all layers or in none: the first one tells which matrices have them.
     layers = model.params["layers"]
     first = layers[0] if isinstance(layers, list) else layers
     everything = first | {name: model.params[name] for name in model.params if name != "layers"}

@@ -57,6 +57,9 @@ def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]],
       names of the former, and the other fields by name.
     """
     rules, parts, rest = _rules(type(options)), {}, {}
+
+    # Traced numbers are leaves. None, and a number that its mark keeps static, belong to the structure: with
+    # another one there, jax compiles another program.
     for field in dataclasses.fields(options):
         value, rule = getattr(options, field.name), rules.get(field.name)
         if isinstance(value, Options | Arrays):

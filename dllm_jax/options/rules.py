@@ -151,6 +151,7 @@ def _traced(rule: Rule, kind: type[float] | type[int], mark: Traced) -> Rule:
         return value if isinstance(value, Tracer) else rule.read(value)
 
     def as_argument(value: Any) -> Any:
+        # At its `unless`, such as a guidance of 0, a number is static: what it switches off is not compiled.
         fixed = mark.unless is not None and fixed_at(value, mark.unless)
         return None if value is None or fixed else argument(value, kind)
 
@@ -226,6 +227,8 @@ def _sequence(item: Any, marks: list[Any]) -> Rule | None:
     def read(value: Any) -> tuple[Any, ...]:
         items = value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
         items = tuple(items) if isinstance(items, range) else items
+
+        # A set has no order, and a generator one pass only: neither is taken.
         if not isinstance(items, list | tuple) or len(items) < least:
             raise ValueError
         return tuple(map(rule.read, items))

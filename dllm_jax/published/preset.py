@@ -82,6 +82,8 @@ def parse(text: str, name: str) -> dict[str, Preset]:
     found: dict[str, Preset] = {}
     for setting in content["settings"]:
         shared = {k: v for k, v in setting.items() if k not in ("checkpoints", "tasks")}
+
+        # A setting's own tasks stand in the place of the file's, which its other settings share.
         tasks = setting.get("tasks", content.get("tasks", {}))
         for task, own in tasks.items():
             preset = _preset(content["paper"], shared | own, f"{name}, {task}")

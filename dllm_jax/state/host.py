@@ -83,6 +83,8 @@ def place(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> 
         return jax.device_put(held)
     if where.is_fully_addressable:
         return jax.device_put(held, where)
+
+    # On devices of several processes, each process puts the parts that it holds.
     return jax.make_array_from_callback(held.shape, where, lambda index: held[index])
 
 

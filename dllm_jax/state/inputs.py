@@ -55,6 +55,7 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
       ValueError: what breaks a rule of ids or masks, or holds masks; inputs of another shape or dtype, or of
         which none is read.
     """
+    # Without inputs to stand for, -1 is outside of the vocabulary as any negative id is.
     least = 0 if embeds is None else EMBEDDED
     ids, mask = padded_ids(prompt, mask, spec, "prompt", least=least, empty=True)
     no_masks(ids, spec)
@@ -112,6 +113,7 @@ def padded_ids(
 
 def _lengths(tokens: Any) -> list[int] | None:
     """How long each of several sequences is; None of what is one sequence, or an array with columns."""
+    # An array without columns is a batch of empty prompts, not one empty sequence.
     if getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] == 0 and not host.stays_on_devices(tokens):
         return [0] * tokens.shape[0]
     if not isinstance(tokens, Sequence):
@@ -165,6 +167,8 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[An
         raise ValueError(f"{name} has shape {tokens.shape}: it holds no tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {tokens.dtype}; token ids must be integers")
+
+    # Of traced ids nothing is known: inside of jit only shapes and dtypes are checked.
     if (known := host.readable(tokens)) is not None:
         outside = (known < least) | (known >= spec.vocab)
         if outside.any():

@@ -32,6 +32,8 @@ class Layout(Options):
             raise ValueError(
                 f"suffix={self.suffix} must be below response={self.response}, which it is part of"
             )
+
+        # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
         length = self.response - self.suffix
         if length % self.block:
             raise ValueError(f"length={length} must be a multiple of block={self.block}")

@@ -95,6 +95,8 @@ class Recording:
         """The step, from 1, that decoded what stands at a position at the end; 0 where none did."""
         decoded = self.changed & (self.tokens[1:] != self.mask_id)
         step = np.arange(1, self.steps + 1)[:, None]
+
+        # What was made a mask again and decoded once more counts from the last time.
         last = np.max(np.where(decoded, step, 0), axis=0, initial=0)
         return np.where(self.tokens[-1] == self.mask_id, 0, last)
 
@@ -162,6 +164,8 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
       ValueError: the tokenizer is none of transformers' kind.
     """
     ids = list(ids)
+
+    # The id in the place of embeddings is no token that a tokenizer could decode.
     given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDDED}
     ids = [i for i in ids if i != EMBEDDED]
     if tokenizer is None:
