@@ -94,10 +94,12 @@ class Comparison(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether they are identical, or have the same spec and logits within the tolerance."""
+        # Logits of one sequence do not make up for another spec, which may show elsewhere.
         close = self.logits is not None and self.logits.within(self.tolerance)
         return self.identical or (self.tensors > 0 and not self.spec and close)
 
     def __str__(self) -> str:
+        # bfloat16 written as float32 has other bits and no other value.
         same_values = [t for t in self.differing if t.dtype_a != t.dtype_b and t.max_abs == 0]
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         equal += f", {len(same_values)} more equal in value" if same_values else ""
@@ -149,6 +151,8 @@ def verify(
     if not 1 <= tolerance.top_k <= left.spec.vocab:
         raise ValueError(f"top_k={tolerance.top_k} must lie in [1, vocab={left.spec.vocab}]")
     changed = tuple(differences(left.spec, right.spec))
+
+    # Tensors can be compared if they have the same names and shapes; other fields may differ and are listed.
     if any(getattr(left.spec, name) != getattr(right.spec, name) for name in SHAPES):
         return Comparison(changed, 0, (), None, tolerance)
     count, differing = compare_tensors(left, right)
@@ -178,15 +182,20 @@ def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, 
 def compare_logits(a: Float[np.ndarray, "l v"], b: Float[np.ndarray, "l v"], top_k: int) -> LogitDifference:
     """The largest difference, the mean KL(A || B) in nats and the mean overlap of the top k, in float64."""
     a, b = a.astype(np.float64), b.astype(np.float64)
+
+    # exp of the largest logit is then 1, and none overflows.
     shifted = [x - x.max(axis=-1, keepdims=True) for x in (a, b)]
     log_p, log_q = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in shifted)
     kl = float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
+
+    # Equal logits are ranked by their ids in both, or ties would count as disagreement.
     best = [np.argsort(-x, axis=-1, kind="stable")[:, :top_k] for x in (a, b)]
     shared = [len(set(x) & set(y)) / top_k for x, y in zip(*best, strict=True)]
     return LogitDifference(float(np.max(np.abs(a - b))), kl, float(np.mean(shared)))
 
 
 def _logits(source: Source, ids: Int[np.ndarray, "1 l"]) -> Float[np.ndarray, "l v"]:
+    # Each runs in the dtype it is stored in, mixed files and float16 in float32.
     kinds = source.dtypes
     dtype = next(iter(kinds)) if len(kinds) == 1 and kinds <= set(SUPPORTED) else np.dtype(np.float32)
     model = Model(fill(source, dtype)[0], source.spec)  # int8 matrices stay int8

@@ -32,6 +32,7 @@ from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
 
+# Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
 POLICIES = (
     (Policy(), Confidence()),
     (DualCache(), Confidence()),

@@ -103,6 +103,7 @@ class Operation:
         kernels = {}
         for platform, form in forms.items():
             if reasons[form] is None:
+                # A kernel of another platform, TPUs' on a CPU, is interpreted.
                 own = implementation == "cudnn" or platform in self.kernels
                 interpreted = {} if own else {"interpret": True}
                 kernels[platform] = functools.partial(form, **options, **interpreted)
@@ -167,6 +168,7 @@ class Operation:
     ) -> str | None:
         """Why a form does not support these arrays (or their shapes); None if it does."""
         try:
+            # A kernel refuses a call while it is traced: by shapes and dtypes, before anything is compiled.
             jax.eval_shape(functools.partial(form, **options), *arrays)
         except NotImplementedError as reason:
             return str(reason)

@@ -142,6 +142,8 @@ def capture(
     check_argument("model", model, Model, ", such as dj.load(path)")
     chunk = check_argument("chunk", chunk, PositiveInt)
     what = _names(what)
+
+    # All arguments are checked on the host, before the first pass.
     found = canvases(model, source, steps, prompt_mask)
     batch, length = found.tokens.shape[1:]
     chosen = _chosen(what, layers, model.spec)

@@ -72,6 +72,8 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
         raise ValueError(
             f"expected an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {found}"
         )
+
+    # Canvases without a record of their steps: canvas i counts as the one before step i, for all sequences.
     known = source if isinstance(source, np.ndarray) else host.everywhere(source)
     flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "tokens")
     tokens = host.everywhere(flat).reshape(-1, *known.shape[-2:])
@@ -88,5 +90,7 @@ def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.nd
     mask = inputs.padding(prompt_mask, (batch, *shape), "prompt_mask")
     if mask is None:
         return None
+
+    # The mask is the prompt's; nothing behind it is padding.
     known = host.everywhere(mask)
     return np.pad(known, ((0, 0), (0, length - known.shape[1])), constant_values=True)

@@ -55,6 +55,8 @@ def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
         check_argument(name, value, PositiveInt)
     if not 2 <= smallest <= largest:
         raise ValueError(f"smallest={smallest} must lie in [2, largest={largest}]")
+
+    # Steps of 3/2 and 4/3 in turn: what just exceeds a rung fills two thirds of the next one.
     rungs, rung = [], smallest
     while rung < largest:
         rungs += [r for r in (rung, rung + rung // 2) if r < largest]
@@ -80,6 +82,8 @@ def pad(prompts: Prompts, ladder: Ladder, pad_id: int) -> Prompts:
     check_ladder("buckets", ladder)
     ids, mask, embeds = prompts
     extra = ladder.fit(ids.shape[1]) - ids.shape[1]
+
+    # A mask even where nothing is padded: with and without one are two programs.
     mask = np.ones(ids.shape, bool) if mask is None else mask
     embeds = None if embeds is None else host.pad(embeds, extra, 0, 0)
     return Prompts(host.pad(ids, extra, 0, pad_id), host.pad(mask, extra, 0, False), embeds)

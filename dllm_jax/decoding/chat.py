@@ -137,6 +137,8 @@ def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
+
+    # A message that spells a special token, the mask's above all, must not become one.
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if any(token in message["content"] for message in conversation for token in special):
         return _plain_ids(tokenizer, conversation, special)

@@ -105,6 +105,8 @@ def compare(
     repeats = check_argument("repeats", repeats, PositiveInt)
     runs = [_compiled(model, prompt, *one) for one in _named(policies, options)]
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
+
+    # In turns, so that what slows the machine for a while slows all of them; the median leaves out the rest.
     turns = [[_timed(run)[0] for run in runs] for _ in range(repeats)]
     seconds = np.median(turns, axis=0)
     outputs = [output for _, output in first]

@@ -126,8 +126,12 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
     check_argument("layout", layout, Layout, ", such as dj.Layout(prompt=64, response=32, block=8, steps=32)")
     check_argument("policy", policy, Policy | None, ", such as dj.policies.DualCache()")
     policy = Policy() if policy is None else policy
+
+    # A partial step of each width and the full one: what a kernel supports depends on shapes.
     widths = (*step_widths(policy, model.spec, layout), None)
     calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
+
+    # Layers call the same: equal choices are one row, in the order of the first of them.
     rows = dict.fromkeys(
         Choice(call.operation.name, call.positions, platform, implementation)
         for call in calls

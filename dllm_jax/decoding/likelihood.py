@@ -101,6 +101,8 @@ def token_log_likelihoods(
     estimator = Estimator(**options)
     asked = _asked(model, prompt, answer, estimator)
     mesh = current_mesh((model.params, prompt, answer))
+
+    # Sequences are what a mesh splits; of masks they are the second axis, behind draws.
     axes = jax.tree.map(lambda array: 0, asked)._replace(masks=1)
     arrays, batch = divisible(model, mesh, asked, axes)
     arrays = by_sequence(model, mesh, arrays, axes)
@@ -151,6 +153,8 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
     spec = model.spec
     prompt, padding = inputs.padded_ids(prompt, estimator.prompt_mask, spec, "prompt")
     answer, real = inputs.padded_ids(answer, estimator.answer_mask, spec, "answer", side="right")
+
+    # What stands at padding may be anything, and a mask id there would be refused below.
     if real is not None:
         with number_modes():
             answer = host.module(real, answer).where(real, answer, np.int32(spec.eos_id))
@@ -176,6 +180,8 @@ def _check_recorded(masks: Bool[AnyArray, "..."], shape: tuple[int, ...], real: 
         raise ValueError(f"masks have shape {masks.shape}; expected (draws, {shape[0]}, {shape[1]})")
     if host.stays_on_devices(masks):
         return
+
+    # A draw that masks nothing has no weight r / x.
     if not masks.any(axis=2).all():
         raise ValueError("masks: every draw must mask at least one token of every answer")
     if real is not None and not host.stays_on_devices(real) and (masks & ~real).any():
@@ -267,6 +273,8 @@ def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk:
 
     def one_draw(mask: Bool[Array, "b r"]) -> Float[Array, "b r"]:
         entropy = token_cross_entropy(model, prompt, answer, asked.padding, mask, cfg_scale, real)
+
+        # The share that was masked, exactly x / r: LLaDA's evaluation counts, and draws no rate.
         masked_fraction = jnp.sum(mask, axis=1) / length
         return jnp.where(mask, entropy, 0.0) / masked_fraction[:, None]
 

@@ -117,6 +117,8 @@ def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | Non
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length, steps = tokens.shape[1], asked.steps
     valid = np.ones(tokens.shape, bool) if mask is None else mask
+
+    # Blocks share the steps equally, however many masks each has: a step per position always suffices.
     if steps is None:
         steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
 
@@ -156,6 +158,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
         constants=constants(asked.policy, "policy") + constants(sampler, "sampler"),
         stop=stop_sequences(asked.stop, spec),
     )
+
+    # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
     if fitting and sampler.verifies:
         raise ValueError(

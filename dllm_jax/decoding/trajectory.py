@@ -94,6 +94,8 @@ def trajectory_log_probs(
     with number_modes():
         at = _decoded_at(trace.tokens, trace.steps, model.spec.mask_id)
         width = trace.tokens.shape[-1] if most_per_step is None else most_per_step
+
+        # Fewer rows meet the vocabulary where the most that any step decoded is known beforehand.
         if most_per_step is None and not host.stays_on_devices(at):
             width = max(1, int(host.values(_most_per_step(at, len(trace.tokens) - 1))))
     number = numbers(argument(temperature, float), mesh)
@@ -179,6 +181,8 @@ def _sum_over_steps(
         logits = divided(logits.astype(jnp.float32), temperature)
         chosen = jnp.take_along_axis(logits, gather(after, index)[..., None], axis=-1)[..., 0]
         found = scatter(jnp.zeros((batch, length)), index, chosen - jax.nn.logsumexp(logits, axis=-1))
+
+        # Too small a bound would leave tokens out without a word.
         beyond = jnp.sum(own, axis=1, keepdims=True) > width
         return jnp.where(own & beyond, jnp.nan, found)
 

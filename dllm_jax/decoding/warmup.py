@@ -60,6 +60,7 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options:
 
 
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
+    # Programs depend on the prompt's shape alone, so that any ids will do.
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
     placed = place(model, prepare(model, prompt, buckets=Ladder((rung,)), **options))

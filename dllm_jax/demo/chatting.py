@@ -122,6 +122,8 @@ class Conversation:
     def answer(self, console: rich.console.Console, messages: list[Message], turn: int) -> str:
         """Prints the answer to a conversation, and returns it; Ctrl-C leaves it as far as it is."""
         prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id)
+
+        # The first answer is that of `generate` with this seed; later turns draw anew.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
         start, shown = time.perf_counter(), prompt.shape[1]
         snapshot = None
@@ -135,6 +137,8 @@ class Conversation:
                 snapshots.close()
         if snapshot is None:
             return ""
+
+        # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
         masked = snapshot.tokens[:, shown:] == self.model.spec.mask_id
         decoded = np.where(masked, self.model.spec.eos_id, snapshot.tokens[:, shown:])
         (text,) = decode_answers(self.model, self.tokenizer, decoded)

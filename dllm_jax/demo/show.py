@@ -22,6 +22,8 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
     shown.add_column("positions computed per token", no_wrap=True)
     for name in ("tokens/s", "speed-up"):
         shown.add_column(name, justify="right")
+
+    # Bars are of positions computed, which are the same on every machine; times are not.
     most = max(row.computed for row in rows)
     for row in rows:
         shown.add_row(

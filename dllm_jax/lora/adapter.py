@@ -147,6 +147,8 @@ def _placed(model: Model, factor: Array, axes: str) -> Array:
     mesh = model.mesh
     if not isinstance(mesh, Mesh):
         return factor
+
+    # The rank's letter is in no rule, so that its axis stays whole.
     return jax.device_put(factor, NamedSharding(mesh, model.rules.spec(mesh, axes, sizes(model.spec))))
 
 
@@ -191,6 +193,7 @@ def options_of(model: Model) -> LoRA:
     Raises:
       ValueError: no adapters, or several ranks or alphas.
     """
+    # An adapter's file names one of each.
     kinds = {(matrix.rank, matrix.alpha) for matrix in _adapters(model)}
     if len(kinds) > 1:
         raise ValueError(f"the model's adapters have several ranks and alphas: {sorted(kinds)}")

@@ -143,8 +143,8 @@ def quantise(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Ma
     step = max(1, PIECE * array.shape[first] // max(array.size, 1))
     for start in range(0, array.shape[first], step):
         piece = (slice(None),) * first + (slice(start, start + step),)
-        # Symmetric, round to nearest: scale = max |w| / 127 of each channel, so its largest weight is met
-        # exactly.
+        # Symmetric, round to nearest: scale = max |w| / 127 of each channel, so its largest weight
+        # becomes 127 or -127.
         wide = array[piece].astype(np.float32)
         largest = np.abs(wide).max(axis=inputs, keepdims=True)
         if not np.isfinite(largest).all():

@@ -294,8 +294,8 @@ def exact_layer(
     layer: Layer, x: Float[Array, "b l m"], position: Int[Array, "b l"], mask: Mask | None
 ) -> Float[Array, "b l m"]:
     """One layer over the full canvas, with no cache."""
-    # Bidirectional: without a mask every position sees every other, so no position's K and V are ever final,
-    # which is why caches of diffusion models are approximations.
+    # Bidirectional: without a mask every position sees every other, so no K and V beyond the
+    # first layer's are ever final, which is why caches of diffusion models are approximations.
     q, k = layer.qk(x, position)
     o, _ = attention(q, k, layer.value(x), mask)
     return layer.finish(x, o)

@@ -31,11 +31,14 @@ class Options:
     """
 
     def __post_init__(self):
+        # Of a frozen dataclass: this is still its construction.
         for name, rule in _rules(type(self)).items():
             object.__setattr__(self, name, rule.check(name, getattr(self, name)))
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
+
+        # JAX knows nodes by their exact class: each derived one has to be registered by itself.
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
 
 
@@ -75,6 +78,8 @@ def split(options: Options) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Any]],
 def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Options:
     """The options that `split` took apart, with other numbers; no field is checked."""
     names, rest = static
+
+    # Around `__post_init__`: JAX puts tracers, shapes and labels in the place of numbers.
     options = object.__new__(cls)
     for name, value in (*zip(names, children, strict=True), *rest):
         object.__setattr__(options, name, value)
@@ -84,6 +89,7 @@ def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Optio
 @functools.cache
 def _rules(cls: type[Options]) -> dict[str, Rule]:
     """Rules of a class by field; fields that are not checked are left out."""
+    # At the first instance: while `__init_subclass__` runs, the class has no fields yet.
     rules = {}
     for field in dataclasses.fields(cls):
         if not field.init:

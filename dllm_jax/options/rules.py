@@ -83,6 +83,8 @@ def shown(value: Any) -> str:
 def rule_of(annotation: Any, example: str) -> Rule | None:
     """The rule that an annotation states; None if it is no kind of option."""
     kind, nullable, marks = _parts(annotation)
+
+    # What None means narrows no kind: it is taken out before the kind asks which marks it reads.
     meaning = [mark.meaning for mark in marks if isinstance(mark, NoneMeans)]
     marks = [mark for mark in marks if not isinstance(mark, NoneMeans)]
     if meaning and not nullable:
@@ -147,6 +149,7 @@ def _traced(rule: Rule, kind: type[float] | type[int], mark: Traced) -> Rule:
     """The rule of a number that may be traced: its range is checked unless it is."""
 
     def read(value: Any) -> Any:
+        # Of a tracer shape and dtype are checked, as its value is not known; other arrays become numbers.
         value = scalar(value, kind) if isinstance(value, jax.Array) else value
         return value if isinstance(value, Tracer) else rule.read(value)
 
@@ -178,9 +181,11 @@ def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
     low, excluded = max(lows, default=(-math.inf, True))
     high, included = min(highs, default=(math.inf, False))
     if whole:
+        # Above 0 is from 1 on: whole numbers need no open ends, in checks or in messages.
         low, high = low + excluded, high - (not included)
 
     def read(value: Any) -> Any:
+        # bool is a whole number to Python, and a likely mistake here.
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
             raise ValueError
         number: Any = (int if whole or isinstance(value, int) else float)(value)  # pyright: ignore[reportArgumentType]

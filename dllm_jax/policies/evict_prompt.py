@@ -81,6 +81,7 @@ class EvictPrompt(PromptEviction):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the response and, with a shifted head, of the position before it; the kept pairs."""
+        # What the policy shares between layers is kept; its storage, which holds all of the prompt, is not.
         under = self.policy.init(spec, layout, batch, dtype)
         dense = KV.zeros(spec, batch, layout.response_inputs(spec.shifted), dtype)
         shared = EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared)

@@ -45,6 +45,7 @@ def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> 
 
 
 def _value(node: ast.expr, modules: tuple[ModuleType, ...], text: str) -> Any:
+    # A name alone is a call without arguments. All else is a literal, in which names and calls are refused.
     if isinstance(node, ast.Name | ast.Call):
         called = node.func if isinstance(node, ast.Call) else node
         args = [_value(arg, modules, text) for arg in getattr(node, "args", ())]
@@ -60,6 +61,7 @@ def _value(node: ast.expr, modules: tuple[ModuleType, ...], text: str) -> Any:
 
 
 def _maker(called: ast.expr, modules: tuple[ModuleType, ...], text: str) -> type:
+    # Classes alone, by one name without dots: no function or module can be reached from text.
     if isinstance(called, ast.Name):
         for module in modules:
             maker = getattr(module, called.id, None)

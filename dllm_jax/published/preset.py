@@ -34,11 +34,14 @@ class Recipe(Options):
 
     def __post_init__(self):
         super().__post_init__()
+
+        # Blocks and steps are refused here and not at the first prompt, whose length they do not depend on.
         if self.length is not None:
             Layout.of(1, self.length, self.block, self.steps)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, as far as they are published."""
+        # Of `Recipe` alone: where a preset was printed is no option of `generate`.
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe)}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -41,6 +41,7 @@ class Presets(Mapping[str, Preset]):
         method, _, rest = name.partition("/")
         known = read(self._find("policies", method, ".toml"))
         if rest not in known:
+            # If the checkpoint is known, its tasks say more than a list of everything.
             checkpoint = rest.partition("/")[0] + "/"
             near = [other for other in known if other.startswith(checkpoint)]
             raise UnknownPreset(f"{rest!r} is not among {method}'s presets: {', '.join(near or known)}")
@@ -76,6 +77,8 @@ class Presets(Mapping[str, Preset]):
             raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
         settings = dict(tasks[task])
         geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
+
+        # Dream's recipes name an `alg`; those of LLaDA and LLaDA-V are of LLaDA's sampler.
         sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
         return Recipe(sampler=sampler, **geometry)
 

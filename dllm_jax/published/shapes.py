@@ -53,6 +53,8 @@ def abstract(
         raise ValueError(f"shape={shown(shape)} must be a spec, the name of a model, or a checkpoint's path")
     if isinstance(shape, ModelSpec) or str(shape) in presets.names("models"):
         spec = shape if isinstance(shape, ModelSpec) else presets.model_spec(str(shape))
+
+        # Published models are stored in bfloat16.
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
         held = choose_weights(weights, None, str(shape))
     else:

@@ -99,6 +99,8 @@ def padded_ids(
         lengths.
     """
     lengths = _lengths(tokens)
+
+    # Lists of one length are as good as an array, and may have a mask.
     if lengths is not None and (len(set(lengths)) > 1 or 0 in lengths):
         if mask is not None:
             raise ValueError(
@@ -236,6 +238,8 @@ def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):
     mask = mask.astype(bool)
     if not empty and not mask.any(axis=1).all():
         raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
+
+    # From left to right a left-padded mask may only rise, a right-padded one only fall.
     step = mask[:, 1:].astype(int) - mask[:, :-1]
     holes = np.any(step < 0 if side == "left" else step > 0, axis=1)
     if holes.any():

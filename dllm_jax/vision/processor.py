@@ -97,6 +97,8 @@ class Processor(Options):
     def suppress_tokens(self) -> tuple[int, ...]:
         """Ids that an answer never holds; those of the four that the tokenizer knows."""
         known = self.tokenizer.convert_tokens_to_ids(list(SUPPRESSED))
+
+        # A tokenizer answers with its unknown token, or None, for words that it does not have.
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         return tuple(i for i in known if i is not None and i != unknown)
 
@@ -190,6 +192,8 @@ def spliced(
     first = np.cumsum([0, *map(len, pixels)])[:-1] * vision.patches  # of each image, among all features
     images = iter(zip(merges, first, strict=True))
     tokens, source, weight = [], [], []
+
+    # A place becomes as many ids as its image has tokens; text reads no feature, with weights of 0.
     for i in ids:
         if i != PLACE:
             tokens.append([i])

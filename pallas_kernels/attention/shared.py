@@ -59,6 +59,8 @@ def extent(
     if mask is None:
         return ends.astype(jnp.int32), None
     mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
+
+    # Tiles beyond the last visible slot are never loaded, whether lengths or a mask hide them.
     last = jnp.max(jnp.where(mask[:, :, 0], jnp.arange(1, slots + 1), 0), axis=2)
     return jnp.minimum(ends, last).astype(jnp.int32), mask.astype(jnp.int32)
 
@@ -66,6 +68,8 @@ def extent(
 def by_kv_head(q: Float[Array, "b q h d"], kv_heads: int) -> Float[Array, "b k n d"]:
     """Queries grouped by the kv head that they read."""
     batch, queries, heads, head = q.shape
+
+    # Query head i reads kv head i // (h / k): the heads of a group are neighbours.
     grouped = jnp.moveaxis(q.reshape(batch, queries, kv_heads, heads // kv_heads, head), 1, 3)
     return grouped.reshape(batch, kv_heads, -1, head)
 
@@ -98,6 +102,7 @@ def weights(
     scores: Float[Array, "n t"], lse: Float[Array, "n 1"], visible: Bool[Array, "#n t"]
 ) -> Float[Array, "n t"]:
     """Attention weights exp(score - lse); 0 where not visible, and for queries that saw nothing."""
+    # exp(score - inf) is 0, where score - (-inf) would be infinite.
     return jnp.where(visible, jnp.exp(scores - jnp.where(lse > -jnp.inf, lse, jnp.inf)), 0.0)
 
 
@@ -134,6 +139,7 @@ class OnlineSoftmax(NamedTuple):
           visible: slots that may be attended to.
           v: their values, finite where not visible.
         """
+        # LOWEST in the place of -inf: as long as nothing was visible, -inf - (-inf) would be NaN.
         top = jnp.maximum(self.top, jnp.max(jnp.where(visible, scores, LOWEST), axis=-1, keepdims=True))
         rescale = jnp.exp(self.top - top)
         weight = jnp.where(visible, jnp.exp(scores - top), 0.0)

@@ -135,6 +135,8 @@ def received(
 
     def send(mask, q, lse, weight):
         weights = _probabilities(q, k, jnp.swapaxes(lse, 1, 2), mask)
+
+        # Chosen, not multiplied away: a query of weight 0 may hold NaN.
         weights = jnp.where(weight[:, None, None, :, None] != 0, weights, 0.0)
         return _einsum("bkgqs,bq->bks", weights, weight)
 
@@ -216,6 +218,7 @@ def queries_at_once(queries: int, batch: int, heads: int, slots: int, score_byte
       slots: of each sequence.
       score_bytes: of the float32 scores.
     """
+    # float32 scores: 4 bytes for each head, query and slot.
     room = score_bytes // max(4 * batch * heads * slots, 1)
     if queries <= room:
         return queries

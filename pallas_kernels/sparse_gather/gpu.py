@@ -38,6 +38,8 @@ def sparse_gather(
     width = index.shape[2]
     if not width:
         raise NotImplementedError("no copies")
+
+    # Filled up to whole tiles with s, which copies nothing.
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -width % TILE)), constant_values=slots)
     copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
     # The j-th tile of head h: which slots to copy (one list may serve all heads), and where the copies go. K

@@ -21,6 +21,8 @@ def sparse_gather(
     check_shapes(k, v, index)
     slots = k.shape[1]
     place = jnp.swapaxes(index, 1, 2)[..., None]
+
+    # Index s reads some slot and is then not chosen: a product with 0 would let its NaN through.
     slot = jnp.minimum(place, slots - 1)
     take = lambda x: jnp.where(place < slots, jnp.take_along_axis(x, slot, axis=1), jnp.zeros((), x.dtype))
     return take(k), take(v)

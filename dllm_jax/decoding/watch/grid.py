@@ -38,6 +38,8 @@ def grid(
     labels[recording.mask_id] = MASK
     size = {i: rich.cells.cell_len(label) for i, label in labels.items()}
     filled = recording.tokens[:, recording.to_fill]
+
+    # As wide as the widest token that any step has there, so that the lines stand below each other.
     columns = np.array([max(size[i] for i in column) for column in filled.T.tolist()], int)
     shares = _shares(recording, confidence)
     text = rich.text.Text()
@@ -79,6 +81,8 @@ def _shares(recording: Recording, confidence: bool) -> Float[np.ndarray, "t_plus
     decoded = recording.changed & (recording.tokens[1:] != recording.mask_id)
     value = 1 - np.clip(recording.score, 0, 1) if confidence else (step - 1) / max(recording.steps - 1, 1)
     shares = np.full(recording.tokens.shape, np.nan)
+
+    # A token keeps the colour of the step that decoded it, through all later lines.
     for t in range(recording.steps):
         shares[t + 1] = np.where(decoded[t], np.broadcast_to(value, decoded.shape)[t], shares[t])
     return shares[:, recording.to_fill]

@@ -40,6 +40,8 @@ class DllmJax(TemplateLM):
         self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
         self.answers: list[Entry] = []
         self.likelihoods: list[Entry] = []
+
+        # lm_eval divides requests by rank: all of them are this process's.
         self._rank, self._world_size = 0, 1
 
     @property
@@ -64,12 +66,14 @@ class DllmJax(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Token ids; special tokens in the text (chat templates) are recognised, none are added."""
+        # A chat template writes its own beginning-of-text, and `add_bos` asks for one elsewhere.
         return list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The checkpoint's chat template."""
+        # Without a generation prompt the last message is the beginning of an answer, to be continued.
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

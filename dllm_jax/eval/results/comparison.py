@@ -87,6 +87,8 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
             f"equal name differ, e.g. of {first['group']} {first['id']}; "
             f"{listed or 'the settings are the same'}"
         )
+
+    # A failed request counts in the scores, as 0; what it would have cost is not known.
     good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
     mean = lambda name, side: float(np.mean([pair[side][name] for pair in good]))
     return Comparison(

@@ -116,6 +116,8 @@ class Prompts:
         """
         if task.name not in self.templates:
             raise ValueError(f"{FILE} has no template for {task.name!r}")
+
+        # Both at once: a context that happens to hold "{input}" is not filled in itself.
         fields = {"{context}": sample.context, "{input}": sample.input}
         text = re.sub(r"\{(?:context|input)\}", lambda found: fields[found[0]], self.templates[task.name])
         # As published: the filled template is cut, and only then wrapped in the chat template.
@@ -139,6 +141,8 @@ def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
     ids = tokenizer(text)["input_ids"]
     if len(ids) <= truncate_to:
         return text
+
+    # The halves are decoded apart and joined as text: where they meet, encoding again may give other tokens.
     half = truncate_to // 2
     return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
 

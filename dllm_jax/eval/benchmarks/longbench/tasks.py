@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dllm_jax.eval.benchmarks.longbench import metrics
 
+# As published: prompts that are texts to be continued, few-shot examples and code, are no turns of a chat.
 FEW_SHOT = ("trec", "triviaqa", "samsum")
 PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # their prompts go without the chat template
 
@@ -32,6 +33,7 @@ class LongBenchTask:
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an answer."""
+        # Behind its summary a few-shot model goes on with the next dialogue.
         return ("\n",) if self.name == "samsum" else ()
 
     def check(self, references: Sequence[str], classes: Sequence[str]):
@@ -49,6 +51,7 @@ class LongBenchTask:
           references: right answers, of which the best counts.
           classes: names of all classes, for classification.
         """
+        # When it is scored, not when it is decoded: the journal keeps the whole answer.
         if self.name in FEW_SHOT:
             prediction = metrics.first_line(prediction)
         metric = self.metric
