@@ -121,6 +121,7 @@ def _quantised(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matri
             raise ValueError(f"{error} in {where}") from error
 
     def values(ranges: Ranges) -> np.ndarray:
+        # Channels are cut as they are read, with all of their inputs; of these, a device's part is cut here.
         ends = tuple((ranges[axis].start, ranges[axis].stop) for axis in of_outputs)
         own = tuple(slice(None) if axis in of_outputs else part for axis, part in enumerate(ranges))
         return channels(ends).values[own]

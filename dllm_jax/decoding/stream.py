@@ -117,6 +117,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         running = bool(host.everywhere(piece.running))
         snapshot = _seen(piece, before, own)
         if not running:
+            # A finished generation takes no more steps: the trace behind the next piece is that of this one.
             results = on_mesh((piece.tokens, piece.stats, state.record.trace), placed.mesh)
             snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot
@@ -125,6 +126,8 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
 
 def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
     tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
+
+    # What a sampler took back (WINO) changed as well, but has no confidence.
     decoded = (tokens != before) & ~np.isnan(confidence)
     steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
     return Snapshot(tokens, decoded, confidence, steps, block, None)

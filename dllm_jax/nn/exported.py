@@ -33,6 +33,8 @@ def _model_to_bytes(static: tuple[Any, ...]) -> bytes:
 
 def _model_from_bytes(data: bytes) -> tuple[Any, ...]:
     spec, implementation, rules = json.loads(data)
+
+    # JSON has no tuples, and lists would make the rules unhashable.
     names = {axis: tuple(listed) for axis, listed in rules.items()}
     return ModelSpec.of_fields(spec), implementation, MeshRules(**names)
 

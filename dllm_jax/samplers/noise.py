@@ -126,4 +126,6 @@ class RecordedNoise(NamedTuple):
         if recorded.ndim == 0:
             raise ValueError("the sampler draws numbers that the recorded noise does not hold")
         sequence = jnp.arange(index.shape[0])[:, None]
+
+        # Index l is padding, whose draw nobody uses: it reads that of the last position.
         return recorded[canvas.step[:, None], sequence, jnp.minimum(index, canvas.layout.length - 1)]

@@ -48,6 +48,7 @@ class TokenFrequencies(Arrays):
           ValueError: they are no such numbers, or others than `sha256` says.
           OSError: the file cannot be read.
         """
+        # Inside of a program there are no numbers to check or to hash.
         if isinstance(frequencies, Tracer):
             self.values = frequencies
             return
@@ -174,6 +175,8 @@ class PCSampler(FixedSchedule):
     ) -> Float[Array, "b c"]:
         """The probability of the token times its information in the corpus, clipped; in nats."""
         probability = super().confidence(logits, token, index, canvas, noise)
+
+        # In nats. The released code's 1e-10 keeps it finite for a token that the corpus does not have.
         information = -jnp.log(jnp.asarray(self.frequencies.values)[token] + 1e-10)
         return jnp.minimum(probability * information, self.clip)
 

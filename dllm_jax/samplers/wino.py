@@ -74,6 +74,8 @@ class WINO(UntilDone):
         """Wide in: the positions that reach the threshold, up to a limit, and the surest in any case."""
         score = candidates.score
         masks = jnp.sum(score > -jnp.inf, axis=1, dtype=jnp.int32)
+
+        # Of a block with m masks the released code decodes at most clamp(floor(0.7 m), 5, 20) at once.
         limit = jnp.clip(fraction_of(masks, self.fraction, score.shape[1]), self.fewest, self.most)
         reached = jnp.where(score >= self.wide_in, score, -jnp.inf)
         return best(reached, limit) | best(score, jnp.ones_like(limit))

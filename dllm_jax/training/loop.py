@@ -126,6 +126,8 @@ def _run(
         batch = source.batch(memory, step)
         tokens += batch.prompt.size + batch.answer.size
         state, metrics = train_step(state, batch, setup)
+
+        # Metrics stay on the devices until a review: to read them here would be to wait for every step.
         window.append(metrics)
         done, last = step + 1, step + 1 == config.steps
         # The log is on the disk before the checkpoint of its step, which a resumed run rewinds it to.
@@ -147,6 +149,8 @@ def _entry(
     loss, accuracy = (float(np.mean(values)) for values in zip(*jax.device_get(window), strict=True))
     if not math.isfinite(loss):
         raise FloatingPointError(f"the mean loss is {loss} at step {step}: try a lower learning_rate")
+
+    # Totals go on from the entry before, which may be that of a process that was killed.
     before = entries[-1] if entries else {"tokens": 0, "seconds": 0.0}
     return {
         "step": step,

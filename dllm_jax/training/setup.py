@@ -59,6 +59,7 @@ class Setup:
 
     def masters(self, trained: PyTree) -> PyTree:
         """Copies of trained parameters, in float32 if the setup says so."""
+        # A step is often smaller than the spacing of bfloat16, and would be rounded away.
         widen = lambda p: jnp.promote_types(p.dtype, jnp.float32) if self.config.master_weights else p.dtype
         return jax.tree.map(lambda p: jnp.copy(p).astype(widen(p)), trained)
 

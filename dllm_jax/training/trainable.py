@@ -73,6 +73,7 @@ def assigned(
       ValueError: names without a mapping, a mapping with other names, or nothing to train.
       TypeError: what is no transformation of optax.
     """
+    # A transformation alone is that of the one label without a name, True.
     given = optimizer if isinstance(optimizer, Mapping) else {True: optimizer}
     found = {label for label in jax.tree.leaves(labels) if label is not False}
     if found and found != given.keys():
@@ -92,6 +93,8 @@ def assigned(
         raise ValueError("trainable= leaves nothing to train")
     if True in used:
         return mask, used[True]
+
+    # Named groups have a transformation and a state each.
     return mask, optax.partition(used, jax.tree.map(lambda label: label if label in used else None, labels))
 
 

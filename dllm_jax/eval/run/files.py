@@ -41,6 +41,7 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
       FileNotFoundError: no such file.
       ValueError: not UTF-8, or a line that is no JSON object; names file and line.
     """
+    # Only \n ends a line: a JSON string may hold the other separators that `splitlines` knows.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             value = _value(line, path, number)

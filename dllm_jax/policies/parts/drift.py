@@ -90,6 +90,7 @@ class HeadCosine(DriftTest):
     @override
     def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:
         """The tracked tokens of all layers, each once, in order of position."""
+        # At most `track` tokens a layer, and no more than the canvas has: a static bound of the union's size.
         union = members(attended, length)
         return compact(union, min(length, attended.shape[1] * attended.shape[2]))
 
