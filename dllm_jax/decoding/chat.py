@@ -88,6 +88,8 @@ def chat(
         if buckets is not None:
             check_ladder("buckets", buckets)
         prompts = processor.encode(model, conversations, buckets)
+
+        # Each once and in a fixed order: the ids are static, and another order would be another program.
         both = dict.fromkeys((*(sampler.suppress_tokens or ()), *processor.suppress_tokens))
         sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both) or None)
     out = generate(

@@ -255,6 +255,8 @@ def _all_masks(
     of_sequence = lambda k, real: stratified_masks(k, length, strata, real)
     by_sequence = jax.vmap(of_sequence, in_axes=(0, None if real is None else 0))
     masks = jax.vmap(by_sequence, in_axes=(0, None))(keys, real)
+
+    # [groups b strata r] to [draws b r]: the draws of a group stay together.
     return jnp.swapaxes(masks, 1, 2).reshape(draws, batch, length)
 
 

@@ -56,6 +56,8 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
     """
     style, script = (_part(name) for name in ("page.css", "page.js"))
     data = {"panels": [_panel(panel, tokenizer) for panel in panels]}
+
+    # The page loads nothing and runs its own script alone, whatever a model has written into its text.
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     filled = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
     document = _part("page.html")
@@ -104,6 +106,8 @@ def _step(record: Recording, step: int) -> dict[str, Any]:
     """One step: [position, token, confidence] of what it wrote and of other candidates; what it computed."""
     changed = record.changed[step]
     wrote = _triples(changed, record.tokens[step + 1], record.score[step])
+
+    # A confidence of -inf is that of no candidate.
     proposed = ~changed & ~np.isneginf(record.score[step])
     candidates = _triples(proposed, record.proposed[step], record.score[step])
     computed, widened = _runs(record.computed[step]), _runs(record.widened[step])

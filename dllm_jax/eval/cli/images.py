@@ -73,6 +73,7 @@ def run_images(
 
 def _published(decoding: Decoding, task: str | None) -> Decoding:
     """The settings with the published length, block and steps, unless they have a length."""
+    # Published blocks and steps are of the published length: another length goes without them.
     if task is None or decoding.length is not None:
         return decoding
     recipe = presets.recipe(FAMILY, task)
