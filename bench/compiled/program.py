@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import dllm_jax as dj
 from bench.compiled import hlo, traffic
@@ -17,6 +16,7 @@ from bench.shared.measure import Run, held
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.decoding.loop import denoise, scope
+from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import Request
 from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.training.config import TrainConfig
@@ -102,7 +102,8 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
         lowered, request = _training(case, model, mesh), None
     else:
         request = case.run().request(model)
-        lowered = _generation(case, model, request, mesh)
+        placed = place(model, request)
+        lowered = denoise.trace(placed.model, placed.inputs, placed.plan)
     compiled = lowered.lower(lowering_platforms=(case.on.platform,)).compile()
     spent = _cpu_seconds() - before
     text = compiled.as_text()
@@ -110,16 +111,6 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
     row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache), request)
     return row, text
-
-
-def _generation(case: Case, model: dj.Model, request: Request, mesh: Mesh) -> jax.stages.Traced:
-    def placed(array: Any) -> jax.ShapeDtypeStruct:
-        split = PartitionSpec("dp") if case.dp > 1 else PartitionSpec()
-        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(mesh, split))
-
-    # Arguments of a generation are split by sequence, over the chips that share the batch.
-    inputs = jax.tree.map(placed, request.inputs)
-    return denoise.trace(model, inputs, request.plan)
 
 
 def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
