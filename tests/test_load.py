@@ -134,8 +134,8 @@ REFUSED = {  # what is written, what is changed, the error, options that load it
     "float16_files": (dict(dtype="float16"), {}, r"stores float16.*Ask for", dict(dtype="float32")),
     "mixed_dtypes": ({}, {LN: np.ones(32, jnp.bfloat16)}, "stores bfloat16, float32", dict(dtype="bfloat16")),
     "integer_weights": ({}, {LN: np.ones(32, np.int32)}, r"ln_f\.weight: I32", None),
-    "check_finite_nan": ({}, {LN: np.full(32, np.nan, np.float32)}, rf"values in .*{LN}", {}),
-    "check_finite_inf": ({}, {UP: np.full((48, 32), np.inf, np.float32)}, rf"values in .*{UP}", {}),
+    "check_finite_nan": ({}, {LN: np.float32([*[1] * 31, np.nan])}, rf"values in .*{LN}", {}),
+    "check_finite_inf": ({}, {UP: np.float32([[0] * 31 + [np.inf]] * 48)}, rf"values in .*{UP}", {}),
 }
 
 

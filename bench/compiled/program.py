@@ -16,8 +16,7 @@ from bench.shared.measure import Run, held
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.decoding.loop import denoise, scope
-from dllm_jax.decoding.placement import place
-from dllm_jax.decoding.request import Request
+from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Batch
@@ -99,17 +98,16 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     # Traced, lowered and compiled for a platform that is not there; nothing is run.
     before = _cpu_seconds()
     if case.policy == TRAINING:
-        lowered, request = _training(case, model, mesh), None
+        lowered, placed = _training(case, model, mesh), None
     else:
-        request = case.run().request(model)
-        placed = place(model, request)
+        placed = place(model, case.run().request(model))
         lowered = denoise.trace(placed.model, placed.inputs, placed.plan)
     compiled = lowered.lower(lowering_platforms=(case.on.platform,)).compile()
     spent = _cpu_seconds() - before
     text = compiled.as_text()
     assert text is not None, "compilers for described devices print their programs"
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
-    row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache), request)
+    row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache), placed)
     return row, text
 
 
@@ -133,15 +131,15 @@ def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
     return found | {"fits": found["peak"] <= case.on.hardware.capacity}
 
 
-def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[str, Any]:
+def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str, Any]:
     """Copies of at least `COPY` bytes, and bytes per step beside the roofline's."""
     loops = list(entry.walk())
     found: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
-    if request is None:
+    if placed is None:
         return found
     # The floor is the roofline's, of one chip: those that share a layer move equal parts of its bytes.
-    found["step_variants"] = 1 + len(request.plan.widths)
-    for kind, (variant, floor) in _steps(case, request).items():
+    found["step_variants"] = 1 + len(placed.plan.widths)
+    for kind, (variant, floor) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
         total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), floor / case.tp
@@ -155,18 +153,21 @@ def _traffic(case: Case, entry: traffic.Loop, request: Request | None) -> dict[s
     return found
 
 
-def _steps(case: Case, request: Request) -> dict[str, tuple[int | None, float]]:
+def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, float]]:
     """The variant and the roofline's bytes of the most frequent full and of the most frequent reuse step.
 
     Bytes of the chips that share a part of the batch; the parts have all weights each.
     """
-    batch = -(-case.batch // case.dp)
-    work = roofline.work(case.spec, request.plan.policy, request.plan.layout, batch, case.dtype)
+    plan, batch = placed.plan, -(-case.batch // case.dp)
     kinds: dict[str, tuple[int | None, float]] = {}
-    for kind in sorted(work.steps, key=lambda kind: kind.count):  # the most frequent one stays
-        full = kind.step.full
-        width = None if full else min(w for w in request.plan.widths if w >= kind.step.rows)
-        kinds["full" if full else "reuse"] = width, kind.cost.bytes
+    # A full step runs a group of few sequences, a reuse step all.
+    for name, sequences in (("full", min(plan.group or batch, batch)), ("reuse", batch)):
+        work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
+        kinds_of = [kind for kind in work.steps if kind.step.full == (name == "full")]
+        if kinds_of:
+            kind = max(kinds_of, key=lambda kind: kind.count)
+            width = None if kind.step.full else min(w for w in plan.widths if w >= kind.step.rows)
+            kinds[name] = width, kind.cost.bytes
     return kinds
 
 
