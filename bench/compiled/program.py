@@ -15,6 +15,7 @@ from bench.compiled.targets import TARGETS, Target
 from bench.shared.measure import Run, held
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
+from dllm_jax.decoding.group import of_full_step
 from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.policies.parts.control import REFRESH
@@ -161,7 +162,7 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, float]]:
     plan, batch = placed.plan, -(-case.batch // case.dp)
     kinds: dict[str, tuple[int | None, float]] = {}
     # A full step runs a group of few sequences, a reuse step all.
-    for name, sequences in (("full", min(plan.group or batch, batch)), ("reuse", batch)):
+    for name, sequences in (("full", of_full_step(plan, batch)), ("reuse", batch)):
         work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
         kinds_of = [kind for kind in work.steps if kind.step.full == (name == "full")]
         if kinds_of:

@@ -9,7 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.decoding.generation import Generation, State
 from dllm_jax.decoding.plan import Plan
@@ -54,13 +54,14 @@ def coming(plan: Plan, state: State) -> Int[Array, ""]:
     active, whole = state.canvas.active, needs_full(plan, state.need)
     partial = active & ~whole
     width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
-    full = jnp.any(active & whole) if in_groups(plan, len(active)) else ~jnp.any(partial)
+    in_groups = of_full_step(plan, len(active)) < len(active)
+    full = jnp.any(active & whole) if in_groups else ~jnp.any(partial)
     return jnp.where(full, len(plan.widths), width)
 
 
-def in_groups(plan: Plan, batch: int) -> bool:
-    """Whether a full step runs fewer than all sequences."""
-    return plan.group is not None and plan.group < batch
+def of_full_step(plan: Plan, batch: int) -> int:
+    """How many of the sequences a full step runs."""
+    return batch if plan.group is None else min(plan.group, batch)
 
 
 def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
@@ -92,21 +93,21 @@ def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
     )
 
 
-def state_of(generation: Generation, state: State, who: Int[Array, "g"]) -> State:
+def state_of(generation: Generation, state: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
     plan = generation.plan
     both = streams_of(who, plan)
     own = lambda tree: jax.tree.map(lambda array: taken(array, who, 0), tree)
     return State(
         own(state.canvas),
-        jax.tree.map(lambda array, axis: taken(array, both, axis), state.cache, _axes(generation, state)),
+        jax.tree.map(lambda array, axis: taken(array, both, axis), state.cache, axes),
         taken(state.need, both, 0),
         own(state.record._replace(trace=None))._replace(trace=state.record.trace),
         own(state.memory),
     )
 
 
-def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"]) -> State:
+def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of all sequences after a step of the group's."""
     plan = generation.plan
     both = streams_of(who, plan)
@@ -115,7 +116,7 @@ def put_back(generation: Generation, state: State, few: State, who: Int[Array, "
     put_streams = lambda array, part, axis: put(array, part, both, axis)
     return State(
         own(state.canvas, few.canvas),
-        jax.tree.map(put_streams, state.cache, few.cache, _axes(generation, state)),
+        jax.tree.map(put_streams, state.cache, few.cache, axes),
         put(state.need, few.need, both, 0),
         record._replace(trace=few.record.trace),
         own(state.memory, few.memory),
@@ -143,10 +144,9 @@ def put(
     return array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
 
 
-def _axes(generation: Generation, state: State) -> PyTree[int]:
-    """The axis of sequences of each array of the cache: the one that grows with the batch."""
+def axes_of_sequences(generation: Generation, batch: int) -> Cache:
+    """The axis of sequences of each array of the cache, in its place: the one that grows with the batch."""
     model, plan = generation.model, generation.plan
-    batch = len(state.need)
 
     def empty(batch: int) -> Cache:
         cache = plan.policy.init(model.spec, plan.layout, batch, model.dtype)

@@ -9,7 +9,15 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.decoding import nonfinite
 from dllm_jax.decoding.block_schedule import advance, find_stop, offered
 from dllm_jax.decoding.generation import Generation, State
-from dllm_jax.decoding.group import constants_of, first, in_groups, put_back, state_of, taking_part
+from dllm_jax.decoding.group import (
+    axes_of_sequences,
+    constants_of,
+    first,
+    of_full_step,
+    put_back,
+    state_of,
+    taking_part,
+)
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.propose import propose
 from dllm_jax.decoding.shadow import masked_block, over_both
@@ -101,14 +109,15 @@ def step(generation: Generation, width: int | None, state: State) -> State:
     """
     plan = generation.plan
     part = taking_part(plan, width, state)
-    if width is not None or plan.group is None or not in_groups(plan, len(part)):
+    size = of_full_step(plan, len(part))
+    if width is not None or size == len(part):
         return _step(generation, width, _of(state, part, plan))
-    who = first(part, state.canvas, plan.group)
-    few = _of(state_of(generation, state, who), part[who], plan)
+    who, axes = first(part, state.canvas, size), axes_of_sequences(generation, len(state.need))
+    few = _of(state_of(generation, state, who, axes), part[who], plan)
     after = _step(constants_of(generation, who), None, few, who)
 
     # What only fills the group is not written back, whatever a policy's layer does to it.
-    return put_back(generation, state, after, jnp.where(part[who], who, len(part)))
+    return put_back(generation, state, after, jnp.where(part[who], who, len(part)), axes)
 
 
 def _of(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
