@@ -24,8 +24,8 @@ class Canvases(NamedTuple):
       tokens: ids, in the order in which the steps were asked for.
       valid: False at padding; None where nothing is.
       steps: which canvas each is: i is the one before denoising step i.
-      taken: how many denoising steps each sequence had taken part in before, which is i where no sequence
-        had to wait for its batch mates.
+      taken: how many denoising steps each sequence had taken part in before, which is i until it took
+        no more.
     """
 
     tokens: Int[np.ndarray, "t b l"]
@@ -64,7 +64,7 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
                 "passed as prompt_embeds=, without which its canvases cannot be computed again; "
                 "hidden_states(.., embeds=) takes it"
             )
-        # A sequence that waits for its batch mates takes part in no step: interventions count its own.
+        # Behind a sequence's last step its canvas stays: interventions count its own steps.
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):

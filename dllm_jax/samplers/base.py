@@ -89,7 +89,7 @@ class Sampler(Options, abc.ABC):
 
         Args:
           candidates: what may be decoded, and the logits.
-          memory: what the last step's decision left; that of a sequence that waits for its batch mates, which
+          memory: what the last step's decision left; that of a sequence that the step leaves out, which
             has no candidates, must stay as it is.
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.

@@ -62,8 +62,8 @@ class Recording:
         if not 0 <= operator.index(sequence) < batch:
             raise ValueError(f"sequence={shown(sequence)} must be 0 to {batch - 1}: the batch has {batch}")
 
-        # A trace that was made inside of jit has room for more steps than ran; a sequence that waits for its
-        # batch mates does not take part in all that did.
+        # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
+        # as its slowest sequence took.
         tokens, computed, proposed, score, active, widened, steps = map(values, trace)
         own = np.flatnonzero(active[: int(steps), sequence])
         return cls(
