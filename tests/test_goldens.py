@@ -13,7 +13,8 @@ from tests.replay.methods import METHODS, replay
 HERE = pathlib.Path(__file__).parent / "goldens"
 FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
 
-# Cases of these that begin alike ("llada-threshold0.3-p21", "llada-threshold0.9-p18") differ in numbers only.
+# Cases of these that begin alike ("llada-threshold0.3-p21", "llada-threshold0.9-p18") differ in numbers only,
+# or are batches, whose sequences a recording makes wait for each other.
 SERIES = "fast-dllm-dual", "fast-dllm-prefix", "parallel-threshold", "prefix-cache", "certainty-prior"
 BEGINNING = re.compile("[a-z]+-[a-z]+")  # family, and what is decoded
 
@@ -46,7 +47,7 @@ def fewest_kinds_of_steps(monkeypatch):
 def beginning(case: Case) -> tuple[str, str]:
     """The method, and what of the name tells a case from others of its series; all of it outside of these."""
     method, name = case.name.split("/")
-    return method, BEGINNING.match(name)[0] if method in SERIES else name
+    return method, BEGINNING.match(name)[0] + "-batch" * ("batch" in name) if method in SERIES else name
 
 
 def test_conforms(case):

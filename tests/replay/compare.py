@@ -56,7 +56,11 @@ def bf16_closely(name: str, ours, recorded, where=None):
 def compare_steps(case: Case, trace, predicted: str, computed: str | None = None, useful=slice(None)):
     """Tokens after every step, sets, candidate tokens and confidences, where both sides have them."""
     arrays, confidence = case.arrays, case.arrays["confidence"][useful]
-    exactly("tokens", trace.tokens, np.concatenate([arrays["tokens"][:1], arrays["tokens"][1:][useful]]))
+    recorded = np.concatenate([arrays["tokens"][:1], arrays["tokens"][1:][useful]])
+    trace = in_recorded_steps(trace, recorded)
+    exactly("tokens", trace.tokens, recorded)
+    if "active_rows" in arrays:
+        exactly("active sequences", trace.active, arrays["active_rows"][useful])
     if computed:
         active = np.asarray(trace.active)[..., None]
         exactly(computed, trace.computed, arrays[computed][useful], where=active)
@@ -71,6 +75,27 @@ def compare_steps(case: Case, trace, predicted: str, computed: str | None = None
     exactly("candidates", proposed, arrays[predicted][useful], where=eligible)
     if not eligible.any():
         raise AssertionError("nothing was compared: no position is eligible in both traces")
+
+
+def in_recorded_steps(trace, tokens: np.ndarray):
+    """The trace by the steps of the recording, where a sequence may wait for its batch mates.
+
+    Ours wait for none. A sequence of as many steps as were recorded has taken all; one of fewer took those
+    that changed its recorded tokens, and what it did in them is compared there.
+    """
+    trace, steps = type(trace)(*map(np.asarray, trace)), len(tokens) - 1
+    changed, batch = (tokens[1:] != tokens[:-1]).any(axis=-1), np.arange(tokens.shape[1])
+    own = trace.active.sum(axis=0)
+    if (own == steps).all():
+        return trace
+    took = np.where(own == steps, True, changed)
+    exactly("numbers of steps", took.sum(axis=0), own)
+
+    # Before its own step i a sequence has taken i of the recorded ones; while it waits its tokens stay.
+    before = np.concatenate([np.zeros((1, len(own)), int), np.cumsum(took, axis=0)])
+    at = np.minimum(before[:-1], len(trace.active) - 1)
+    of_steps = {name: getattr(trace, name)[at, batch] for name in ("computed", "proposed", "score")}
+    return trace._replace(tokens=trace.tokens[before, batch], active=took, **of_steps)
 
 
 def compare_logits(case: Case, model: dj.Model, shifted: bool = False):

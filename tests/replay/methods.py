@@ -116,7 +116,6 @@ def research_dllm(case: Case):
     steps = d["gen_length"] // d["num_transfer_tokens"]
     out = case.generate(model, policy=policy, sampler=sampler, steps=steps, **shape)
     compare_steps(case, out.trace, predicted="predicted", computed="recomputed")
-    exactly("active sequences", out.trace.active, arrays["active_rows"])
     if not s["cache"]:
         compare_logits(case, model)
 
