@@ -41,6 +41,7 @@ DRAWN = {
     "EvictPrompt": dict(budget=8),
     "ElasticCache": dict(window=4),
     "D2Cache": dict(k=4),
+    "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
 }
 LAYOUT = dict(length=16, block=8)
 PAGE = """\
@@ -53,8 +54,8 @@ Exact limit: {limit}
 ![computed and stored positions by step](../figures/steps-{name}.svg)
 
 `{drawn}` on `tiny-llada`, 16 tokens in blocks of 8. Positions across, the response behind the line; steps
-down. Blue is computed in the step, yellow to red is read as it was stored, the redder the older; a dot is
-decoded.{besides}
+down. Blue is computed in the step, yellow to red is read as it was stored, the redder the older, blank is
+left out; a dot is decoded.{besides}
 
 {fields}
 
@@ -193,7 +194,7 @@ def picture(policy: dj.policies.Policy) -> str:
     cells = []
     for step, position in np.ndindex(run.computed.shape):
         x, y, age = CELL * position, CELL * step, run.age[step, position]
-        if age == 0 or (age > 0 and policy.reuses):
+        if age == 0 or (age > 0 and policy.reuses and run.read[step, position]):
             side = f'width="{CELL - 1}" height="{CELL - 1}"'
             cells.append(f'<rect x="{x}" y="{y}" {side} fill="{colour(age)}"/>')
         if run.changed[step, position]:

@@ -108,6 +108,11 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         ONE_TOKEN_PER_STEP,
         policies.EvictPrompt(budget=64),
     ),
+    policies.WindowDiffusion: PolicyCase(
+        policies.WindowDiffusion(window=4, active=3, refresh_every=4),
+        policies.WindowDiffusion(window=2, active=2, refresh_every=1), ONE_TOKEN_PER_STEP,
+        policies.WindowDiffusion(active=4), family="dream",
+    ),
 }  # fmt: skip
 
 CACHED = tuple(case.policy for case in CASES.values())

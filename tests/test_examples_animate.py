@@ -19,7 +19,8 @@ def panel(computed: list[str]) -> animate.Panel:
     tokens = np.full((5, PROMPT + 4), 2)
     for t in range(5):
         tokens[t, :PROMPT], tokens[t, PROMPT : PROMPT + t] = 1, 3
-    recording = Recording(tokens, steps, tokens[1:], np.zeros(steps.shape), np.zeros((4, 1), bool), mask_id=2)
+    score, widened = np.zeros(steps.shape), np.zeros((4, 1), bool)
+    recording = Recording(tokens, steps, steps, tokens[1:], score, widened, mask_id=2)
     return animate.Panel("title", recording, [*"abc", *ANSWER])
 
 

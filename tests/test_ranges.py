@@ -32,6 +32,7 @@ OUTSIDE = {
     policies.DLLMCache: "prompt_every=0 response_every=0 ratio=1.5",
     policies.MaskKV: "budget=0 ratio=1.5",
     policies.ElasticCache: "window=0 track=-1 gamma=nan",
+    policies.WindowDiffusion: "window=0 active=0 refresh_every=0 window=2**31",
     policies.DKVDecode: OF_DKV,
     policies.DKVPD: OF_DKV,
     policies.DKVGreedy: "refresh_every=0 window=-1 around='both'",

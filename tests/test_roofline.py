@@ -138,6 +138,7 @@ SCHEDULED = [
     dj.policies.ElasticCache(window=2, gamma=-1.0),
     dj.policies.D2Cache(k=3, p=0.3),
     dj.policies.EvictPrompt(budget=3),
+    dj.policies.WindowDiffusion(window=6, active=2, refresh_every=5),
 ]
 
 

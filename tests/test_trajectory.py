@@ -121,9 +121,8 @@ def test_of_remasked_tokens_the_last_decoding_counts():
     steps += [[1, mask, mask], [1, 8, mask]]  # of steps that did not run
     tokens = np.asarray(steps, np.int32)[:, None]
     shape, widened = (len(steps) - 1, 1, 3), np.zeros((len(steps) - 1, 1, 2), bool)
-    trace = Trace(
-        tokens, np.ones(shape, bool), tokens[1:], np.zeros(shape), np.ones(shape[:2], bool), widened, 4,
-    )  # fmt: skip
+    everywhere, taken = np.ones(shape, bool), np.ones(shape[:2], bool)
+    trace = Trace(tokens, everywhere, everywhere, tokens[1:], np.zeros(shape), taken, widened, 4)
     ours = dj.trajectory_log_probs(model, jax.tree.map(jnp.asarray, trace))
     assert ours.decoded_at.tolist() == [[-1, 2, -1]]  # the last token was remasked
     logits = np.asarray(dj.forward(model, tokens[2])[0, 1], np.float64)
@@ -137,7 +136,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(optimised):
     def temporary(steps: int) -> int:
         tokens = jnp.full((steps + 1, 1, 64), 3, jnp.int32).at[:-1].set(model.spec.mask_id)
         empty = jnp.zeros((steps, 1, 64))
-        trace = Trace(tokens, empty, empty, empty, empty[..., 0], empty[..., :1], jnp.int32(steps))
+        trace = Trace(tokens, empty, empty, empty, empty, empty[..., 0], empty[..., :1], jnp.int32(steps))
         total = lambda model, trace: jnp.sum(dj.trajectory_log_probs(model, trace, most_per_step=4).log_prob)
         compiled = jax.jit(jax.grad(total)).lower(model, trace).compile()
         return compiled.memory_analysis().temp_size_in_bytes

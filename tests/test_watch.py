@@ -38,6 +38,8 @@ ACTIVE = np.array([[True, True], [True, False], [True, True]])
 COMPUTED = np.array(
     [[[1, 1, 1, 1, 1]] * 2, [[0, 0, 1, 1, 0], [0] * 5], [[0, 0, 1, 0, 1], [0, 1, 1, 1, 1]]], dtype=bool
 )
+READ = np.ones(COMPUTED.shape, bool)
+READ[1, 0, 3:] = False  # one of which is computed
 SCORE = np.where(TOKENS[1:] != TOKENS[:-1], np.array([0.5, 0.75, 1.0])[:, None, None], -np.inf)
 SCORE[2, 1, 2] = -np.inf
 
@@ -47,7 +49,7 @@ def recorded(ids: np.ndarray = TOKENS) -> dj.Output:
     proposed = np.where(np.isneginf(SCORE), ids[0, 0, 2], ids[1:])
     room = lambda a: np.concatenate([a, a[-1:]])  # as inside of jit, for one step more than ran
     score = SCORE.astype(np.float32)
-    parts = ids, COMPUTED, proposed, score, ACTIVE, WIDENED
+    parts = ids, COMPUTED, READ, proposed, score, ACTIVE, WIDENED
     trace = Trace(*(room(part) for part in parts), np.int32(3))
     stats = Stats(*(np.array([3, 2]) for _ in Stats._fields))
     return jax.tree.map(jax.numpy.asarray, dj.Output(ids[-1], stats, trace))
@@ -77,6 +79,7 @@ def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
     assert first.decoded_at.tolist() == [0, 0, 2, 1, 3]
     np.testing.assert_array_equal(first.confidence, np.float32([np.nan, np.nan, 0.75, 0.5, 1.0]))
     assert first.age.tolist() == [[0] * 5, [1, 1, 0, 0, 1], [2, 2, 0, 1, 0]]
+    assert first.read.tolist() == [[True] * 5, [True, True, True, False, False], [True] * 5]
     # The step for which it waited is none of its own; what was made a mask again is not decoded.
     assert second.steps == 2
     assert second.decoded_at.tolist() == [0, 0, 0, 2, 2]
@@ -114,7 +117,7 @@ def test_a_step_of_a_chain_fits_a_line_of_a_terminal():
     mask, end = (read.convert_tokens_to_ids(name) for name in (tokenizer.MASK, tokenizer.EOT))
     answer = [*read.encode("b>c;" * 7, add_special_tokens=False), *[end] * 4]
     tokens, none = np.array([[mask] * 32, answer]), np.full((1, 32), mask)
-    record = Recording(tokens, none > 0, none, np.ones((1, 32), np.float32), none[:, :1] < 0, mask)
+    record = Recording(tokens, *2 * [none > 0], none, np.ones((1, 32), np.float32), none[:, :1] < 0, mask)
     lines = str(grid(record, read)).splitlines()
     assert [len(line) <= 80 for line in lines] == [True, True]
     assert lines[-1].split()[-4:] == [END] * 4
@@ -245,15 +248,17 @@ def replayed(panel: dict) -> np.ndarray:
 
 def test_a_page_holds_every_step_of_a_generation():
     model = tiny("llada")
-    policy = dj.policies.DualCache()
+    policy = dj.policies.WindowDiffusion(window=2, active=3, refresh_every=4)
     out = dj.generate(model, np.arange(6)[None], length=8, block=4, policy=policy, trace=True)
     (panel,) = data(out.to_html())
     np.testing.assert_array_equal(replayed(panel), out.trace.tokens[:, 0])
-    computed = np.zeros(out.trace.computed[:, 0].shape, bool)
-    for row, step in zip(computed, panel["steps"], strict=True):
-        for first, behind in zip(step["computed"][::2], step["computed"][1::2], strict=True):
-            row[first:behind] = True
-    np.testing.assert_array_equal(computed, out.trace.computed[:, 0])
+    for name in ("computed", "read"):
+        found = np.zeros(out.trace.computed[:, 0].shape, bool)
+        for row, step in zip(found, panel["steps"], strict=True):
+            for first, behind in zip(step[name][::2], step[name][1::2], strict=True):
+                row[first:behind] = True
+        assert not found.all(), "a page that says nothing would pass too"
+        np.testing.assert_array_equal(found, getattr(out.trace, name)[:, 0])
     (position, token, confidence), *_ = panel["steps"][0]["wrote"]
     assert confidence == pytest.approx(float(out.trace.score[0, 0, position]), abs=1e-4)
     assert panel["pieces"][str(token)] == [str(token), False]

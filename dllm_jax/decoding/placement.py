@@ -101,6 +101,7 @@ def collect(placed: Placed, tokens: Array, stats: Stats, trace: Trace | None) ->
     of_steps = Trace(
         tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1),
         computed=part(trace.computed, ran, own, right, batch=1),
+        read=part(trace.read, ran, own, right, batch=1),
         proposed=part(trace.proposed, ran, own, right, batch=1),
         score=part(trace.score, ran, own, right, batch=1),
         active=part(trace.active, ran, own, batch=1),

@@ -44,6 +44,7 @@ class Trace(NamedTuple):
     Attributes:
       tokens: the sequence before step 0 and after every step.
       computed: positions fed through the network.
+      read: positions that those attended to (`Policy.reads`); never padding.
       proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       active: steps that the sequence took.
@@ -53,6 +54,7 @@ class Trace(NamedTuple):
 
     tokens: Int[Array, "t_plus_1 b l"]
     computed: Bool[Array, "t b l"]
+    read: Bool[Array, "t b l"]
     proposed: Int[Array, "t b l"]
     score: Float[Array, "t b l"]
     active: Bool[Array, "t b"]
@@ -103,6 +105,7 @@ class Record(NamedTuple):
         before: Canvas,
         after: Canvas,
         computed: Bool[Array, "b l"],
+        read: Bool[Array, "b l"],
         extra: Float[Array, "b n"] | None,
         finite: Bool[Array, "b"],
         proposal: Proposal,
@@ -114,6 +117,7 @@ class Record(NamedTuple):
           before: the canvas before the step.
           after: the canvas after it.
           computed: positions fed through the network.
+          read: positions that those attended to.
           extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
           proposal: what the sampler was offered.
@@ -131,7 +135,7 @@ class Record(NamedTuple):
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else _add(self.trace, who, before, after, computed, extra, proposal),
+            else _add(self.trace, who, before, after, computed, read, extra, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
@@ -175,6 +179,7 @@ def _empty_trace(canvas: Canvas, limit: int) -> Trace:
     return Trace(
         tokens=jnp.broadcast_to(canvas.tokens, (limit + 1, *canvas.tokens.shape)),
         computed=jnp.zeros(shape, bool),
+        read=jnp.zeros(shape, bool),
         proposed=jnp.full(shape, canvas.spec.mask_id, jnp.int32),
         score=jnp.full(shape, -jnp.inf, jnp.float32),
         active=jnp.zeros(shape[:2], bool),
@@ -191,7 +196,9 @@ def _decoded_with(
     return jnp.where(before.tokens != after.tokens, new, confidence)
 
 
-def _add(trace: Trace, who, before: Canvas, after: Canvas, computed, extra, proposal: Proposal) -> Trace:
+def _add(
+    trace: Trace, who, before: Canvas, after: Canvas, computed, read, extra, proposal: Proposal
+) -> Trace:
     """The trace with one more step of each active sequence, written in place since the loop carries it."""
     widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
     who = jnp.arange(len(computed)) if who is None else who
@@ -201,6 +208,7 @@ def _add(trace: Trace, who, before: Canvas, after: Canvas, computed, extra, prop
     return trace._replace(
         tokens=put(trace.tokens, after.tokens, step + 1),
         computed=put(trace.computed, computed),
+        read=put(trace.read, read),
         proposed=put(trace.proposed, proposal.token),
         score=put(trace.score, proposal.score),
         active=put(trace.active, before.active),

@@ -165,7 +165,8 @@ def _step(
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = counted(cache, plan.streams)
-    record = state.record.add(canvas, after, own.mask(), extra, finite, proposal, who)
+    read = stream(policy.reads(state.cache, streams) & streams.valid, 0, plan.streams)
+    record = state.record.add(canvas, after, own.mask(), read, extra, finite, proposal, who)
     return State(after, cache, needed(generation, cache, after), record, memory)
 
 

@@ -15,6 +15,7 @@ from dllm_jax.policies.maskkv import MaskKV as MaskKV
 from dllm_jax.policies.parts.drift import HeadCosine as HeadCosine
 from dllm_jax.policies.parts.drift import KeyCosine as KeyCosine
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
+from dllm_jax.policies.window_diffusion import WindowDiffusion as WindowDiffusion
 
 ALL: tuple[Policy, ...] = (
     Policy(),
@@ -30,4 +31,5 @@ ALL: tuple[Policy, ...] = (
     ElasticCache(),
     D2Cache(),
     EvictPrompt(),
+    WindowDiffusion(),
 )

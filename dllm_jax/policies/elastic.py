@@ -20,6 +20,7 @@ from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
+from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
 
 
@@ -68,8 +69,7 @@ class ElasticCache(Policy):
     @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The window: the leftmost masks."""
-        masks = canvas.eligible & self.undecided(canvas)
-        return masks & (jnp.cumsum(masks, axis=1) <= self.window)
+        return leftmost(canvas.eligible & self.undecided(canvas), self.window)
 
     def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks that are still to be decoded."""

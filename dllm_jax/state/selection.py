@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.arithmetic import divided, einsum
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, scatter
-from dllm_jax.traced import Number
+from dllm_jax.traced import Count, Number
 from pallas_kernels.topk_evict import ranking
 from pallas_kernels.topk_evict.ranking import ranks as ranks
 
@@ -18,6 +18,11 @@ from pallas_kernels.topk_evict.ranking import ranks as ranks
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
     """The `count` largest entries of each sequence, ties to the lower index, and never one of -inf or NaN."""
     return ranking.best(priority, count[:, None].astype(jnp.int32))
+
+
+def leftmost(positions: Bool[Array, "b l"], count: Count) -> Bool[Array, "b l"]:
+    """The first `count` positions of each sequence's set; all of it if it has no more."""
+    return positions & (jnp.cumsum(positions, axis=1) <= count)
 
 
 def mean_query_score(

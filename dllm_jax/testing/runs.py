@@ -80,6 +80,7 @@ def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) ->
     return Trace(
         tokens=tokens[:, sequence : sequence + 1, -length:],
         computed=pick(ours.computed),
+        read=pick(ours.read),
         proposed=pick(ours.proposed),
         score=pick(ours.score),
         active=ours.active[active][:, sequence : sequence + 1],

@@ -60,6 +60,7 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
         "rollout_layers": (None, 1),
     },
+    p.WindowDiffusion: {"window": (1, 3, 50), "active": (1, 3, 50), "refresh_every": EVERY},
 }  # fmt: skip
 COMMON = {
     "cfg_scale": (0.0, 0.0, 1.5), "temperature": (0.0, 0.0, 0.7), "top_p": (None, None, 0.9),

@@ -72,7 +72,7 @@ DESCRIPTION = """
     packages patches prompt_length prompt_lengths prompt_seed prompt_shape reference_fixes
     same_sampler_in scaling_factor seeds smallest_selection_margin source source_commit source_file
     source_files source_function source_repo split status status_reason steps_note tie_breaking
-    tokens_per_forward tokens_that_differ_from_no_eviction top_k_source torch torch_seed
+    tokens_per_forward tokens_per_step tokens_that_differ_from_no_eviction top_k_source torch torch_seed
     total_forward_steps triggered_steps unpatched_topk_gives_same_tokens versions weights_dtype
     why_this_source
 """

@@ -13,7 +13,7 @@ from dllm_jax.eval.benchmarks.longbench import metrics
 from dllm_jax.eval.benchmarks.longbench.tasks import TASKS
 from dllm_jax.samplers.transfer import dream_times
 from dllm_jax.state.inputs import IdleStepsWarning
-from tests.replay import d2cache, dkv, dllm_cache, elastic, llada_v, maskkv, sparse_dllm
+from tests.replay import d2cache, dkv, dllm_cache, elastic, llada_v, maskkv, of_2026, sparse_dllm
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, compare_logits, compare_steps, exactly
 from tests.replay.research import only_its_settings, research_sampler
@@ -184,6 +184,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-wino-fixed": wino, "sparse-dllm": sparse_dllm.sparse_dllm, "dllm-cache": dllm_cache.dllm_cache,
     "elastic": elastic.elastic, "d2cache": d2cache.d2cache, "maskkv": maskkv.maskkv,
     "maskkv-scores": maskkv.scores, "evict-baselines": maskkv.baselines,
+    "window-diffusion": of_2026.window_diffusion,
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),

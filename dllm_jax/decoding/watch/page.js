@@ -15,6 +15,15 @@ function element(kind, className, text) {
 
 // -- data ---------------------------------------------------------------------------------------------------
 
+const LEFT_OUT = -2; // in the place of an age: neither computed nor attended to
+
+// The positions of a set that is given as its runs of neighbours.
+function inRuns(runs, length) {
+  const inside = new Array(length).fill(false);
+  for (let run = 0; run < runs.length; run += 2) inside.fill(true, runs[run], runs[run + 1]);
+  return inside;
+}
+
 // The token, step and confidence of every position after every step, and the age of what was stored of it.
 function prepared(panel) {
   const length = panel.tokens.length;
@@ -26,12 +35,13 @@ function prepared(panel) {
     state = state.slice();
     for (const [position, token, confidence] of step.wrote) state[position] = { token, step: i + 1, confidence };
     panel.states.push(state);
-    for (let run = 0; run < step.computed.length; run += 2)
-      lastComputed.fill(i, step.computed[run], step.computed[run + 1]);
-    panel.ages.push(lastComputed.map((at) => (at < 0 ? -1 : i - at)));
+    const [computed, read] = [step.computed, step.read].map((runs) => inRuns(runs, length));
+    computed.forEach((now, at) => now && (lastComputed[at] = i));
+    panel.ages.push(lastComputed.map((at, x) => (!computed[x] && !read[x] ? LEFT_OUT : at < 0 ? -1 : i - at)));
   });
   // Where layers differ, some compute every position, though few were selected.
   panel.widens = panel.steps.some(({ widened }) => widened.length && (widened[0] > 0 || widened[1] < panel.layers));
+  panel.leavesOut = panel.ages.some((row) => row.includes(LEFT_OUT));
   panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask ? [i] : []));
   return panel;
 }
@@ -44,7 +54,8 @@ function layerAges(panel, layer, step) {
     for (let run = 0; run < runs.length; run += 2) if (layer >= runs[run] && layer < runs[run + 1]) since = i;
   }
   const age = since < 0 ? Infinity : step - 1 - since;
-  return panel.ages[step - 1].map((own) => (own < 0 ? (since < 0 ? -1 : age) : Math.min(own, age)));
+  const stored = (own) => (own < 0 ? (since < 0 ? -1 : age) : Math.min(own, age));
+  return panel.ages[step - 1].map((own) => (own === LEFT_OUT && age > 0 ? LEFT_OUT : stored(own)));
 }
 
 const pieceOf = (panel, token) => panel.pieces[token] ?? [`[${token}]`, false];
@@ -102,14 +113,14 @@ const colours = () => {
     const hex = style.getPropertyValue(name).trim();
     return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
   };
-  return Object.fromEntries(["now", "fresh", "stale", "never", "dot", "given"].map((n) => [n, read(`--${n}`)]));
+  return Object.fromEntries(["now", "fresh", "stale", "never", "out", "dot", "given"].map((n) => [n, read(`--${n}`)]));
 };
 
 const rgb = (parts) => `rgb(${parts.map(Math.round).join(" ")})`;
 
 // Steps that long ago are many: their logarithm keeps the first ones apart.
 function ageColour(age, palette) {
-  if (age < 0) return palette.never;
+  if (age < 0) return age === LEFT_OUT ? palette.out : palette.never;
   if (age === 0) return palette.now;
   const share = oldest > 1 ? Math.log(age) / Math.log(oldest) : 0;
   return palette.fresh.map((low, i) => low + share * (palette.stale[i] - low));
@@ -175,6 +186,7 @@ function layerNote(panel, event) {
 
 function ageInWords(age) {
   if (age === 0) return "computed";
+  if (age === LEFT_OUT) return "left out: neither computed nor read";
   return age < 0 ? "never computed so far" : `read from ${age} step${age > 1 ? "s" : ""} ago`;
 }
 
@@ -251,6 +263,7 @@ function build(panel) {
     ["ages", oldest > 1 ? `read from 1 to ${oldest} steps ago` : "read from 1 step ago"],
     ["never", "never computed so far"],
     ["decoded", "decoded by this step"],
+    ...(panel.leavesOut ? [["out", "left out: neither computed nor read"]] : []),
   ];
   for (const [name, text] of entries) {
     const entry = element("span");

@@ -103,15 +103,15 @@ def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
 
 
 def _step(record: Recording, step: int) -> dict[str, Any]:
-    """One step: [position, token, confidence] of what it wrote and of other candidates; what it computed."""
+    """One step: [position, token, confidence] of what it wrote and of other candidates; its sets."""
     changed = record.changed[step]
     wrote = _triples(changed, record.tokens[step + 1], record.score[step])
 
     # A confidence of -inf is that of no candidate.
     proposed = ~changed & ~np.isneginf(record.score[step])
     candidates = _triples(proposed, record.proposed[step], record.score[step])
-    computed, widened = _runs(record.computed[step]), _runs(record.widened[step])
-    return {"wrote": wrote, "proposed": candidates, "computed": computed, "widened": widened}
+    sets = {name: _runs(getattr(record, name)[step]) for name in ("computed", "read", "widened")}
+    return {"wrote": wrote, "proposed": candidates, **sets}
 
 
 def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.ndarray) -> list[list]:

@@ -27,6 +27,7 @@ class Recording:
     Attributes:
       tokens: before its first step and after each one.
       computed: positions that each step fed through the network.
+      read: positions that those attended to.
       proposed: candidate token of each scored position, mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       widened: layers that each step ran over all positions, be they in `computed` or not (Elastic-Cache).
@@ -35,6 +36,7 @@ class Recording:
 
     tokens: Int[np.ndarray, "t_plus_1 l"]
     computed: Bool[np.ndarray, "t l"]
+    read: Bool[np.ndarray, "t l"]
     proposed: Int[np.ndarray, "t l"]
     score: Float[np.ndarray, "t l"]
     widened: Bool[np.ndarray, "t n"]
@@ -64,11 +66,12 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
         # as its slowest sequence took.
-        tokens, computed, proposed, score, active, widened, steps = map(values, trace)
+        tokens, computed, read, proposed, score, active, widened, steps = map(values, trace)
         own = np.flatnonzero(active[: int(steps), sequence])
         return cls(
             tokens=tokens[np.concatenate([[0], own + 1]), sequence],
             computed=computed[own, sequence],
+            read=read[own, sequence],
             proposed=proposed[own, sequence],
             score=score[own, sequence],
             widened=widened[own, sequence],

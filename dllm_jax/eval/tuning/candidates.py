@@ -116,15 +116,16 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],
         p.D2Cache: [p.D2Cache(window, p=mass) for mass in (0.05, 0.3, 0.1)],
         p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
+        p.WindowDiffusion: [p.WindowDiffusion(2 * window, window, every) for every in (4, 8, 16)],
     }
     policies = known.get(kind) or [kind()]
 
-    # dKV-Cache-Greedy needs a random order, which cannot put end-of-text last; Elastic-Cache has a window of
-    # its own, for which the response is one block.
+    # dKV-Cache-Greedy needs a random order, which cannot put end-of-text last; two methods have windows of
+    # their own, for which the response is one block.
     if kind is p.DKVGreedy:
         last = exact.sampler.confidence_eos_eot_inf
         return [] if last else [Candidate(policy, RandomOrder(**shared)) for policy in policies]
-    if kind is p.ElasticCache:
+    if kind in (p.ElasticCache, p.WindowDiffusion):
         return [Candidate(policy, block=length) for policy in policies]
     # Every variant in the exact decoder's blocks; the last one, of the rarest refreshes, in one long block,
     # which has room for them; the first one with several tokens per step, as Fast-dLLM decodes.
