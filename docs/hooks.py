@@ -41,6 +41,7 @@ DRAWN = {
     "EvictPrompt": dict(budget=8),
     "ElasticCache": dict(window=4),
     "D2Cache": dict(k=4),
+    "SuffixDropout": dict(keep=dj.policies.NearAndLast(near=2, last=1)),
     "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
 }
 LAYOUT = dict(length=16, block=8)

@@ -139,6 +139,7 @@ SCHEDULED = [
     dj.policies.D2Cache(k=3, p=0.3),
     dj.policies.EvictPrompt(budget=3),
     dj.policies.WindowDiffusion(window=6, active=2, refresh_every=5),
+    dj.policies.SuffixDropout(keep=dj.policies.NearAndLast(2)),
 ]
 
 

@@ -14,7 +14,11 @@ from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
 from dllm_jax.policies.maskkv import MaskKV as MaskKV
 from dllm_jax.policies.parts.drift import HeadCosine as HeadCosine
 from dllm_jax.policies.parts.drift import KeyCosine as KeyCosine
+from dllm_jax.policies.parts.suffix_sets import GaussianDropout as GaussianDropout
+from dllm_jax.policies.parts.suffix_sets import NearAndLast as NearAndLast
+from dllm_jax.policies.parts.suffix_sets import UniformDropout as UniformDropout
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
+from dllm_jax.policies.suffix_dropout import SuffixDropout as SuffixDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion as WindowDiffusion
 
 ALL: tuple[Policy, ...] = (
@@ -32,4 +36,5 @@ ALL: tuple[Policy, ...] = (
     D2Cache(),
     EvictPrompt(),
     WindowDiffusion(),
+    SuffixDropout(),
 )

@@ -46,6 +46,11 @@ def _of_the_policy_under_it(policy: p.EvictPrompt, shared: EvictedPrompt) -> Evi
     return shared._replace(policy=assumed_statistics(policy.policy, shared.policy))
 
 
+@assumed_statistics.register
+def _of_the_policy_on_fewer_positions(policy: p.SuffixDropout, shared: Any) -> Any:
+    return assumed_statistics(policy.policy, shared)
+
+
 @extra_traffic.register
 def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
     """The block attends to a copy of what is stored; full steps read keys for scores and extract pairs."""

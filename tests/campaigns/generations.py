@@ -60,6 +60,10 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
         "rollout_layers": (None, 1),
     },
+    p.SuffixDropout: {
+        "policy": (p.Policy(), p.PrefixCache(), p.DualCache(), p.DKVDecode(refresh_every=2)),
+        "keep": (p.GaussianDropout(4, 2.0), p.UniformDropout(4, 2), p.NearAndLast(2, 1)),
+    },
     p.WindowDiffusion: {"window": (1, 3, 50), "active": (1, 3, 50), "refresh_every": EVERY},
 }  # fmt: skip
 COMMON = {

@@ -184,7 +184,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-wino-fixed": wino, "sparse-dllm": sparse_dllm.sparse_dllm, "dllm-cache": dllm_cache.dllm_cache,
     "elastic": elastic.elastic, "d2cache": d2cache.d2cache, "maskkv": maskkv.maskkv,
     "maskkv-scores": maskkv.scores, "evict-baselines": maskkv.baselines,
-    "window-diffusion": of_2026.window_diffusion,
+    "window-diffusion": of_2026.window_diffusion, "dpad": of_2026.dpad,
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),

@@ -1,6 +1,16 @@
 """The training-free methods of 2026, recorded by their authors' code: tokens and sets of every step."""
 
-from dllm_jax import policies
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+from typing_extensions import override
+
+from dllm_jax import policies, samplers
+from dllm_jax.policies.parts.suffix_sets import SuffixSet
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
 from tests.replay.case import Case
 from tests.replay.compare import exactly
 
@@ -10,6 +20,41 @@ def window_diffusion(case: Case):
     s = case.settings
     policy = policies.WindowDiffusion(s["window_tokens"], s["active_tokens"], s["refresh_cycle"])
     compare_sets(case, policy=policy, length=s["gen_length"], steps=s["steps"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedDraws(SuffixSet):
+    """The positions that were drawn to stay, for each block.
+
+    Attributes:
+      positions: of each block.
+    """
+
+    positions: tuple[tuple[int, ...], ...]
+
+    @override
+    def kept(self, canvas: Canvas, distance: Int[Array, "b l"]) -> Bool[Array, "b l"]:
+        drawn = np.zeros((len(self.positions), canvas.layout.length), bool)
+        for block, positions in enumerate(self.positions):
+            drawn[block, list(positions)] = True
+        return jnp.asarray(drawn)[(canvas.block_start - canvas.layout.prompt) // canvas.layout.block]
+
+    @override
+    def size(self, layout: Layout) -> int:
+        return layout.response
+
+
+def dpad(case: Case):
+    """DPad under no cache, the prefix cache and the dual cache, with its recorded draws."""
+    s = case.settings
+    s.describes("sigma", "scale", "window", "early_termination")  # the draws; no case has an end-of-text
+    assert s["eos_token_id"] not in case.arrays["tokens"]
+    under = {"none": policies.Policy, "prefix": policies.PrefixCache, "dual": policies.DualCache}
+    draws = RecordedDraws(tuple(tuple(np.flatnonzero(kept).tolist()) for kept in case.arrays["kept"]))
+    sampler = samplers.Confidence() if s["threshold"] is None else samplers.Threshold(s["threshold"])
+    policy = policies.SuffixDropout(under[s["variant"]](), draws)
+    shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
+    compare_sets(case, policy=policy, sampler=sampler, **shape)
 
 
 def compare_sets(case: Case, **options):

@@ -17,7 +17,13 @@ from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
 
-IN_PARALLEL = (p.Policy, p.PrefixCache, p.DualCache, p.SparseDLLM)  # walked with `Threshold` too
+IN_PARALLEL = (
+    p.Policy,
+    p.PrefixCache,
+    p.DualCache,
+    p.SparseDLLM,
+    p.SuffixDropout,
+)  # walked with `Threshold` too
 IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)  # walked in one block too
 
 
@@ -116,6 +122,11 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],
         p.D2Cache: [p.D2Cache(window, p=mass) for mass in (0.05, 0.3, 0.1)],
         p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
+        p.SuffixDropout: [
+            p.SuffixDropout(keep=p.NearAndLast(window)),
+            p.SuffixDropout(p.PrefixCache(), p.NearAndLast(window)),
+            p.SuffixDropout(keep=p.GaussianDropout(max(1, length // 2))),
+        ],
         p.WindowDiffusion: [p.WindowDiffusion(2 * window, window, every) for every in (4, 8, 16)],
     }
     policies = known.get(kind) or [kind()]

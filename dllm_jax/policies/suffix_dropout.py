@@ -1,0 +1,110 @@
+"""Suffix dropout: most masks behind the block leave the network and attention (DPad, arXiv:2508.14148).
+
+Masks far behind the block are alike and many; a few of them serve the block as well. DPad draws them for each
+block, Streaming-dLLM (arXiv:2601.17917) keeps the next and the last ones: two sets under one policy.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.fast_dllm import DualCache
+from dllm_jax.policies.parts.suffix_sets import GaussianDropout, SuffixSet
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixDropout(Policy):
+    """Another policy on a canvas that lacks most masks behind the block: they are neither computed nor read.
+
+    Which ones stay is settled when the block begins, and holds until it ends; in a block's first step
+    everything that stays is computed. Given text behind the block stays always, and all positions keep their
+    places in the response.
+
+    Exact limit: keep=NearAndLast(near >= response) is the policy without it.
+    Departures: draws are by a seed and alike in all sequences; the released code draws from torch's global
+    generator, for one. Its early end, when a finished block holds an end-of-text, is that of
+    `generate(..., stop_at_eos=True)`, which need not wait for the end of the block.
+
+    Attributes:
+      policy: which positions are recomputed of those that stay, and when; any that says so by sets alone
+        (`Policy.only_sets`): the exact decoder, `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPD`, or one of
+        your own.
+      keep: the masks behind the block that stay: `GaussianDropout`, `UniformDropout`, `NearAndLast`.
+    """
+
+    policy: Policy = DualCache()
+    keep: SuffixSet = GaussianDropout()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.policy.only_sets:
+            raise ValueError(
+                f"policy={self.policy!r} has a layer of its own, which decides what is stored and attended "
+                "to: SuffixDropout takes policies that only say which positions are computed and read, such "
+                "as DualCache()"
+            )
+
+    def exists(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """All positions but the masks behind the block that are dropped."""
+        distance = canvas.position - canvas.block_end
+        dropped = canvas.masked & (distance >= 0) & ~self.keep.kept(canvas, distance)
+        return ~dropped
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """What the policy selects of the positions that stay; when a block begins, what is new of them."""
+        selected = self.policy.select(cache, canvas) | (canvas.block_begins & canvas.suffix)
+        return selected & self.exists(canvas)
+
+    @override
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """What the policy reads of the positions that stay."""
+        return self.policy.reads(cache, canvas) & self.exists(canvas)
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """The policy's, what a block needs, and what there is at a quarter, a half, .. of the response."""
+        kept = self.keep.size(layout) + int(spec.shifted)
+        reached = (layout.prompt + -(-layout.response * quarter // 4) + kept for quarter in (1, 2, 3, 4))
+        own = self.policy.widths(spec, layout) if self.policy.reuses else ()
+        return tuple(sorted({*own, layout.block + kept, *reached}))
+
+    # -- the policy's own, which finds in the cache what it has put there ----------------------------------
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        under = self.policy.init(spec, layout, batch, dtype)
+        return under._replace(layers=super().init(spec, layout, batch, dtype).layers)
+
+    @override
+    def before_first_step(
+        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+    ) -> Cache:
+        return self.policy.before_first_step(cache, canvas, model, x)
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        return self.policy.before_layers(cache, canvas, rows)
+
+    @override
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        return self.policy.observe(cache, canvas, rows, proposal)
+
+    @property
+    @override
+    def scored(self) -> Literal["block", "response"]:
+        return self.policy.scored
+
+    @override
+    def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        return self.policy.eligible(canvas)
