@@ -23,6 +23,7 @@ OUTSIDE = {
     samplers.EBSampler: "gamma=-0.01 gamma=nan alg='origin'",
     samplers.PCSampler: "decay=-0.1 clip=0.0 frequencies=None",
     samplers.KLASS: "confidence_threshold=1.1 divergence=-1.0 divergence=nan history=0",
+    samplers.EarlyCommit: "answer=-1 positions=0 early=-1.0 middle=nan late=inf",
     samplers.WINO: "wide_in=-0.1 narrow_out=1.1 fraction=1.5 fewest=0 most=0 most=4 fewest=21 "
     "confidence_eos_eot_inf=True",
     CertaintyPrior: "sigma=0.0 sigma=-2.0 sigma=nan threshold=-0.1 threshold=1.1 tokens_per_step=0",

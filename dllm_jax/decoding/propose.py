@@ -17,11 +17,12 @@ from dllm_jax.state.rows import Rows, compact, gather
 
 def propose(
     generation: Generation, canvas: Canvas, rows: Rows, hidden: Float[Array, "streams_b q m"]
-) -> tuple[Candidates, Bool[Array, "b"]]:
+) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
     And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
-    would decode; those of padding may be anything.
+    would decode; those of padding may be anything. And whether it commits to all of its masks now, None if
+    the sampler has no such rule (`EarlyCommit`).
 
     Args:
       generation: the constants.
@@ -53,9 +54,18 @@ def propose(
     candidate = index < layout.length
     finite = finite_sequences(logits, proposed.score, candidate)
 
+    # The answer is looked at, whatever it holds; a sampler sees masks, and what it verifies.
+    committed = None
+    if (rule := sampler.early_commit) is not None:
+        committed = rule.commits(logits, index, canvas) & finite
+        seen = gather(canvas.masked, index) | verified
+        proposed = proposed._replace(index=jnp.where(seen, index, layout.length))
+        candidate &= seen
+
     # What is verified is not offered again: it has neither a score nor a token.
     score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
-    return proposed._replace(score=score, token=jnp.where(verified, spec.mask_id, proposed.token)), finite
+    token = jnp.where(verified, spec.mask_id, proposed.token)
+    return proposed._replace(score=score, token=token), finite, committed
 
 
 def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Array, "b c"]:
@@ -65,13 +75,15 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
     # computed.
     predicted = jnp.take_along_axis(rows.mask(), canvas.predictor, axis=1)
-    response_scored = "response" in (policy.scored, sampler.scored)
+    rule = sampler.early_commit
+    response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
     scored = canvas.masked if response_scored else offered(policy, canvas)
 
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.
     everywhere = sampler.allow_mask_token or response_scored
     upper_bound = layout.response if everywhere else layout.block
+    scored = scored if rule is None else scored | rule.asked(canvas)
     candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
     if verify:
         # What is verified is in the shadow, whether or not the step computes it.

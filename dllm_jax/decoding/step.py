@@ -140,11 +140,14 @@ def _step(
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite = propose(generation, canvas, own, hidden)
+    candidates, finite, committed = propose(generation, canvas, own, hidden)
     index, _, score, _ = candidates
     eligible = gather(offered(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
     chosen, memory, revoked = sampler.decide(masks, state.memory, canvas, generation.noise)
+    if committed is not None:
+        chosen |= committed[:, None] & (score > -jnp.inf)
+        revoked = None if revoked is None else revoked & ~committed[:, None]
     proposal = Proposal(
         scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, candidates.token),
         scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
@@ -156,6 +159,8 @@ def _step(
     after = write(canvas, chosen, proposal.token)
     if revoked is not None:
         after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
+    if committed is not None:
+        after = dataclasses.replace(after, done=after.done | committed)
     after = find_stop(after, plan.stop, sampler)
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.

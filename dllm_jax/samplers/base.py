@@ -14,6 +14,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
@@ -38,6 +39,7 @@ class Sampler(Options, abc.ABC):
       cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
         the unconditional run having its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: end-of-text is never decoded.
+      early_commit: decode everything at once as soon as the answer is sure (Prophet); None does not.
       suppress_tokens: ids that are never decoded; their logits are -inf, for confidences too. LLaDA-V's
         released code has four of them. None suppresses nothing.
       confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
@@ -55,6 +57,7 @@ class Sampler(Options, abc.ABC):
     confidence_eos_eot_inf: bool = False
     allow_mask_token: bool = False
     suppress_tokens: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no ids")] = None
+    early_commit: Annotated[EarlyCommit | None, NoneMeans("never")] = None
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
     scored: ClassVar[Literal["block", "response"]] = "block"

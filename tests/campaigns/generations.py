@@ -69,6 +69,7 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
 COMMON = {
     "cfg_scale": (0.0, 0.0, 1.5), "temperature": (0.0, 0.0, 0.7), "top_p": (None, None, 0.9),
     "top_k": (None, None, 5), "logits_eos_inf": BOTH,
+    "early_commit": (None, None, None, s.EarlyCommit(early=2.0, middle=1.0, late=0.5), s.EarlyCommit(3, 2)),
 }  # fmt: skip
 ALGS, SIGMA = ("prob", "margin", "entropy"), {"sigma": (0.5, 10.0)}
 SAMPLERS: dict[type[s.Sampler], tuple[dict[str, tuple[Any, ...]], ...]] = {

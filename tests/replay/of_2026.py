@@ -57,6 +57,16 @@ def dpad(case: Case):
     compare_sets(case, policy=policy, sampler=sampler, **shape)
 
 
+def prophet(case: Case):
+    """Prophet's early commitment over LLaDA's fixed schedule."""
+    s, thresholds = case.settings, case.settings["thresholds"]
+    s.describes("exit_step")
+    levels = dict(early=thresholds["early"], middle=thresholds["mid"], late=thresholds["late"])
+    rule = samplers.EarlyCommit(s["answer_start"], s["answer_length"], **levels)
+    shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
+    compare_sets(case, sampler=samplers.Confidence(early_commit=rule), **shape)
+
+
 def compare_sets(case: Case, **options):
     """Tokens after every step, and what each step computed and, where it is recorded, attended to."""
     case.settings.only("temperature", 0.0)

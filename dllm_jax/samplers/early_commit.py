@@ -1,0 +1,87 @@
+"""Prophet's early commitment: decode everything as soon as the answer is sure (arXiv:2508.19982)."""
+
+import dataclasses
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, TracedNonNegativeFloat
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import scatter
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyCommit(Options):
+    """Decodes all masks of the canvas at once, and ends, when the model is sure of the answer.
+
+    Sure is a step in which the gap between the largest and the second largest logit, averaged over the
+    positions of the answer, masked or not, reaches a threshold, which falls as the generation goes on. It is
+    looked at before the step decodes anything.
+
+    It needs the logits of the answer and of all masks: of a step that leaves some of them out, as those of
+    cache policies do, nothing is known, and it decodes as usual. Logits are computed for all masks of the
+    response that a step predicts.
+
+    Exact limit: thresholds that no gap reaches are the sampler without the rule.
+    Departures: the position of the answer may be left open; the released code needs it.
+
+    Attributes:
+      answer: where the answer begins, counted from the response's first position. None takes all positions
+        that are still masked, which is our own.
+      positions: of the answer, as far as the response goes.
+      early: threshold in the first third of the steps (below 0.33).
+      middle: in the second (below 0.67).
+      late: in the last.
+    """
+
+    answer: Annotated[NonNegativeInt | None, NoneMeans("all masks")] = None
+    positions: PositiveInt = 5
+    early: TracedNonNegativeFloat = 7.5
+    middle: TracedNonNegativeFloat = 5.0
+    late: TracedNonNegativeFloat = 2.5
+
+    def asked(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions whose gaps count: of the answer, whatever they hold, or all masks.
+
+        Raises:
+          ValueError: the answer begins behind the response.
+        """
+        if self.answer is None:
+            return canvas.masked
+        if self.answer >= canvas.layout.response:
+            raise ValueError(
+                f"answer={self.answer} must be below the response's length, {canvas.layout.response}"
+            )
+        place = canvas.position - canvas.layout.prompt - self.answer
+        return canvas.everything & (place >= 0) & (place < self.positions)
+
+    def threshold(self, canvas: Canvas) -> Float[Array, "b"]:
+        """That of the coming step, by its number among the scheduled ones, counted from 1."""
+        # 100 step / steps below 33 and 67, in whole numbers.
+        percent, steps = 100 * (canvas.step + 1), canvas.layout.steps
+        later = jnp.where(percent < 67 * steps, self.middle, self.late)
+        return jnp.where(percent < 33 * steps, self.early, later)
+
+    def commits(
+        self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas
+    ) -> Bool[Array, "b"]:
+        """Sequences whose answer is sure, and all of whose masks are predicted.
+
+        Args:
+          logits: of the model.
+          index: their positions, l = padding.
+          canvas: state before the step.
+        """
+        # Gaps, in their places on the canvas.
+        largest = jax.lax.top_k(logits.astype(jnp.float32), 2)[0]
+        gap = scatter(jnp.zeros(canvas.tokens.shape), index, largest[..., 0] - largest[..., 1])
+        predicted = scatter(jnp.zeros_like(canvas.valid), index, index < canvas.layout.length)
+
+        # Of what a step leaves out nothing is known: it can neither be averaged over nor decoded.
+        asked = self.asked(canvas)
+        count = jnp.sum(asked, axis=1)
+        complete = (count > 0) & ~jnp.any((asked | canvas.masked) & ~predicted, axis=1)
+        mean = jnp.sum(jnp.where(asked, gap, 0.0), axis=1) / jnp.maximum(count, 1)
+        return canvas.active & complete & (mean >= self.threshold(canvas))

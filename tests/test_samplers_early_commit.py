@@ -1,0 +1,96 @@
+"""Early commitment: when it decodes everything, under which policies; Prophet's traces are replayed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies
+from dllm_jax.samplers import KLASS, WINO, Confidence, EarlyCommit, Threshold
+from dllm_jax.testing import check_sampler, checks
+from dllm_jax.testing.runs import assert_same_run, of_sequence
+from tests.models import families, generated, prompts, tiny
+
+NEVER = dict(early=1e9, middle=1e9, late=1e9)
+SHAPE = dict(length=12, block=4)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Confidence(),
+        KLASS(confidence_threshold=0.05, divergence=0.1),
+        WINO(wide_in=0.05, narrow_out=0.2, fewest=3),
+    ],
+)
+def test_thresholds_that_no_gap_reaches_are_the_sampler_alone(sampler):
+    alone = generated(sampler=sampler, **SHAPE).trace
+    for answer in (None, 2):
+        rule = EarlyCommit(answer, **NEVER)
+        ours = generated(sampler=dataclasses.replace(sampler, early_commit=rule), **SHAPE).trace
+        assert_same_run(ours, alone, computed=True)
+
+
+def gaps(model: dj.Model, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """By position that is predicted, in numpy, from one exact forward."""
+    logits = np.sort(np.asarray(jax.jit(dj.forward)(model, jnp.asarray(tokens), jnp.asarray(valid))), axis=-1)
+    gap = logits[..., -1] - logits[..., -2]
+    return np.concatenate([gap[:, :1], gap[:, :-1]], axis=1) if model.spec.shifted else gap
+
+
+@families("dream")
+@pytest.mark.parametrize("answer", [None, 5])
+def test_a_sequence_commits_in_the_first_step_whose_gap_reaches_the_threshold(answer, family):
+    model, late = tiny(family), 0.0
+    _, mask = prompts(model, (9, 6))
+    valid = np.pad(mask, ((0, 0), (0, 12)), constant_values=True)
+    alone = np.asarray(generated(family, **SHAPE).trace.tokens)
+
+    # The mean gap of each step and sequence, of the answer or of what is masked.
+    found = np.zeros((len(alone) - 1, 2))
+    for step, tokens in enumerate(alone[:-1]):
+        asked = (tokens == model.spec.mask_id) if answer is None else np.zeros(tokens.shape, bool)
+        if answer is not None:
+            asked[:, 9 + answer : 9 + answer + 3] = True
+        found[step] = np.where(asked, gaps(model, tokens, valid), 0).sum(axis=1) / asked.sum(axis=1)
+
+    # Between the gaps of the second third: sequences commit there, or in the last third, which is easy.
+    middle = np.sort(found[3:7].max(axis=0))[0] - 1e-3
+    rule = EarlyCommit(answer, positions=3, early=1e9, middle=float(middle), late=late)
+    ours = generated(family, sampler=Confidence(early_commit=rule), **SHAPE)
+    for sequence in range(2):
+        progress = np.arange(1, 13) / 12
+        level = np.where(progress < 0.33, 1e9, np.where(progress < 0.67, middle, late))
+        at = int(np.argmax(found[:, sequence] >= level))
+        assert ours.stats.nfe[sequence] == at + 1
+        trace = of_sequence(ours.trace, sequence, 21)
+        np.testing.assert_array_equal(trace.tokens[: at + 1, 0], alone[: at + 1, sequence])
+        masked = alone[at, sequence] == model.spec.mask_id
+        np.testing.assert_array_equal(trace.tokens[-1, 0, masked], trace.proposed[-1, 0, masked])
+        assert masked.sum() > 4, "a commitment to one block would pass too"
+        assert not (np.asarray(ours.tokens) == model.spec.mask_id).any()
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"), [(policies.PrefixCache(), 4), (policies.DualCache(), 5), (policies.Policy(), 4)]
+)
+def test_a_step_that_leaves_masks_out_does_not_commit(policy, steps):
+    """From the fourth step on everything is sure: DualCache waits for the first one of the second block."""
+    rule = EarlyCommit(early=1e9, middle=0.0, late=0.0)
+    out = generated(policy=policy, sampler=Confidence(early_commit=rule), **SHAPE)
+    assert out.stats.nfe.tolist() == [steps] * 2
+    assert not (np.asarray(out.tokens) == tiny("llada").spec.mask_id).any()
+
+
+def test_batch_mates_and_padding_change_nothing():
+    rule = EarlyCommit(early=1.5, middle=0.6, late=0.4)
+    some = checks.batch_mates_change_nothing, checks.padding_is_inert, checks.one_program_per_setting
+    check_sampler(Threshold(0.25, early_commit=rule), policies=(policies.DualCache(),), checks=some)
+
+
+def test_an_answer_behind_the_response_is_refused():
+    with pytest.raises(ValueError, match="answer=12 must be below the response's length, 12"):
+        generated(sampler=Confidence(early_commit=EarlyCommit(12)), **SHAPE)
