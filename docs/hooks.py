@@ -37,6 +37,7 @@ COMPUTED, STALEST = "#3f6fd1", 16  # steps of age from which on colours do not c
 # For a short canvas, where the defaults of papers would never come to a refresh or drop anything.
 DRAWN = {
     "DLLMCache": dict(prompt_every=8, response_every=4),
+    "SPACache": dict(prompt_every=8, response_every=4),
     "MaskKV": dict(prompt_every=8, response_every=4, budget=8),
     "EvictPrompt": dict(budget=8),
     "ElasticCache": dict(window=4),

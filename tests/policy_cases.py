@@ -71,6 +71,10 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.DLLMCache(prompt_every=5, response_every=3),
         policies.DLLMCache(prompt_every=1, response_every=1), ONE_TOKEN_PER_STEP, policies.DLLMCache(),
     ),
+    policies.SPACache: PolicyCase(
+        policies.SPACache(prompt_every=6, response_every=4, ratio=0.5, start=0.2, end=0.3),
+        policies.SPACache(prompt_every=1), ONE_TOKEN_PER_STEP, policies.SPACache(), family="dream",
+    ),
     policies.MaskKV: PolicyCase(
         policies.MaskKV(prompt_every=6, response_every=3, budget=4),
         policies.MaskKV(prompt_every=1, response_every=1, budget=4), ONE_TOKEN_PER_STEP, None,

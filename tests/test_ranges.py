@@ -31,6 +31,7 @@ OUTSIDE = {
     policies.SparseDLLM: "keep=-0.1 keep=1.5 keep=nan kernel=2 kernel=0 kernel=-1 delay=-1 side='suffix'",
     policies.D2Cache: "k=0 sigma=0.0 p=1.5 p=-0.1 inflate=-1 rollout_layers=0",
     policies.DLLMCache: "prompt_every=0 response_every=0 ratio=1.5",
+    policies.SPACache: "prompt_every=0 ratio=1.5 start=-0.1 end=1.1 peak=1.5 least=-0.1 proxy=3",
     policies.MaskKV: "budget=0 ratio=1.5",
     policies.ElasticCache: "window=0 track=-1 gamma=nan",
     policies.WindowDiffusion: "window=0 active=0 refresh_every=0 window=2**31",

@@ -133,6 +133,7 @@ SCHEDULED = [
     dj.policies.DKVPrefill(),
     dj.policies.DKVGreedy(refresh_every=3),
     dj.policies.DLLMCache(prompt_every=6, response_every=3),
+    dj.policies.SPACache(prompt_every=6, response_every=3),
     dj.policies.SparseDLLM(),
     dj.policies.MaskKV(prompt_every=6, response_every=3, budget=3),
     dj.policies.ElasticCache(window=2, gamma=-1.0),

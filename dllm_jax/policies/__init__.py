@@ -17,6 +17,8 @@ from dllm_jax.policies.parts.drift import KeyCosine as KeyCosine
 from dllm_jax.policies.parts.suffix_sets import GaussianDropout as GaussianDropout
 from dllm_jax.policies.parts.suffix_sets import NearAndLast as NearAndLast
 from dllm_jax.policies.parts.suffix_sets import UniformDropout as UniformDropout
+from dllm_jax.policies.parts.value_proxy import ValueProxy as ValueProxy
+from dllm_jax.policies.spa_cache import SPACache as SPACache
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
 from dllm_jax.policies.suffix_dropout import SuffixDropout as SuffixDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion as WindowDiffusion
@@ -30,6 +32,7 @@ ALL: tuple[Policy, ...] = (
     DKVPrefill(),
     DKVPD(),
     DLLMCache(),
+    SPACache(),
     SparseDLLM(),
     MaskKV(),
     ElasticCache(),

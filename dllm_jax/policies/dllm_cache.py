@@ -1,7 +1,7 @@
 """dLLM-Cache: long-interval prompt caching and value-guided partial updates (arXiv:2506.06295)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -45,6 +45,9 @@ class DLLMCache(Policy):
     response_every: TracedPositiveInt = 7
     ratio: Fraction = 0.25
 
+    renews_keys: ClassVar[bool] = False
+    """Whether every step renews the keys of the whole response, as it does the values."""
+
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
@@ -71,29 +74,61 @@ class DLLMCache(Policy):
     ) -> Bool[Array, "b q"]:
         """Computed positions whose keys and branch outputs this layer recomputes."""
         # V-verify: new values against those of the previous step, over the response.
-        stored = cache.read().v
-        similarity = cosine(value, rows.last(stored.shape[1]).take(stored))
+        similarity = self.similarity(layer, value, cache, rows)
         response = rows.take(canvas.response & canvas.valid) & rows.real
-        changed = least_similar(similarity, response, self.ratio)
+        changed = self.most_changed(layer, similarity, response)
 
         # Where a refresh is due, all of prompt or response instead.
         prompt_due, response_due = self.due(canvas, layer.index == 0)
         in_prompt = rows.index < canvas.layout.prompt
         return jnp.where(in_prompt, prompt_due, (response_due & rows.real) | changed)
 
+    def similarity(
+        self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows
+    ) -> Float[Array, "b q"]:
+        """How little the computed positions have changed since the last step."""
+        stored = cache.read().v
+        return cosine(value, rows.last(stored.shape[1]).take(stored))
+
+    def most_changed(
+        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"]
+    ) -> Bool[Array, "b q"]:
+        """Those of a set that this layer updates between refreshes."""
+        return least_similar(similarity, among, self.ratio)
+
+    @property
+    def ratios_of_widths(self) -> tuple[float, ...]:
+        """Fractions of the response that have a width of their own; ascending, the last holds any update."""
+        return (self.ratio,)
+
+    def renew(
+        self,
+        layer: Layer,
+        x: Float[Array, "b q m"],
+        value: Float[Array, "b q k d"],
+        stale: Bool[Array, "b q"],
+        cache: LayerCache,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> LayerCache:
+        """New values, and keys (`renews_keys`), of the response, at its refreshes of the prompt too."""
+        every_step = rows.index >= canvas.layout.prompt
+        renewed = stale | every_step if self.ratio or self.renews_keys else stale
+        slots = rows.last(cache.read().v.shape[1]).where(renewed)
+        cache = cache.write(slots, v=value)
+        return cache.write(slots, k=layer.qk(x, rows.index)[1]) if self.renews_keys else cache
+
     @override
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """New values, keys and branch outputs of the stale positions, cached branch outputs of the others."""
-        response, slots = canvas.layout.response, cache.read().v.shape[1]
-        tail = rows.last(cache.read().mlp.shape[1])
+        response, tail = canvas.layout.response, rows.last(cache.read().mlp.shape[1])
 
-        # Values of the response are renewed in every step, those of the prompt at its refreshes.
+        # What changed is asked before this step's values take the place of the last one's.
         value = layer.value(x)
         stale = self.stale(layer, value, cache, rows, canvas)
-        renewed = stale | (rows.index >= canvas.layout.prompt) if self.ratio else stale
-        cache = cache.write(rows.last(slots).where(renewed), v=value)
+        cache = self.renew(layer, x, value, stale, cache, rows, canvas)
 
         # Stale positions go through attention and MLP, in the narrowest width that holds them.
         def refresh(trip, places, some, carry):
@@ -106,8 +141,8 @@ class DLLMCache(Policy):
         # Two widths: what a partial update holds, the position before the response included, and all of them.
         # With a long prompt, which is rarely due, the first saves too little to compile it.
         stored, every = cache.read(), x.shape[1]
-        few = every - response + int(response * self.ratio)
-        widths = (few, every) if 0 < 2 * few <= every else (every,)
+        partial = [every - response + int(response * ratio) for ratio in self.ratios_of_widths]
+        widths = (*(few for few in partial if 0 < 2 * few <= every), every)
         carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)
 
@@ -125,7 +160,7 @@ class DLLMCache(Policy):
         some: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerCache]:
-        """New keys of the stale positions overwrite the stored ones, then their queries attend to everything.
+        """New keys of the stale positions overwrite stored ones, then their queries attend to everything.
 
         Args:
           layer: this layer's weights.
@@ -140,6 +175,7 @@ class DLLMCache(Policy):
           the attention output at `some`, before the output projection, and the changed cache.
         """
         q, k = layer.qk(x, some.index)
-        cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
+        if not self.renews_keys:
+            cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
         return layer.attention(q, now.k, now.v, cache.attends(some, canvas))[0], cache

@@ -63,12 +63,16 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     return scatter(jnp.full_like(score, -jnp.inf), index, pooled)
 
 
-def fraction_of(size: Int[Array, "b"], ratio: float, upper: int) -> Int[Array, "b"]:
+def fraction_of(
+    size: Int[Array, "b"], ratio: float | tuple[float, ...], upper: int
+) -> Int[Array, "*ratios b"]:
     """int(size * ratio) for sizes up to `upper`, the product rounded as Python rounds it (100 * 0.29 -> 28).
 
-    Looked up in a table, because devices have no doubles.
+    Of several ratios, one after the other. Looked up in a table, because devices have no doubles.
     """
-    return jnp.asarray([int(n * ratio) for n in range(upper + 1)], jnp.int32)[size]
+    of = lambda ratio: [int(n * ratio) for n in range(upper + 1)]
+    table = [of(one) for one in ratio] if isinstance(ratio, tuple) else of(ratio)
+    return jnp.asarray(table, jnp.int32)[..., size]
 
 
 def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: Number) -> Float[Array, "b c"]:

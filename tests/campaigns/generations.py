@@ -48,6 +48,10 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "keep": (0.0, 0.3, 0.5, 1.0), "kernel": (1, 3, 5), "delay": (0, 1, 2), "side": ("both", "prefix")
     },
     p.DLLMCache: {"prompt_every": EVERY, "response_every": EVERY, "ratio": (0.0, 0.25, 1.0)},
+    p.SPACache: {
+        "prompt_every": EVERY, "response_every": EVERY, "ratio": (0.5, 1.0), "start": (0.0, 0.5),
+        "end": (0.1, 0.5), "peak": (0.0, 0.6, 1.0), "least": (0.0, 0.2),
+    },
     p.MaskKV: {
         "prompt_every": (1, 2, 3), "response_every": (1, 2, 3), "ratio": (0.0, 0.25, 1.0),
         "budget": (1, 2, 4, 50), "layers": LAYERS, "heads": HEADS, "votes": VOTES, "reselect": BOTH,

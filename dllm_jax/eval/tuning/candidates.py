@@ -117,6 +117,7 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         p.DKVPD: [p.DKVPD(refresh_every=every) for every in intervals],
         p.DKVGreedy: [p.DKVGreedy(refresh_every=every) for every in intervals[:2]],
         p.DLLMCache: [p.DLLMCache(*pair) for pair in pairs],
+        p.SPACache: [p.SPACache(*pair) for pair in pairs],
         p.SparseDLLM: [p.SparseDLLM(keep=keep, delay=delay) for keep in (0.5, 0.25, 0.75)],
         p.MaskKV: [p.MaskKV(**masked, budget=budget) for budget in budgets],
         p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],

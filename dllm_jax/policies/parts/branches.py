@@ -32,3 +32,13 @@ class BranchStore(NamedTuple):
         tail = min(layout.response + int(spec.shifted), layout.length)
         output = jnp.zeros((spec.layers, batch, tail, spec.width), dtype)
         return BranchStore(*KV.zeros(spec, batch, slots, dtype), output, output)
+
+
+class ProxyStore(NamedTuple):
+    """`BranchStore`, and the proxies of the last step at the positions of its branch outputs."""
+
+    k: Float[Array, "n b s k d"]
+    v: Float[Array, "n b s k d"]
+    attention: Float[Array, "n b t m"]
+    mlp: Float[Array, "n b t m"]
+    proxy: Float[Array, "n b t r"]

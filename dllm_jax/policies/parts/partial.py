@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.policies.parts.control import REFRESH
 from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
@@ -15,17 +16,22 @@ Carry = TypeVar("Carry")
 
 
 def least_similar(
-    similarity: Float[Array, "b q"], among: Bool[Array, "b q"], ratio: float
+    similarity: Float[Array, "b q"],
+    among: Bool[Array, "b q"],
+    ratio: float | tuple[float, ...],
+    layer: LayerIndex = 0,
 ) -> Bool[Array, "b q"]:
     """The int(count * ratio) least similar of a sequence's `count` marked positions, ties to the lower one.
 
     Args:
       similarity: of the new values to the stored ones.
       among: marked positions.
-      ratio: fraction of them to update.
+      ratio: fraction of them to update; one for each layer, or for all.
+      layer: which of them it is.
     """
     # Of the sequence's own positions: padding must not count, or batch mates would change the result.
-    count = selection.fraction_of(jnp.sum(among, axis=1), ratio, similarity.shape[1])
+    counts = selection.fraction_of(jnp.sum(among, axis=1), ratio, similarity.shape[1])
+    count = counts[layer] if isinstance(ratio, tuple) else counts
     return selection.best(jnp.where(among, -similarity, -jnp.inf), count)
 
 
@@ -71,3 +77,28 @@ def run_narrowest(
         carry = jax.lax.fori_loop(0, trips, run, carry)
         narrower = jnp.int32(width)
     return carry
+
+
+def gaussian_ratios(
+    layers: int, ratio: float, start: float, end: float, peak: float, least: float
+) -> tuple[float, ...]:
+    """Shares of updates by layer: a Gaussian over the relative depth, with a width of its own on each side.
+
+    On the left ratio exp(-(t - peak)^2 / 2 sigma^2), sigma such that it is `start` at t = 0; on the right
+    `end` at t = 1 (SPA-Cache, arXiv:2602.02544).
+
+    Args:
+      layers: of the model.
+      ratio: share at the peak.
+      start: at the first layer.
+      end: behind the last layer.
+      peak: relative depth t of the largest share.
+      least: what no share falls below.
+    """
+    # As a power: ratio (start / ratio)^x^2, x from 1 at the start to 0 at the peak, and so on the right.
+    found = []
+    for depth in (layer / layers for layer in range(layers)):
+        side, whole = (start, peak) if depth < peak else (end, 1 - peak)
+        x = abs(depth - peak) / whole if whole else 0.0
+        found.append(max(ratio * (side / ratio) ** (x * x) if ratio else 0.0, least))
+    return tuple(found)

@@ -1,0 +1,114 @@
+"""SPA-Cache's proxies: values in the few directions in which they are largest (arXiv:2602.02544).
+
+With the singular value decomposition W = V S U^T of the value projection, S_r V_r^T x is the value of x,
+without its bias, in the first r columns of U. Of all directions it has the cosines of the values themselves.
+"""
+
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from typing_extensions import override
+
+from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.nn.layer import Layer, walk
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import rope_table
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Arrays, PositiveInt, check_argument
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ValueProxy(Arrays):
+    """A model's directions: made once, it serves all requests as an argument of their programs.
+
+    Attributes:
+      directions: float32, the first r right singular vectors of each layer's value projection.
+    """
+
+    directions: Float[Array, "n k d r"]
+
+    @classmethod
+    def of(cls, model: Model, rank: int) -> "ValueProxy":
+        """The directions of a model: an eigendecomposition of k d x k d numbers for each layer.
+
+        Args:
+          model: of any form; its weights as they are now.
+          rank: how many directions. The released settings are 128 (LLaDA-8B) and 32 (Dream-7B).
+
+        Raises:
+          ValueError: more than a layer has.
+        """
+        rank, most = check_argument("rank", rank, PositiveInt), model.spec.kv_heads * model.spec.head
+        if rank > most:
+            raise ValueError(f"rank={rank} must be at most the width of the values, {most}")
+        made = object.__new__(cls)
+        made.directions = _directions(model, rank)
+        return made
+
+    @property
+    def rank(self) -> int:
+        """Number of directions."""
+        return self.directions.shape[-1]
+
+    def check(self, spec: ModelSpec):
+        """Raises ValueError if it is that of another model."""
+        if self.directions.shape[:3] != (wanted := (spec.layers, spec.kv_heads, spec.head)):
+            raise ValueError(
+                f"proxy is of a model with {self.directions.shape[:3]} layers, heads and head width, not of "
+                f"{spec.family} with {wanted}"
+            )
+
+    def __call__(self, layer: Layer, value: Float[Array, "b q k d"]) -> Float[Array, "b q r"]:
+        """The proxies of a layer's values."""
+        if layer.spec.qkv_bias:
+            value = value - layer.weights["v_bias"]
+        return einsum("bqkd,kdr->bqr", value.astype(jnp.float32), self.directions[layer.index])
+
+    def tree_flatten_with_keys(self):
+        """The directions as the one leaf."""
+        return ((jax.tree_util.GetAttrKey("directions"), self.directions),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        """Around anything that JAX puts in the place of the directions."""
+        made = object.__new__(cls)
+        (made.directions,) = leaves
+        return made
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the numbers, in hexadecimal; they must not be traced."""
+        return hashlib.sha256(np.asarray(self.directions).tobytes()).hexdigest()
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, ValueProxy) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
+    @override
+    def __repr__(self) -> str:
+        return f"ValueProxy(<{'x'.join(map(str, jnp.shape(self.directions)))}>)"
+
+
+@functools.partial(jax.jit, static_argnames="rank")
+def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
+    spec = model.spec
+    found = jnp.zeros((spec.layers, spec.kv_heads, spec.head, rank))
+
+    def run(layer: Layer, found: Any) -> Any:
+        # The matrix in whatever form it is held: its product with the unit vectors.
+        units = jnp.eye(spec.width, dtype=model.dtype)[None]
+        matrix = einsum("bqm,mhd->bqhd", units, layer.weights["v"])[0].astype(jnp.float32)
+        matrix = matrix.reshape(spec.width, -1)
+
+        # W^T W = U S^2 U^T; eigenvalues ascend.
+        vectors = jnp.linalg.eigh(einsum("mi,mj->ij", matrix, matrix))[1][:, ::-1][:, :rank]
+        return found.at[layer.index].set(vectors.reshape(found.shape[1:]))
+
+    return walk(model.params, spec, rope_table(1, spec.head, spec.rope_base), run, found)

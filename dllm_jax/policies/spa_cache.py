@@ -1,0 +1,120 @@
+"""SPA-Cache: dLLM-Cache with shares of updates by layer, found by low-rank proxies (arXiv:2602.02544)."""
+
+import dataclasses
+from typing import Annotated, Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax.nn.arithmetic import cosine
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Fraction, NoneMeans, TracedPositiveInt
+from dllm_jax.policies.dllm_cache import DLLMCache
+from dllm_jax.policies.parts.branches import ProxyStore
+from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
+from dllm_jax.policies.parts.value_proxy import ValueProxy
+from dllm_jax.state.cache import Cache, LayerCache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class SPACache(DLLMCache):
+    """Renews keys and values of the whole response, and in each layer the outputs of what changed most there.
+
+    The share of the response whose attention and MLP a layer recomputes between refreshes follows a Gaussian
+    over its relative depth, with a width of its own on each side: few positions change in the first layers,
+    most in some of the later ones. What changed is told by proxies of the values.
+
+    Exact limit: prompt_every=1. With start = end = ratio and no proxy it is `DLLMCache` with new keys for the
+    whole response.
+    Departures: those of `DLLMCache`. Proxies are computed from the values: the cosines are the same.
+
+    Attributes: besides those of `DLLMCache`, whose `ratio` is that of the peak,
+      start: share at the first layer, at most `ratio`; LLaDA's is 0.03.
+      end: share behind the last layer.
+      peak: relative depth of the layer with the largest share.
+      least: what no layer's share falls below.
+      proxy: the model's, `ValueProxy.of(model, rank)`; None compares the values themselves, all of whose
+        directions they are.
+    """
+
+    prompt_every: TracedPositiveInt = 50
+    start: Fraction = 0.03
+    end: Fraction = 0.13
+    peak: Fraction = 0.75
+    least: Fraction = 2**-5
+    proxy: Annotated[ValueProxy | None, NoneMeans("the values themselves")] = None
+
+    renews_keys: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("start", "end", "least"):
+            if (share := getattr(self, name)) > self.ratio:
+                raise ValueError(f"{name}={share} must be at most the peak's ratio={self.ratio}")
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """As `DLLMCache`, and the proxies."""
+        cache = super().init(spec, layout, batch, dtype)
+        if self.proxy is None:
+            return cache
+        self.proxy.check(spec)
+        proxy = jnp.zeros((*cache.layers.mlp.shape[:3], self.proxy.rank))
+        return cache._replace(layers=ProxyStore(**cache.layers._asdict(), proxy=proxy))
+
+    @override
+    def due(
+        self, canvas: Canvas, first: Bool[Array, ""] | bool
+    ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
+        """As `DLLMCache`; with the prompt, the response is refreshed too."""
+        prompt, response = super().due(canvas, first)
+        return prompt, response | prompt
+
+    @override
+    def similarity(
+        self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows
+    ) -> Float[Array, "b q"]:
+        """Of the proxies of this step and of the last."""
+        if self.proxy is None:
+            return super().similarity(layer, value, cache, rows)
+        stored = cache.read().proxy
+        return cosine(self.proxy(layer, value), rows.last(stored.shape[1]).take(stored))
+
+    @override
+    def most_changed(
+        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"]
+    ) -> Bool[Array, "b q"]:
+        shape = self.ratio, self.start, self.end, self.peak, self.least
+        return least_similar(similarity, among, gaussian_ratios(layer.spec.layers, *shape), layer.index)
+
+    @property
+    @override
+    def ratios_of_widths(self) -> tuple[float, ...]:
+        """The peak's, and half of it for the layers that update less."""
+        return self.ratio / 2, self.ratio
+
+    @override
+    def renew(
+        self,
+        layer: Layer,
+        x: Float[Array, "b q m"],
+        value: Float[Array, "b q k d"],
+        stale: Bool[Array, "b q"],
+        cache: LayerCache,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> LayerCache:
+        """Keys, values and proxies of the whole response, and of the prompt at its refreshes."""
+        renewed = stale | (rows.index >= canvas.layout.prompt)
+        k = layer.qk(x, rows.index)[1]
+        cache = cache.write(rows.last(cache.read().v.shape[1]).where(renewed), k=k, v=value)
+        if self.proxy is None:
+            return cache
+        return cache.write(
+            rows.last(cache.read().mlp.shape[1]).where(renewed), proxy=self.proxy(layer, value)
+        )
