@@ -46,6 +46,13 @@ CASES = [
     ),
     (policies.MaskKV(6, 3, budget=4, votes=eviction.PositionVotes(1)), samplers.Confidence()),
     (policies.SparseDLLM(delay=0), samplers.Threshold(0.12, alg="margin")),
+    (policies.SPACache(4, 2, 0.5), samplers.Confidence()),
+    (
+        policies.WindowDiffusion(window=3, active=2, refresh_every=3),
+        samplers.Threshold(0.2, early_commit=samplers.EarlyCommit(early=1.5, middle=0.75, late=0.375)),
+    ),
+    (policies.SuffixDropout(keep=policies.GaussianDropout(6, 2.0, seed=3)), samplers.Confidence()),
+    (policies.SuffixDropout(keep=policies.UniformDropout(4, 2, seed=3)), samplers.Confidence()),
 ]
 TEN = {
     "thresholds": [(policies.DualCache(), samplers.Threshold(t)) for t in np.linspace(0, 1, 10)],
