@@ -2,7 +2,7 @@
 
 Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
 `q` computed positions, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,
-`f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps.
+`f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps, `e` experts, `i` an expert's width.
 """
 
 import importlib

@@ -23,10 +23,7 @@ import pytest
 from tests.programs import forget_in_time
 
 ACROSS = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
-FORM_OF_LAYERS = (
-    "dllm_jax.nn.parameters.separate_is_faster",
-    "dllm_jax.checkpoint.loading.separate_is_faster",
-)
+FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
 SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "suffix", "wheel"
 # Where shapes and dtypes of all calls are checked: every room is called by one of these.
@@ -133,16 +130,14 @@ def layers_in_one_stack(request):
         if request.path.stem.removeprefix("test_") not in SEPARATE and not request.config.getoption(
             "exhaustive"
         ):
-            for name in FORM_OF_LAYERS:
-                patch.setattr(name, lambda platform: False)
+            patch.setattr(FORM_OF_LAYERS, lambda platform: False)
         yield separate_is_faster
 
 
 @pytest.fixture
 def layers_of_the_platform(monkeypatch, layers_in_one_stack):
     """Layers in the form that users get, for tests of that choice."""
-    for name in FORM_OF_LAYERS:
-        monkeypatch.setattr(name, layers_in_one_stack)
+    monkeypatch.setattr(FORM_OF_LAYERS, layers_in_one_stack)
 
 
 @pytest.fixture

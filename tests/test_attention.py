@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.nn.attention import attention, head_mean, key_mask, length_mask, received
+from dllm_jax.nn.attention import attention, head_mean, received
+from dllm_jax.nn.mask import key_mask, length_mask
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import TURNS, attention_by_sequence, queries_at_once
 from pallas_kernels.attention.xla import _in_one_product as in_one_product

@@ -15,7 +15,7 @@ import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.checkpoint import save_hf
 from dllm_jax.checkpoint.families import units_of
-from dllm_jax.checkpoint.names.table import to_hf
+from dllm_jax.checkpoint.names.table import part_to_hf
 from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
@@ -191,7 +191,7 @@ def test_pefts_files_hold_the_update_of_the_checkpoints_tensors(family, dtype, t
             if entry.leaf not in ALL:
                 continue
             ours, before = (
-                to_hf(model.spec, entry, np.asarray(of(each)[entry.leaf], np.float32))
+                part_to_hf(model.spec, entry, np.asarray(of(each)[entry.leaf], np.float32))
                 for each in (merged, plain)
             )
             stem = f"base_model.model.{entry.name.removesuffix('.weight')}.lora"

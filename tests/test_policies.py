@@ -74,6 +74,26 @@ def test_policy(policy, family, request):
     )  # fmt: skip
 
 
+EXPERTS_EVERY_DAY = p.DualCache, p.SparseDLLM
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, id=short(policy), marks=() if type(policy) in EXPERTS_EVERY_DAY else EXHAUSTIVE)
+        for policy in EVERY
+    ],
+)
+def test_policies_run_over_experts(policy):
+    """LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind."""
+    case = CASES.get(type(policy))
+    known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
+    check_policy(
+        policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("llada-moe",),
+        checks=(checks.exact_limit, checks.batch_mates_change_nothing),
+    )  # fmt: skip
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", CASES, ids=lambda kind: kind.__name__)

@@ -10,8 +10,8 @@ import transformers
 
 import dllm_jax as dj
 from dllm_jax.checkpoint.exporting import in_memory
-from dllm_jax.checkpoint.names import dream
-from dllm_jax.checkpoint.names.table import to_hf, units
+from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
 from dllm_jax.checkpoint.source import read
 
 CLASSES = {"llada": ("LlamaConfig", "LlamaForCausalLM"), "dream": ("Qwen2Config", "Qwen2ForCausalLM")}
@@ -122,14 +122,12 @@ def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> No
     """Overwrites every weight by ours; transformers' names for Llama and Qwen2 are those of Dream."""
     source, theirs = in_memory(model), made.state_dict()
     loaded = {"lm_head.weight"} if model.spec.tied else set()
-    for unit in units(model.spec, dream.NAMES):
+    for unit in units(model.spec, as_llama.NAMES):
         arrays = read(source, unit)
-        for entry in unit.entries:
-            ours = arrays[entry.leaf]
-            assert isinstance(ours, np.ndarray), "models of this bench are random, not int8"
-            array = to_hf(model.spec, entry, ours).astype(np.float32)  # torch reads no bfloat16
-            theirs[entry.name].copy_(tensor(np.ascontiguousarray(array)))
-            loaded.add(entry.name)
+        for found in tensors_of(model.spec, unit):
+            array = to_hf(model.spec, found, arrays).astype(np.float32)  # torch reads no bfloat16
+            theirs[found.name].copy_(tensor(np.ascontiguousarray(array)))
+            loaded.add(found.name)
     if left := set(theirs) - loaded:
         raise ValueError(f"their network has weights that ours lacks: {', '.join(sorted(left))}")
 

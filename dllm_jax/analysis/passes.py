@@ -9,10 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from dllm_jax.nn.attention import Mask, attention
+from dllm_jax.nn.attention import attention
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass
 from dllm_jax.nn.places import Indices, distinct, indices, within

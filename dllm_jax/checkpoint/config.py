@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dllm_jax.checkpoint.directory import read_object
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import check_argument
 
 KINDS = get_type_hints(ModelSpec, include_extras=True)
+KINDS_OF_EXPERTS = get_type_hints(ExpertSpec, include_extras=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +70,32 @@ class Config:
           **defaults: of absent keys, by field; as many kv heads as heads otherwise.
 
         Raises:
-          ValueError: as `read`; or the heads do not divide the width.
+          ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
         """
         defaults = {"kv_heads": self.values.get(keys["heads"])} | defaults
         found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
         width, heads = found["width"], found["heads"]
+        if "head" in found:
+            return found
         if width % heads:
             divides = f"{keys['width']}={width} must be a multiple of {keys['heads']}={heads}"
             raise ValueError(f"{self.where}: {divides}")
         return found | {"head": width // heads}
+
+    def experts(self, keys: Mapping[str, str], **others: Any) -> ExpertSpec:
+        """The mixture of experts that these keys describe.
+
+        Args:
+          keys: of config.json, by field of `ExpertSpec`; those with a default may be absent.
+          **others: fields that no key holds alone.
+
+        Raises:
+          ValueError: as `read`; or fields that do not go together.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(ExpertSpec)}
+        default = lambda name: None if defaults[name] is dataclasses.MISSING else defaults[name]
+        found = {name: self.read(key, KINDS_OF_EXPERTS[name], default(name)) for name, key in keys.items()}
+        return ExpertSpec(**found, **others)
 
     def end_of_turn(self, vocab: int, known: dict[int, int]) -> int | None:
         """Token id of end-of-turn: `eot_token_id`, or that of the published model of this vocabulary size."""

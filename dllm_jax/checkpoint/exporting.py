@@ -17,14 +17,15 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import choose
 from dllm_jax.checkpoint.families import spec_to_config
 from dllm_jax.checkpoint.files import copy_auxiliary_files
-from dllm_jax.checkpoint.names.table import Unit, to_hf
+from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import layer_of
+from dllm_jax.nn.parameters import layer_of, name_of
+from dllm_jax.nn.sharding import WIDE
 from dllm_jax.state import host
 
 
@@ -159,7 +160,8 @@ def in_memory(model: Model) -> Source:
         found = params if unit.layer is None else layer_of(params, unit.layer)
         return {entry.leaf: jax.tree.map(fetch, found[entry.leaf]) for entry in unit.entries}
 
-    dtypes = frozenset(np.dtype(leaf.dtype) for leaf in jax.tree.leaves((model.params, model.vision)))
+    leaves = jax.tree_util.tree_leaves_with_path((model.params, model.vision))
+    dtypes = frozenset(np.dtype(leaf.dtype) for path, leaf in leaves if name_of(path) not in WIDE)
     return Source(Path("model"), model.spec, dtypes, model.weights, parameters)
 
 
@@ -195,15 +197,13 @@ def _write(
         values = spec_to_config(spec, str(dtype), original)
         if original is None or values != original.values:
             (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        write(partial, plan(spec, dtype, shard_bytes), tensors)
+        write(partial, plan(source, dtype, shard_bytes), tensors)
         next(tensors, None)  # all are written; this lets the last unit count as done
 
 
 def _tensors(source: Source, advance: Callable[[Unit], None]) -> Iterator[np.ndarray]:
     # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
     for unit, arrays in stream(source, _one_dtype(source), None):
-        for entry in unit.entries:
-            array = arrays[entry.leaf]
-            assert isinstance(array, np.ndarray), "int8 matrices are refused before anything is written"
-            yield to_hf(source.spec, entry, array)
+        for tensor in tensors_of(source.spec, unit):
+            yield to_hf(source.spec, tensor, arrays)
         advance(unit)

@@ -4,13 +4,19 @@ import dataclasses
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import dream, llada, llada_v
+from dllm_jax.checkpoint.names import dream, llada, llada_moe, llada_v
 from dllm_jax.checkpoint.names.table import Family, Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
-FAMILIES = {"llada": llada.FAMILY, "dream": dream.FAMILY, "llada-v": llada_v.FAMILY}
-# Relatives of the models, which would be read as these: quantised files, and experts (LLaDA-MoE).
-VARIANTS = Requirement("quantization_config", (None,)), Requirement("num_experts", (None,))
+FAMILIES = {
+    "llada": llada.FAMILY,
+    "dream": dream.FAMILY,
+    "llada-v": llada_v.FAMILY,
+    "llada-moe": llada_moe.FAMILY,
+}
+# Relatives of the models, which would be read as these: quantised files, and experts where there are none.
+QUANTISED = Requirement("quantization_config", (None,))
+DENSE = Requirement("num_experts", (None,))
 IGNORED = (  # buffers that some writers save; computed here
     r".*\.rotary_emb\.inv_freq",
     r".*\.embeddings\.position_ids",
@@ -44,16 +50,21 @@ def config_to_spec(config: Config) -> ModelSpec:
       ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    config.check(VARIANTS)
-    by_type = {family.model_type: family for family in FAMILIES.values()}
+    config.check((QUANTISED,))
     model_type = config.values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in by_type:
-        supported = " or ".join(map(repr, by_type))
+    of_type = [family for family in FAMILIES.values() if family.model_type == model_type]
+    if not of_type:
+        supported = " or ".join(dict.fromkeys(repr(family.model_type) for family in FAMILIES.values()))
         raise ValueError(
             f"{config.where}: model_type={model_type!r} is not supported; supported: {supported}"
         )
+    # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
+    has_experts = config.values.get(DENSE.key) is not None
+    family = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
+    if not family.expert_keys:
+        config.check((DENSE,))
     try:
-        return by_type[model_type].read(config)
+        return family.read(config)
     except ValueError as error:
         if str(error).startswith(config.where):
             raise

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -11,9 +12,17 @@ from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
-from dllm_jax.checkpoint.names.table import TensorName, Unit, check, hf_ranges, hf_shape, own_axes, to_ours
+from dllm_jax.checkpoint.names.table import (
+    TensorName,
+    Unit,
+    check,
+    hf_ranges,
+    own_axes,
+    tensors_of,
+    to_ours,
+)
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
-from dllm_jax.nn.sharding import shape
+from dllm_jax.nn.sharding import WIDE, shape, sizes
 from dllm_jax.nn.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +49,7 @@ class _Tensors:
         return {entry.leaf: self._parameter(entry) for entry in unit.entries}
 
     def _parameter(self, entry: TensorName) -> Stored:
-        read = functools.partial(self._part, entry)
+        read = functools.partial(self._experts if entry.by_expert else self._part, entry)
 
         # A file may spell a tied head out: one that is not the embedding would be lost without a word.
         tied = [
@@ -49,7 +58,22 @@ class _Tensors:
         if self.spec.tied and entry.leaf == "embed" and tied:
             read = functools.partial(self._tied_part, entry, tied[0])
         own = shape(self.spec, own_axes(entry.leaf))
-        return Stored(own, SAFETENSORS[self.stored[entry.name].dtype], read)
+        return Stored(own, self._dtype(entry, own[0]), read)
+
+    def _dtype(self, entry: TensorName, count: int) -> np.dtype:
+        """The dtype of a parameter: of `count` experts, the one that holds all of theirs."""
+        names = [entry.of_expert(expert).name for expert in range(count)] if entry.by_expert else [entry.name]
+        kinds = {SAFETENSORS[self.stored[name].dtype] for name in names}
+        return np.dtype(functools.reduce(jnp.promote_types, kinds))
+
+    def _experts(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
+        """A part of a parameter that has a tensor per expert: one of them in memory beside the part."""
+        of, *rest = ranges
+        shape = tuple(part.stop - part.start for part in ranges)
+        whole = np.empty(shape, self._dtype(entry, sizes(self.spec)["e"]))
+        for row, expert in enumerate(range(of.start, of.stop)):
+            whole[row] = self._part(entry.of_expert(expert), tuple(rest))
+        return whole
 
     def _part(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
         """A part of our parameter: a view of the part of the tensor that holds it."""
@@ -91,14 +115,16 @@ def open_hf(path: Path) -> Source:
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     names = family_of(spec).names
     check(spec, names, IGNORED, shapes, str(path))
-    needed = {e.name: hf_shape(spec, e) for unit in units_of(spec) for e in unit.entries}
-    odd = [f"{name}: {stored[name].dtype}" for name in needed if stored[name].dtype not in SAFETENSORS]
+    needed = [tensor for unit in units_of(spec) for tensor in tensors_of(spec, unit)]
+    kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
+    odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in SAFETENSORS]
     if odd:
         raise ValueError(
             "\n  ".join([f"{path}: dtypes that are not supported; supported: {', '.join(SAFETENSORS)}", *odd])
         )
-    # Tensors that no parameter is read from do not count.
-    dtypes = frozenset(SAFETENSORS[stored[name].dtype] for name in needed)
+    # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
+    own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
+    dtypes = frozenset(SAFETENSORS[kind] for name, kind in kinds.items() if name not in own)
     return Source(path, spec, dtypes, None, _Tensors(path, spec, stored).parameters)
 
 

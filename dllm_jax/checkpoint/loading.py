@@ -19,8 +19,8 @@ from dllm_jax.checkpoint.source import not_finite, open_checkpoint, opened, refu
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import Params, abstract, abstract_vision, separate_is_faster
-from dllm_jax.nn.sharding import default_device, warn_of_replicas
+from dllm_jax.nn.parameters import Params, abstract, abstract_vision, form_of_layers
+from dllm_jax.nn.sharding import WIDE, default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from pallas_kernels import Implementation
@@ -152,8 +152,7 @@ def fill(
     """Parameters of an opened checkpoint on the device or the mesh, and a tower's; arguments as of `load`."""
     spec, weights = source.spec, weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
-    if separate_layers is None:
-        separate_layers = separate_is_faster(platform)
+    separate_layers = form_of_layers(spec, separate_layers, platform)
     where = functools.partial(placements, spec, weights=weights, mesh=mesh, platform=platform, rules=rules)
     # Stacked layers are allocated once and filled in place; separate ones are kept as they come.
     trees: dict[bool, Params] = {False: {"layers": []}, True: {"layers": []}}  # the decoder's, a tower's
@@ -164,7 +163,10 @@ def fill(
             trees[of_vision]["layers"], put[of_vision] = _stack(shapes["layers"], where)
     bad: list[str] = []
     for unit, parameters in opened(source, dtype, weights):
-        placed = {leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()}
+        placed: dict[str, Any] = {
+            leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()
+        }
+        placed |= {leaf: placed[leaf].astype(jnp.float32) for leaf in WIDE if leaf in placed}
         if check_finite:
             bad += not_finite(unit, placed, _is_finite)
         tree = trees[unit.of_vision]

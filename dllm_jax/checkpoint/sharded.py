@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from dllm_jax.checkpoint.names.table import Unit, own_axes
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantise
-from dllm_jax.nn.sharding import OUTPUTS
+from dllm_jax.nn.sharding import OUTPUTS, WIDE
 from dllm_jax.nn.spec import ModelSpec
 
 Ranges = tuple[slice, ...]  # a part of an array: start and stop along each of its axes
@@ -91,14 +91,14 @@ def held(
     Args:
       stored: what is an int8 matrix stays one.
       leaf: its name, a key of `dllm_jax.nn.sharding.AXES`.
-      dtype: of all arrays but int8 matrices.
+      dtype: of all arrays but int8 matrices and those that keep their own (`WIDE`).
       weights: "int8" makes int8 of matrices, from the stored numbers.
       where: tensor and checkpoint, for messages.
 
     Raises:
       ValueError: when it is read, a matrix with NaN or infinity, which cannot be int8.
     """
-    if isinstance(stored, Int8Matrix):
+    if isinstance(stored, Int8Matrix) or leaf in WIDE:
         return stored
     if weights == "int8" and leaf in OUTPUTS:
         return _quantised(stored, own_axes(leaf), OUTPUTS[leaf], where)

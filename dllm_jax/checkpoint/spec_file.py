@@ -20,7 +20,12 @@ from dllm_jax.nn.spec import ModelSpec
 SPEC = "spec.json"
 FORMATS: dict[int, Weights | None] = {1: None, 2: "int8", 3: None, 4: "int8"}  # and how they hold matrices
 WRITTEN: dict[Weights | None, int] = {None: 3, "int8": 4}
-OPTIONAL = ("vision", "positions")  # fields that directories written before there were such may lack
+# Fields that directories written before there were such may lack: those with a default, at which they are.
+OPTIONAL = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelSpec)
+    if field.default is not dataclasses.MISSING
+}
 KEYS = {"format", "dtype", "weights", "spec"}
 
 
@@ -62,9 +67,10 @@ def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights 
     content: dict[str, Any] = {"format": WRITTEN[weights], "dtype": str(dtype)}
     content |= {} if weights is None else {"weights": weights}
 
-    # Optional fields that are not set are left out, as in directories from before there were such.
+    # Optional fields at their defaults are left out, as in directories from before there were such.
     fields = dataclasses.asdict(spec)
-    content |= {"spec": {name: fields[name] for name in fields if name not in OPTIONAL or fields[name]}}
+    left_out = {name for name, default in OPTIONAL.items() if fields[name] == default}
+    content |= {"spec": {name: fields[name] for name in fields if name not in left_out}}
     (folder / SPEC).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from dllm_jax.checkpoint.dtypes import SAFETENSORS
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import INDEX
-from dllm_jax.checkpoint.names.table import hf_shape
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.checkpoint.names.table import Unit, tensors_of
+from dllm_jax.checkpoint.sharded import Source, StoredParameter
+from dllm_jax.nn.sharding import WIDE
 
 SHARD_BYTES = 2 * 10**9
 
@@ -22,27 +23,25 @@ class Shard:
     """One file to write.
 
     Attributes:
-      tensors: name and shape in the order they are written.
-      dtype: of all of them.
+      tensors: name, shape and dtype in the order they are written.
     """
 
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    dtype: np.dtype
+    tensors: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
 
     @property
     def nbytes(self) -> int:
         """Size of the tensors."""
-        return sum(_size(shape, self.dtype) for _, shape in self.tensors)
+        return sum(_size(shape, dtype) for _, shape, dtype in self.tensors)
 
     @property
     def header(self) -> bytes:
         """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        code = next(code for code, dtype in SAFETENSORS.items() if dtype == self.dtype)
+        codes = {dtype: code for code, dtype in SAFETENSORS.items()}
         start = 0
-        for name, shape in self.tensors:
-            end = start + _size(shape, self.dtype)
-            entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+        for name, shape, dtype in self.tensors:
+            end = start + _size(shape, dtype)
+            entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
             start = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         # Data begins at a multiple of 8 bytes, which memory maps need.
@@ -50,25 +49,36 @@ class Shard:
         return len(text).to_bytes(8, "little") + text
 
 
-def plan(spec: ModelSpec, dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
+def plan(source: Source, dtype: np.dtype, limit: int) -> tuple[Shard, ...]:
     """Distributes the tensors of a checkpoint, in order, over files of at most `limit` bytes.
+
+    All have the one dtype but those that keep the dtype in which they are stored.
 
     Raises:
       ValueError: the limit is not positive.
     """
     if limit < 1:
         raise ValueError(f"shard_bytes={limit} must be at least 1")
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    shards: list[list[tuple[str, tuple[int, ...], np.dtype]]] = [[]]
     filled = 0
     # In order, the next file when one is full, so that shards are read one after the other.
-    for entry in (entry for unit in units_of(spec) for entry in unit.entries):
-        shape = hf_shape(spec, entry)
-        if shards[-1] and filled + _size(shape, dtype) > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append((entry.name, shape))
-        filled += _size(shape, dtype)
-    return tuple(Shard(tuple(tensors), dtype) for tensors in shards)
+    for unit in units_of(source.spec):
+        kept = {entry.leaf for entry in unit.entries} & {*WIDE}
+        own = {leaf: np.dtype(stored.dtype) for leaf, stored in _stored(source, unit, kept)}
+        for tensor in tensors_of(source.spec, unit):
+            kind = own.get(tensor.parts[0].leaf, dtype)
+            if shards[-1] and filled + _size(tensor.shape, kind) > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append((tensor.name, tensor.shape, kind))
+            filled += _size(tensor.shape, kind)
+    return tuple(Shard(tuple(tensors)) for tensors in shards)
+
+
+def _stored(source: Source, unit: Unit, leaves: set[str]) -> list[tuple[str, StoredParameter]]:
+    """Some parameters of a unit where they are stored; a unit without any is not opened."""
+    found = source.parameters(unit) if leaves else {}
+    return [(leaf, found[leaf]) for leaf in leaves]
 
 
 def write(path: Path, shards: tuple[Shard, ...], tensors: Iterator[np.ndarray]):
@@ -81,7 +91,7 @@ def write(path: Path, shards: tuple[Shard, ...], tensors: Iterator[np.ndarray]):
             for _ in shard.tensors:
                 # As bytes, since Python's buffers know no bfloat16.
                 file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
-        weight_map |= {tensor: name for tensor, _ in shard.tensors}
+        weight_map |= {tensor: name for tensor, *_ in shard.tensors}
     if count > 1:
         index = {"metadata": {"total_size": sum(s.nbytes for s in shards)}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

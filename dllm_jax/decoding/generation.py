@@ -48,7 +48,7 @@ class Generation(NamedTuple):
 
         # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then
         # fails an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
-        table = rope_table(plan.layout.length, model.spec.head, model.spec.rope_base)
+        table = rope_table(plan.layout.length, model.spec.rotated, model.spec.rope_base)
         rope = jax.lax.optimization_barrier(table)
         plan = dataclasses.replace(plan, interventions=interventions)
         return Generation(model, plan, inputs.noise, embeds, rope)

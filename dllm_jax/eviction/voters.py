@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.eviction.head_budgets import Evidence
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import Mask
 from dllm_jax.options import Odd, Options, PositiveInt, TracedPositiveInt
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows

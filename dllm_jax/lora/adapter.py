@@ -18,7 +18,7 @@ from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, is_low_ran
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.sharding import AXES, OUTPUTS, sizes
+from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, sizes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
 
@@ -67,7 +67,8 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
       dtype: of the factors; default the model's. `train` keeps float32 masters either way.
 
     Raises:
-      ValueError: no model, options or key; adapters that are attached already; a head that is tied.
+      ValueError: no model, options or key; adapters that are attached already; a head that is tied; the MLP
+        of a model whose layers have experts in its place.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("lora", lora, LoRA, ", such as LoRA(rank=8)")
@@ -91,12 +92,18 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
         stacked layers.
 
     Raises:
-      ValueError: adapters that are attached already; a head that is tied.
+      ValueError: adapters that are attached already; a head that is tied; matrices of experts.
     """
     if adapted(model.params):
         raise ValueError("the model has LoRA adapters already: merge or detach them first")
     if "head" in lora.matrices and model.spec.tied:
         raise ValueError("matrices=head: the model's head is its embedding, which has no update of its own")
+
+    if model.spec.experts is not None and (of_mlp := [name for name in lora.matrices if name in DENSE]):
+        raise ValueError(
+            f"matrices={', '.join(of_mlp)}: the model's layers have experts in the place of an MLP, and "
+            "experts take no updates; expected some of q, k, v, o, head"
+        )
 
     def update(name: str, base: Any, parts: Factors, stacked: bool) -> LowRankMatrix:
         axes = (each if stacked else each.removeprefix("n") for each in factor_axes(name))

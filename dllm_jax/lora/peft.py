@@ -136,6 +136,7 @@ def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
     """The Hugging Face modules of these matrices, in the order of the checkpoint's tensors."""
     every = units(spec, family_of(spec).names)
     entries = [(unit.layer, entry) for unit in every for entry in unit.entries if entry.leaf in names]
+    entries = [(layer, entry) for layer, entry in entries if not entry.by_expert]
     return {(entry.leaf, layer): entry.name.removesuffix(".weight") for layer, entry in entries}
 
 

@@ -4,8 +4,8 @@
 
 Symmetric, to the nearest value, and of weights alone: a product converts the values to the dtype of the
 activations, which is exact, as every integer up to 256 is a bfloat16; compilers do so while they read. The
-matrices of the layers and the vocabulary head are int8 (`dllm_jax.nn.sharding.OUTPUTS`). The embedding, norms
-and biases keep the model's dtype; so does a table that embedding and head share.
+matrices of the layers, each expert's too, and the vocabulary head are int8 (`sharding.OUTPUTS`).
+Embedding, routers, norms and biases keep the model's dtype; so does a table that embedding and head share.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
 from dllm_jax.nn.mesh import MeshRules
-from dllm_jax.nn.sharding import AXES, OUTPUTS, shape, sharding, stacked_format, within_layer
+from dllm_jax.nn.sharding import AXES, OUTPUTS, WIDE, shape, sharding, stacked_format, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 Weights = Literal["int8"]  # how matrices are held, if not in the model's dtype
@@ -88,7 +88,7 @@ def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, st
         shape(spec, axes if stacked else within_layer(axes)), dtype
     )
     if not is_int8(axes):
-        return sized(axes, dtype)
+        return sized(axes, np.float32 if leaf in WIDE else dtype)
     return Int8Matrix(sized(axes.values, np.int8), sized(axes.scale, np.float32))
 
 

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum, rms_norm
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.memory import heads_first_on_tpu
+from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope, rotate
 from dllm_jax.nn.spec import ModelSpec
@@ -52,8 +53,13 @@ class Layer:
         # Padding has the position l, for which the tables hold an entry.
         normed = self._attention_input(x)
         index = jnp.minimum(position, self.rope.cos.shape[0] - 1)
-        turn = lambda y: rotate(y, self.rope, index, self.spec.rope_in_f32)
-        return turn(self._project("q", normed)), turn(self._project("k", normed))
+
+        def turned(name: str) -> Float[Array, "b q heads d"]:
+            y = self._project(name, normed)
+            y = rms_norm(y, self.weights[f"{name}_norm"], self.spec.norm_eps) if self.spec.qk_norm else y
+            return rotate(y, self.rope, index, self.spec.rope_in_f32)
+
+        return turned("q"), turned("k")
 
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
         """Values of the inputs x."""
@@ -119,12 +125,13 @@ class Layer:
         return einsum("bqhd,hdm->bqm", o, self.weights["o"])
 
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        """The MLP branch: down(silu(gate(norm x)) * up(norm x))."""
-        # SwiGLU, as Llama's: two products share the normed input, and the gate's SiLU scales the other.
+        """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`)."""
         normed = rms_norm(x, self.weights["mlp_norm"], self.spec.norm_eps)
-        gate = einsum("bqm,mf->bqf", normed, self.weights["gate"])
-        up = einsum("bqm,mf->bqf", normed, self.weights["up"])
-        return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, self.weights["down"])
+        # Layers that differ are separate, and know their number; of stacked ones all have what the first has.
+        layer = self.index if isinstance(self.index, int) else 0
+        if self.spec.experts is not None and self.spec.has_experts(layer):
+            return mixture(self.weights, normed, self.spec.experts, self.kernels.rules)
+        return dense(self.weights, normed)
 
     def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The layer's output, from its input and its attention's: both branches added to the stream."""

@@ -41,10 +41,11 @@ class MeshRules(Options):
     Attributes:
       batch: of the sequences of a batch: data parallelism.
       heads: of query heads, and of the kv heads that they read.
-      mlp: of the MLP's width.
+      mlp: of the MLP's width, and of each expert's.
       vocab: of the vocabulary, in embedding and head.
       width: of the model width in parameters, not in activations: fully sharded parameters, which programs
         gather layer by layer. Its axes usually split the batch too.
+      experts: of the experts of a layer: each device computes what is sent to its own.
     """
 
     batch: tuple[str, ...] = ("dp", "data", "batch", "fsdp")
@@ -52,11 +53,13 @@ class MeshRules(Options):
     mlp: tuple[str, ...] = TENSOR
     vocab: tuple[str, ...] = TENSOR
     width: tuple[str, ...] = ("fsdp",)
+    experts: tuple[str, ...] = ("ep", "expert")
 
     def __post_init__(self):
         super().__post_init__()
         # One axis of a mesh cannot split two axes of one array.
-        for one, other in (("batch", "heads"), ("width", "heads"), ("width", "mlp"), ("width", "vocab")):
+        pairs = ("batch", "heads"), ("width", "heads"), ("width", "mlp"), ("width", "vocab")
+        for one, other in (*pairs, *(("experts", other) for other in ("mlp", "width", "batch"))):
             if both := sorted(set(getattr(self, one)) & set(getattr(self, other))):
                 raise ValueError(f"{one} and {other} are both split by {both}: arrays have both axes")
 
@@ -75,6 +78,9 @@ class MeshRules(Options):
             "f": self.mlp,
             "v": self.vocab,
             "m": self.width,
+            "e": self.experts,
+            "i": self.mlp,
+            "j": self.mlp,
             "H": self.heads,  # capitals are the axes of a vision tower
             "F": self.mlp,
             "M": self.width,

@@ -13,12 +13,13 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.attention import Mask, attention, padding_mask
+from dllm_jax.nn.attention import attention
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.mask import Mask, block_causal, padding_mask
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_table
@@ -111,7 +112,8 @@ def full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask |
     length = tokens.shape[1]
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
-    return position, mask, rope_table(length, spec.head, spec.rope_base)
+    mask = block_causal(mask, spec, position, valid, length)
+    return position, mask, rope_table(length, spec.rotated, spec.rope_base)
 
 
 def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:

@@ -8,6 +8,7 @@ That is the stacked form, which one scan runs through: short programs, and on TP
 layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 3 times the traffic of the
 product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
 Everything that takes parameters takes both forms. In either, matrices may be int8 (`dllm_jax.nn.int8`).
+Layers of which some have experts and others an MLP do not stack: theirs are a list everywhere.
 """
 
 from typing import Any
@@ -35,7 +36,8 @@ def abstract(
 
     # Shapes come from the modules that define them, by a trace: there is no second table to keep in step.
     params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
-    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked=True)
+    stacked = not spec.layers_differ
+    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked)
     return jax.tree_util.tree_map_with_path(held, params)
 
 
@@ -58,10 +60,16 @@ def separate(params: Params) -> Params:
 
 
 def stacked(params: Params) -> Params:
-    """The same parameters with stacked layers; stacked ones are returned as they are."""
+    """The same parameters with stacked layers; stacked ones are returned as they are.
+
+    Raises:
+      ValueError: some layers have experts and others an MLP.
+    """
     layers = params["layers"]
     if not isinstance(layers, list):
         return params
+    if any(layer.keys() != layers[0].keys() for layer in layers):
+        raise ValueError("layers with experts and layers with an MLP do not stack: other parameters")
     return params | {"layers": jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)}
 
 
@@ -74,6 +82,22 @@ def layer_of(params: Params, index: int) -> dict[str, Any]:
 def separate_is_faster(platform: str) -> bool:
     """Whether programs of a platform read separate layers with fewer copies: all but TPUs."""
     return platform != "tpu"
+
+
+def form_of_layers(spec: ModelSpec, separate_layers: bool | None, platform: str) -> bool:
+    """Whether a model's layers are to be separate: as asked for, or as its devices read them faster.
+
+    Raises:
+      ValueError: stacked layers are asked for, and the model's differ.
+    """
+    if separate_layers is False and spec.layers_differ:
+        raise ValueError(
+            f"separate_layers=False must be None or True for {spec.family}: its layers with experts and "
+            "those with an MLP do not stack"
+        )
+    if separate_layers is None:
+        return spec.layers_differ or separate_is_faster(platform)
+    return separate_layers
 
 
 def _count(layers: dict[str, Any]) -> int:

@@ -18,11 +18,11 @@ class Rope(NamedTuple):
     sin: Float[Array, "l half"]
 
 
-def rope_table(positions: int, head: int, base: float) -> Rope:
-    """Angles position * base^(-2j/d), computed in float32 as the references do."""
+def rope_table(positions: int, width: int, base: float) -> Rope:
+    """Angles position * base^(-2j/d), computed in float32 as the references do; d is the rotated width."""
     # Frequencies by the host's float32 power, whose bits are those of the references. XLA's differ in the
     # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
-    exponent = np.arange(0, head, 2, dtype=np.float32) / np.float32(head)
+    exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequency = np.float32(1) / np.float32(base) ** exponent
     # One angle more than there are positions: padding has the position l, and reads the last line.
     angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
@@ -33,6 +33,8 @@ def rotate(
     x: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], in_f32: bool
 ) -> Float[Array, "b q h d"]:
     """Rotates the half-split pairs (j, j + d/2) of each head by the angle of its position.
+
+    Of a head that is wider than the tables' d, the beginning is rotated and the rest passes (LLaDA2).
 
     Args:
       x: queries or keys.
@@ -45,5 +47,8 @@ def rotate(
     sin = rope.sin[index][:, :, None].astype(compute)
 
     # Pairs are half a head apart (GPT-NeoX's order), as in the checkpoints of LLaDA and Dream.
-    first, second = jnp.split(x.astype(compute), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    width = 2 * rope.cos.shape[-1]
+    first, second = jnp.split(x[..., :width].astype(compute), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    rest = [x[..., width:].astype(compute)] if width < x.shape[-1] else []
+    return jnp.concatenate([*turned, *rest], axis=-1).astype(x.dtype)

@@ -22,15 +22,26 @@ AXES: dict[str, str] = {
     "q_bias": "nhd",
     "k_bias": "nkd",
     "v_bias": "nkd",
+    "q_norm": "nd",
+    "k_norm": "nd",
     "o": "nhdm",
     "mlp_norm": "nm",
     "gate": "nmf",
     "up": "nmf",
     "down": "nfm",
+    # Of layers with experts, in the place of the three above.
+    "router": "nme",
+    "router_bias": "ne",
+    "expert_gate": "nemi",
+    "expert_up": "nemi",
+    "expert_down": "neim",
+    "shared_gate": "nmj",
+    "shared_up": "nmj",
+    "shared_down": "njm",
     "norm": "m",
     "head": "vm",
     # Of a vision tower, in letters of its own (`sizes`): N layers, M width, H heads, D head width, F MLP
-    # width, P patches, C colours, I and J pixels of a patch; e is the inner width of the projector.
+    # width, P patches, C colours, I and J pixels of a patch; E is the inner width of the projector.
     "patch": "IJCM",
     "patch_bias": "M",
     "position": "PM",
@@ -52,9 +63,9 @@ AXES: dict[str, str] = {
     "fc2_bias": "NM",
     "post_norm": "M",
     "post_norm_bias": "M",
-    "projector_in": "Me",
-    "projector_in_bias": "e",
-    "projector_out": "em",
+    "projector_in": "ME",
+    "projector_in_bias": "E",
+    "projector_out": "Em",
     "projector_out_bias": "m",
     "newline": "m",
 }
@@ -69,8 +80,18 @@ OUTPUTS: dict[str, str] = {
     "gate": "f",
     "up": "f",
     "down": "m",
+    "expert_gate": "ei",
+    "expert_up": "ei",
+    "expert_down": "em",
+    "shared_gate": "j",
+    "shared_up": "j",
+    "shared_down": "m",
     "head": "v",
 }
+# Checkpoints may store these in another dtype than the rest, and keep it; models hold them in float32.
+WIDE = ("router_bias",)
+DENSE = ("gate", "up", "down")  # of layers without experts
+EXPERTS = tuple(AXES)[tuple(AXES).index("router") : tuple(AXES).index("norm")]  # of layers with
 
 
 def leaves(spec: ModelSpec) -> tuple[str, ...]:
@@ -80,7 +101,20 @@ def leaves(spec: ModelSpec) -> tuple[str, ...]:
         absent |= {"head"}
     if not spec.qkv_bias:
         absent |= {"q_bias", "k_bias", "v_bias"}
+    if not spec.qk_norm:
+        absent |= {"q_norm", "k_norm"}
+    if spec.experts is None:
+        absent |= {*EXPERTS}
+    else:
+        absent |= set() if spec.experts.dense else {*DENSE}
+        absent |= set() if spec.experts.bias else {"router_bias"}
+        absent |= set() if spec.experts.shared else {"shared_gate", "shared_up", "shared_down"}
     return tuple(leaf for leaf in AXES if leaf not in absent)
+
+
+def in_layer(spec: ModelSpec, leaf: str, layer: int) -> bool:
+    """Whether a layer has a parameter that some layers of the model have."""
+    return leaf not in (DENSE if spec.has_experts(layer) else EXPERTS)
 
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
@@ -94,6 +128,8 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
         "f": spec.hidden,
         "v": spec.vocab,
     }
+    if (experts := spec.experts) is not None:
+        decoder |= {"e": experts.count, "i": experts.hidden, "j": experts.shared}
     if (vision := spec.vision) is None:
         return decoder
     return decoder | {
@@ -106,7 +142,7 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
         "C": 3,
         "I": vision.patch,
         "J": vision.patch,
-        "e": spec.width,
+        "E": spec.width,
     }
 
 

@@ -10,6 +10,7 @@ from dllm_jax.options import (
     NoneMeans,
     NonNegativeInt,
     Options,
+    PositiveFloat,
     PositiveInt,
 )
 
@@ -66,8 +67,51 @@ class VisionSpec(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertSpec(Options):
+    """Static description of a mixture of experts, which stands in the place of a layer's MLP; hashable.
+
+    Attributes:
+      count: experts `e` of a layer.
+      per_token: experts `c` that each token is sent to.
+      hidden: width of an expert, a gated MLP `i`.
+      shared: width of the gated MLP that every token goes through beside its experts `j`; 0 if there is none.
+      dense: layers that have an MLP of `ModelSpec.hidden` instead.
+      sigmoid: a token's scores of experts are sigmoids (LLaDA2) rather than a softmax over all experts.
+      renormalised: the weights of a token's experts are divided by their sum.
+      scale: what the weights are multiplied by at last.
+      bias: a number per expert is added to its score for the choice alone (LLaDA2).
+      groups: neighbouring experts form so many groups of equal size.
+      groups_per_token: how many groups a token's experts are chosen from: those with the best pairs.
+    """
+
+    count: PositiveInt
+    per_token: PositiveInt
+    hidden: PositiveInt
+    shared: NonNegativeInt = 0
+    dense: tuple[NonNegativeInt, ...] = ()
+    sigmoid: bool = False
+    renormalised: bool = False
+    scale: PositiveFloat = 1.0
+    bias: bool = False
+    groups: PositiveInt = 1
+    groups_per_token: PositiveInt = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "scale", float(self.scale))
+        if self.count % self.groups:
+            raise ValueError(f"count={self.count} experts must be a multiple of groups={self.groups}")
+        if self.groups > 1 and self.count < 2 * self.groups:
+            raise ValueError(f"groups={self.groups} of count={self.count} experts must hold at least 2 each")
+        if self.groups_per_token > self.groups:
+            raise ValueError(f"groups_per_token={self.groups_per_token} must be at most groups={self.groups}")
+        if self.per_token > (reach := self.count // self.groups * self.groups_per_token):
+            raise ValueError(f"per_token={self.per_token} must be at most {reach}, the experts of its groups")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec(Options):
-    """Static description of a LLaDA- or Dream-shaped decoder; hashable, so it is a static jit argument.
+    """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
 
     Attributes:
       family: name of the checkpoint layout, a key of `dllm_jax.checkpoint.families.FAMILIES`.
@@ -92,6 +136,11 @@ class ModelSpec(Options):
       vision: the tower whose features stand in prompts in the place of images (LLaDA-V), None of text models.
       positions: canvas positions that the model was made for, its checkpoint's `max_sequence_length` (LLaDA)
         or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
+      qk_norm: queries and keys of each head are normed (RMSNorm) before they are rotated.
+      rope_width: how much of a head is rotated, its beginning; None for all of it.
+      block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`), counted from the first
+        one that is not padding; 0 where every position attends to every other.
+      experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `hidden`.
     """
 
     family: str
@@ -114,6 +163,10 @@ class ModelSpec(Options):
     pad_rows_attend: bool
     vision: Annotated[VisionSpec | None, NoneMeans("text only")] = None
     positions: Annotated[PositiveInt | None, NoneMeans("unknown")] = None
+    qk_norm: bool = False
+    rope_width: Annotated[PositiveInt | None, NoneMeans("the whole head")] = None
+    block_size: NonNegativeInt = 0
+    experts: Annotated[ExpertSpec | None, NoneMeans("dense MLPs")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -125,6 +178,13 @@ class ModelSpec(Options):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head % 2:
             raise ValueError(f"head={self.head} must be even: rotary embedding turns pairs")
+        if self.rope_width is not None and (self.rope_width % 2 or self.rope_width > self.head):
+            raise ValueError(f"rope_width={self.rope_width} must be even and at most head={self.head}")
+        dense = self.experts.dense if self.experts else ()
+        if list(dense) != sorted({*dense} & {*range(self.layers)}) or len(dense) == self.layers:
+            raise ValueError(
+                f"dense={dense} must be some of the layers 0 to {self.layers - 1} in ascending order, not all"
+            )
         for name in ("mask_id", "eos_id", "eot_id"):
             value = getattr(self, name)
             if value is not None and value >= self.vocab:
@@ -137,18 +197,36 @@ class ModelSpec(Options):
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "ModelSpec":
-        """The spec of `dataclasses.asdict`'s fields; `vision` and `positions` may be absent.
+        """The spec of `dataclasses.asdict`'s fields; those with defaults may be absent.
 
         Raises:
           TypeError: fields that there are not.
           ValueError: values that break a rule.
         """
-        vision = fields.get("vision")
-        if vision is not None and not isinstance(vision, Mapping):
-            raise ValueError(f"vision={vision!r} must be an object with the fields of VisionSpec, or null")
-        return cls(**{**fields, "vision": None if vision is None else VisionSpec(**vision)})
+        nested: dict[str, Any] = {}
+        for name, kind in (("vision", VisionSpec), ("experts", ExpertSpec)):
+            if (inner := fields.get(name)) is None:
+                continue
+            if not isinstance(inner, Mapping):
+                raise ValueError(f"{name}={inner!r} must be an object with the fields of {kind.__name__}")
+            nested[name] = kind(**inner)
+        return cls(**{**fields, **nested})
 
     @property
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def rotated(self) -> int:
+        """Width of the part of a head that rotary embedding turns."""
+        return self.head if self.rope_width is None else self.rope_width
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers have experts and others an MLP, so that they do not stack."""
+        return self.experts is not None and bool(self.experts.dense)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        return self.experts is not None and layer not in self.experts.dense

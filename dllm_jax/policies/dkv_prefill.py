@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.nn.attention import key_mask
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache

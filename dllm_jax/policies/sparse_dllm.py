@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.nn.attention import Mask, key_mask
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import Mask, key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
 from dllm_jax.policies.base import Policy

@@ -66,8 +66,7 @@ def abstract(
 
     # The form and, array by array, the place that `load` chooses.
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
-    if separate_layers is None:
-        separate_layers = parameters.separate_is_faster(platform)
+    separate_layers = parameters.form_of_layers(spec, separate_layers, platform)
     # Shapes as the checkpoint has them, in the form and at the places that `load` gives.
     stacked = parameters.abstract(spec, target, held)
     params = jax.eval_shape(parameters.separate, stacked) if separate_layers else stacked

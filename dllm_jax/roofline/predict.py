@@ -136,9 +136,11 @@ def work(
 
     Raises:
       ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
-        tower.
+        tower; a model with experts, of which a step's positions read an unknown share.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
+    if spec.experts is not None:
+        raise ValueError(f"spec has {spec.experts.count} experts ({spec.family}); expected dense MLPs")
     check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
     check_argument("layout", layout, Layout)
     check_argument("assumed", assumed, Assumed)

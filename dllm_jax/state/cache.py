@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.layer import LayerIndex
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
-from dllm_jax.nn.attention import Mask, key_mask, padding_mask
+from dllm_jax.nn.mask import Mask, block_causal, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
@@ -179,8 +179,11 @@ class Canvas:
         """
         keys = self.valid if readable is None else readable
         if self.layout.padded:
-            return padding_mask(keys, rows.take(self.valid), self.spec)
-        return None if readable is None else key_mask(keys)
+            mask = padding_mask(keys, rows.take(self.valid), self.spec)
+        else:
+            mask = None if readable is None else key_mask(keys)
+        real = self.valid if self.layout.padded else None
+        return block_causal(mask, self.spec, rows.index, real, self.layout.length)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import zlib
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn import parameters
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 
 _LLADA = ModelSpec(
     family="llada", layers=2, width=32, heads=4, kv_heads=4, head=8, hidden=48, vocab=61, mask_id=59,
@@ -24,8 +25,12 @@ _DREAM = dataclasses.replace(
     _LLADA, family="dream", kv_heads=2, rope_base=1e6, norm_eps=1e-6, qkv_bias=True, shifted=True,
     rope_in_f32=False, pad_rows_attend=False,
 )  # fmt: skip
-_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM)}
-FAMILIES = tuple(_SPECS)
+_LLADA_MOE = dataclasses.replace(
+    _LLADA, family="llada-moe", rope_base=5e4, rope_in_f32=False, qk_norm=True,
+    experts=ExpertSpec(count=6, per_token=2, hidden=24),
+)  # fmt: skip
+_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE)}
+FAMILIES = ("llada", "dream")  # what every policy and sampler is checked on
 
 
 def spec(family: str, **changes: Any) -> ModelSpec:
@@ -35,7 +40,7 @@ def spec(family: str, **changes: Any) -> ModelSpec:
       ValueError: there is no such family.
     """
     if family not in _SPECS:
-        raise ValueError(f"family={family!r} must be one of {', '.join(FAMILIES)}")
+        raise ValueError(f"family={family!r} must be one of {', '.join(_SPECS)}")
     return dataclasses.replace(_SPECS[family], **changes)
 
 
@@ -86,6 +91,7 @@ def _weight(path: str, shape: tuple[int, ...]) -> Array:
     elif "head" in path:
         drawn = 2 * drawn / math.sqrt(shape[-1])
     elif "layers" in path:
-        inputs = math.prod(shape[1:-1]) if "'o'" in path else shape[1]
+        of_layer = shape if re.search(r"\d", path) else shape[1:]  # separate layers have numbers
+        inputs = math.prod(of_layer[:-1]) if "'o'" in path else of_layer[-2 if "expert" in path else 0]
         drawn = 1.5 * drawn / math.sqrt(inputs)
     return jnp.asarray(drawn, jnp.float32)

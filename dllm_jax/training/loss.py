@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.model import LayerPass, Model, encode
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 

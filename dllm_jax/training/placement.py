@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from dllm_jax.nn.attention import Mask
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.low_rank import factor_axes
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import exact_layer
 from dllm_jax.nn.parameters import Params, name_of

@@ -175,7 +175,8 @@ class Case:
         """The case's checkpoint with its mask's id and its overrides."""
         overrides = self.settings.get("config_overrides") or Settings({})
         overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
-        model = load(self.folder.parents[1] / "models" / self.settings["model"], self.settings["dtype"])
+        dtype = self.settings.get("dtype", "float32")
+        model = load(self.folder.parents[1] / "models" / self.settings["model"], dtype)
         ids = {"mask_id": overrides.get("mask_token_id", self.mask_id)}
         ids["rope_base"] = overrides.get("rope_theta")
         return model.replace_spec(**{k: v for k, v in ids.items() if v is not None} | spec_changes)

@@ -9,8 +9,9 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.nn.attention import attention, key_mask
+from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
+from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.rows import full_rows

@@ -1,10 +1,27 @@
-"""What the checkpoints of Dream and LLaDA-V share with Llama's: tensor names and keys of config.json."""
+"""What most families share with Llama: tensor names and keys of config.json.
+
+The table has all that any of them has: which lines a checkpoint has, its spec says.
+"""
 
 from dllm_jax.checkpoint.names.table import TensorName
 
 LAYER = "model.layers.{n}."
+EXPERT = LAYER + "mlp.experts.{e}."
 # Torch's linear layers are [outputs, inputs], with heads and their width merged.
-_NAMES = (
+MLP = (
+    TensorName(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
+    TensorName(LAYER + "mlp.up_proj.weight", "up", "f m"),
+    TensorName(LAYER + "mlp.down_proj.weight", "down", "m f"),
+    TensorName(LAYER + "mlp.gate.weight", "router", "e m"),
+    TensorName(LAYER + "mlp.gate.expert_bias", "router_bias", "e"),
+    TensorName(EXPERT + "gate_proj.weight", "expert_gate", "i m"),
+    TensorName(EXPERT + "up_proj.weight", "expert_up", "i m"),
+    TensorName(EXPERT + "down_proj.weight", "expert_down", "m i"),
+    TensorName(LAYER + "mlp.shared_experts.gate_proj.weight", "shared_gate", "j m"),
+    TensorName(LAYER + "mlp.shared_experts.up_proj.weight", "shared_up", "j m"),
+    TensorName(LAYER + "mlp.shared_experts.down_proj.weight", "shared_down", "m j"),
+)
+NAMES = (
     TensorName("model.embed_tokens.weight", "embed", "v m"),
     TensorName(LAYER + "input_layernorm.weight", "attn_norm", "m"),
     TensorName(LAYER + "self_attn.q_proj.weight", "q", "hd m"),
@@ -13,11 +30,11 @@ _NAMES = (
     TensorName(LAYER + "self_attn.q_proj.bias", "q_bias", "hd"),
     TensorName(LAYER + "self_attn.k_proj.bias", "k_bias", "kd"),
     TensorName(LAYER + "self_attn.v_proj.bias", "v_bias", "kd"),
+    TensorName(LAYER + "self_attn.q_norm.weight", "q_norm", "d"),
+    TensorName(LAYER + "self_attn.k_norm.weight", "k_norm", "d"),
     TensorName(LAYER + "self_attn.o_proj.weight", "o", "m hd"),
     TensorName(LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
-    TensorName(LAYER + "mlp.gate_proj.weight", "gate", "f m"),
-    TensorName(LAYER + "mlp.up_proj.weight", "up", "f m"),
-    TensorName(LAYER + "mlp.down_proj.weight", "down", "m f"),
+    *MLP,
     TensorName("model.norm.weight", "norm", "m"),
     TensorName("lm_head.weight", "head", "v m"),
 )
@@ -35,8 +52,3 @@ KEYS = {
     "tied": "tie_word_embeddings",
     "positions": "max_position_embeddings",
 }
-
-
-def names(qkv_bias: bool) -> tuple[TensorName, ...]:
-    """The decoder's tensors, with or without the biases of queries, keys and values."""
-    return tuple(entry for entry in _NAMES if qkv_bias or not entry.leaf.endswith("_bias"))

@@ -7,7 +7,6 @@ from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.table import Family
 from dllm_jax.nn.spec import ModelSpec
 
-NAMES = as_llama.names(qkv_bias=True)
 REQUIREMENTS = (
     Requirement("hidden_act", ("silu",), needed=True),
     Requirement("rope_scaling", (None,)),
@@ -53,4 +52,4 @@ def template(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-FAMILY = Family("Dream", NAMES, as_llama.KEYS, REQUIREMENTS, read, template)
+FAMILY = Family("Dream", as_llama.NAMES, as_llama.KEYS, REQUIREMENTS, read, template)

@@ -26,7 +26,7 @@ def _linear(name: str, leaf: str, axes: str) -> tuple[TensorName, TensorName]:
 
 
 NAMES = (
-    *as_llama.names(qkv_bias=False),
+    *as_llama.NAMES,
     *_linear(TOWER + "embeddings.patch_embedding", "patch", "M C I J"),
     TensorName(TOWER + "embeddings.position_embedding.weight", "position", "P M"),
     *_linear(BLOCK + "layer_norm1", "norm1", "M"),

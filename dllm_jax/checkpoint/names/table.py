@@ -11,23 +11,42 @@ import numpy as np
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
-from dllm_jax.nn.sharding import AXES, VISION, leaves, sizes, within_layer
+from dllm_jax.nn.sharding import AXES, VISION, in_layer, leaves, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorName:
-    """One line of a name table.
+    """One line of a name table: a parameter, and the tensor or the tensors that hold it.
 
     Attributes:
-      name: the checkpoint's tensor name, `{n}` standing for the layer number.
+      name: the checkpoint's tensor name, `{n}` standing for the layer number, and `{e}` for the expert's
+        where each has a tensor of its own.
       leaf: our parameter, a key of `dllm_jax.nn.sharding.AXES`.
-      axes: the checkpoint's axes in the same letters, merged ones adjacent: "hd m" is [heads * head, width].
+      axes: a tensor's axes in the same letters, merged ones adjacent: "hd m" is [heads * head, width].
+      behind: first axes of the parameters that come before this one in the same tensor, which holds them one
+        behind the other.
     """
 
     name: str
     leaf: str
     axes: str
+    behind: tuple[str, ...] = ()
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each expert has a tensor of its own."""
+        return "{e}" in self.name
+
+    def of_expert(self, expert: int) -> "TensorName":
+        """The line of one expert's tensor."""
+        return dataclasses.replace(self, name=self.name.replace("{e}", str(expert)))
+
+    @property
+    def own_axes(self) -> str:
+        """Our axes of what one tensor holds: the parameter's, without that of experts with tensors."""
+        own = own_axes(self.leaf)
+        return own.removeprefix("e") if "e" not in self.axes else own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +59,7 @@ class Family:
       keys: of config.json, by the field of `ModelSpec` that they hold; read and written by the same table.
       requirements: keys that hold no field, and what this library supports of them.
       read: config.json -> spec.
+      expert_keys: of config.json, by the field of `ExpertSpec` that they hold; none of dense models.
       template: spec -> keys that hold neither, for a model that never had a config.json.
       more: spec -> what it determines beside `keys`.
     """
@@ -51,10 +71,12 @@ class Family:
     read: Callable[[Config], ModelSpec]
     template: Callable[[ModelSpec], dict[str, Any]]
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
+    expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def written(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
         fields = {key: getattr(spec, name) for name, key in self.keys.items()}
+        fields |= {key: getattr(spec.experts, name) for name, key in self.expert_keys.items()}
         known = {key: value for key, value in fields.items() if value is not None}
         return {"model_type": self.model_type, **known, "eot_token_id": spec.eot_id, **self.more(spec)}
 
@@ -105,16 +127,25 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
     layered = lambda letter: [entry for entry in entries if AXES[entry.leaf].startswith(letter)]
     rest = [entry for entry in entries if entry not in layered(("n", "N"))]
     lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in rest if entry.leaf not in VISION}
-    decoder = (lone.pop("embed"), *_layers("layer", spec.layers, layered("n")), *lone.values())
+    has = lambda layer, leaf: in_layer(spec, leaf, layer)
+    decoder = (lone.pop("embed"), *_layers("layer", spec.layers, layered("n"), has), *lone.values())
     if spec.vision is None:
         return decoder
     outside = Unit("vision", None, tuple(entry for entry in rest if entry.leaf in VISION), of_vision=True)
-    return (*decoder, outside, *_layers("vision", spec.vision.layers, layered("N"), of_vision=True))
+    tower = _layers("vision", spec.vision.layers, layered("N"), lambda layer, leaf: True, of_vision=True)
+    return (*decoder, outside, *tower)
 
 
-def _layers(name: str, count: int, entries: list[TensorName], of_vision: bool = False) -> list[Unit]:
-    numbered = lambda n: tuple(dataclasses.replace(e, name=e.name.format(n=n)) for e in entries)
-    return [Unit(f"{name}_{n:03d}", n, numbered(n), of_vision) for n in range(count)]
+def _layers(
+    name: str,
+    count: int,
+    entries: list[TensorName],
+    has: Callable[[int, str], bool],
+    of_vision: bool = False,
+) -> list[Unit]:
+    numbered = lambda n, entry: dataclasses.replace(entry, name=entry.name.replace("{n}", str(n)))
+    own = lambda n: tuple(numbered(n, entry) for entry in entries if has(n, entry.leaf))
+    return [Unit(f"{name}_{n:03d}", n, own(n), of_vision) for n in range(count)]
 
 
 def layers_in_all(spec: ModelSpec) -> int:
@@ -122,10 +153,47 @@ def layers_in_all(spec: ModelSpec) -> int:
     return spec.layers + (spec.vision.layers if spec.vision else 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint, and what it holds.
+
+    Attributes:
+      name: of the tensor.
+      shape: of the tensor.
+      parts: the lines of the parameters in it, one behind the other along its first axis.
+      expert: whose it is; None if it is no expert's alone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorName, ...]
+    expert: int | None = None
+
+
+def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
+    """The tensors of a unit, in the order in which they are written."""
+    found: dict[str, Tensor] = {}
+    for entry in unit.entries:
+        experts = range(sizes(spec)["e"]) if entry.by_expert else (None,)
+        for expert in experts:
+            part = entry if expert is None else entry.of_expert(expert)
+            shape = hf_shape(spec, part)
+            if (before := found.get(part.name)) is None:
+                found[part.name] = Tensor(part.name, shape, (part,), expert)
+            else:
+                rows = before.shape[0] + shape[0]
+                found[part.name] = Tensor(part.name, (rows, *shape[1:]), (*before.parts, part))
+    return list(found.values())
+
+
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
-    """Shape of the tensor in the Hugging Face checkpoint, where some axes are merged."""
+    """Shape of a parameter in the Hugging Face checkpoint, where some axes are merged."""
     length = sizes(spec)
-    return tuple(math.prod(length[letter] for letter in group) for group in entry.axes.split())
+    return tuple(_merged(group, length) for group in entry.axes.split())
+
+
+def _merged(group: str, length: Mapping[str, int]) -> int:
+    return math.prod(length[letter] for letter in group)
 
 
 def hf_ranges(
@@ -142,13 +210,15 @@ def hf_ranges(
       the ranges of the tensor that hold it, and the part's ranges within what `to_ours` makes of these. Of
       merged axes only the first is narrowed: any other one would leave gaps between its rows.
     """
-    length, ours = sizes(spec), dict(zip(own_axes(entry.leaf), ranges, strict=True))
+    length, ours = sizes(spec), dict(zip(entry.own_axes, ranges, strict=True))
     read, rest = [], dict.fromkeys(ours, slice(None))
+    before = sum(_merged(group, length) for group in entry.behind)
     for group in entry.axes.split():
         # A number of the first axis is `inner` rows of the merged one, one behind the other.
-        inner = int(np.prod([length[letter] for letter in group[1:]]))
-        read.append(slice(ours[group[0]].start * inner, ours[group[0]].stop * inner))
-        rest |= {letter: ours[letter] for letter in group[1:]}
+        inner = _merged(group[1:], length)
+        first = ours[group[0]]
+        read.append(slice(before + first.start * inner, before + first.stop * inner))
+        before, rest = 0, rest | {letter: ours[letter] for letter in group[1:]}
     return tuple(read), tuple(rest.values())
 
 
@@ -161,14 +231,20 @@ def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarra
     for group, merged in zip(entry.axes.split(), tensor.shape, strict=True):
         inner = [length[letter] for letter in group[1:]]
         split += [merged // int(np.prod(inner)), *inner]
-    order = [letters.index(letter) for letter in own_axes(entry.leaf)]
+    order = [letters.index(letter) for letter in entry.own_axes]
     return tensor.reshape(split).transpose(order)
 
 
-def to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
-    """The checkpoint's tensor of one of our parameters: the inverse of `to_ours`."""
-    own = own_axes(entry.leaf)
-    order = [own.index(letter) for letter in entry.axes.replace(" ", "")]
+def to_hf(spec: ModelSpec, tensor: Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
+    """A checkpoint's tensor, of our parameters of its unit."""
+    of = lambda leaf: arrays[leaf] if tensor.expert is None else arrays[leaf][tensor.expert]
+    parts = [part_to_hf(spec, entry, of(entry.leaf)) for entry in tensor.parts]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def part_to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:
+    """A parameter as a checkpoint's tensor holds it: the inverse of `to_ours`."""
+    order = [entry.own_axes.index(letter) for letter in entry.axes.replace(" ", "")]
     return array.transpose(order).reshape(hf_shape(spec, entry))
 
 
@@ -195,7 +271,7 @@ def check(
         raise ValueError(
             f"{where}: its config describes {layers} layers, its files hold {len(found)} tensors in all"
         )
-    expected = {e.name: hf_shape(spec, e) for unit in units(spec, table) for e in unit.entries}
+    expected = {t.name: t.shape for unit in units(spec, table) for t in tensors_of(spec, unit)}
     extra = set(found) - set(expected)
     if spec.tied:  # a file may spell the tied head out; that it equals the embedding is checked when read
         extra -= {e.name for e in table if e.leaf == "head" and found.get(e.name) == hf_shape(spec, e)}

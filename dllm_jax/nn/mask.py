@@ -1,0 +1,57 @@
+"""Which keys a query may attend to: real ones, and in block-causal models those up to its own block.
+
+A mask is a boolean array that broadcasts to [b k q s]; None in its place means everywhere, and programs
+without one are shorter and faster. So nothing here makes a mask where a model and a request need none.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.nn.spec import ModelSpec
+from pallas_kernels.attention.xla import Mask as Mask
+from pallas_kernels.attention.xla import length_mask as length_mask
+
+
+def key_mask(valid: Bool[Array, "b s"]) -> Mask:
+    """Every query may attend to every valid key."""
+    return valid[:, None, None, :]
+
+
+def padding_mask(valid: Bool[Array, "b s"], queries: Bool[Array, "b q"], spec: ModelSpec) -> Mask:
+    """Queries attend to valid keys; those at padding do so too or attend to nothing, depending on the model.
+
+    Args:
+      valid: keys that are not padding.
+      queries: queries that are not padding.
+      spec: `pad_rows_attend` decides about queries at padding.
+    """
+    mask = key_mask(valid)
+    return mask if spec.pad_rows_attend else mask & queries[:, None, :, None]
+
+
+def block_causal(
+    mask: Mask | None,
+    spec: ModelSpec,
+    position: Int[Array, "b q"],
+    valid: Bool[Array, "b l"] | None,
+    length: int,
+) -> Mask | None:
+    """The mask without keys of blocks behind the query's; the mask itself where every position sees all.
+
+    With blocks of B positions the query at i attends to the key at j iff floor(j / B) <= floor(i / B), both
+    counted from the first position that is not padding: a prompt's beginning is at 0 whatever stands beside
+    it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745).
+
+    Args:
+      mask: narrowed; None for all keys.
+      spec: `block_size` is B, or 0 for full attention.
+      position: of each query, on the canvas; padding may have any.
+      valid: False at left padding; None if there is none.
+      length: positions of the canvas, which are the keys.
+    """
+    if not spec.block_size:
+        return mask
+    first = 0 if valid is None else jnp.argmax(valid, axis=1)[:, None]
+    end = first + ((position - first) // spec.block_size + 1) * spec.block_size
+    causal = (jnp.arange(length) < end[..., None])[:, None]
+    return causal if mask is None else mask & causal

@@ -1,0 +1,97 @@
+"""Block-causal models and mixtures of experts: single passes with every decision of a router, generations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import dllm_jax as dj
+from dllm_jax import samplers
+from dllm_jax.nn.arithmetic import rms_norm
+from dllm_jax.nn.attention import attention
+from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.mlp import route
+from dllm_jax.nn.model import full_pass
+from dllm_jax.nn.parameters import separate
+from tests.replay.case import Case
+from tests.replay.compare import closely, exactly
+
+SETTINGS = "moe_layers", "routing_margin", "rows_where_groups_change_the_choice"  # how a recording came out
+
+
+def forward(case: Case):
+    """Logits, the residual stream, and each token's experts with their weights."""
+    arrays, block = case.arrays, case.settings.get("block_length", 0)
+    case.settings.describes(*SETTINGS)
+    model, ids = case.model(block_size=block), jnp.asarray(arrays["ids"])
+    _relatively("logits", dj.forward(model, ids), arrays["logits"])
+    if "hidden" in arrays:
+        *states, last = dj.hidden_states(model, ids)
+        normed = rms_norm(last, model.params["norm"], model.spec.norm_eps)
+        _relatively("hidden", np.stack([*states, normed]), arrays["hidden"])
+    if model.spec.experts is not None:
+        _compare_routes(routes(model, ids), *_recorded_routes(case, model.spec.experts))
+
+
+def _relatively(name: str, ours, recorded):
+    """To 1e-4 of the largest magnitude."""
+    scale = np.abs(recorded).max()
+    closely(name, np.asarray(ours) / scale, recorded / scale)
+
+
+def routes(model: dj.Model, ids: Int[Array, "b l"]) -> tuple[Int[Array, "n t c"], Float[Array, "n t c"]]:
+    """Experts and weights of every token, in each of the layers that have some."""
+    (position, mask, rope), found = full_pass(model.spec, ids, None), []
+
+    def run(layer: Layer, x):
+        q, k = layer.qk(x, position)
+        o, _ = attention(q, k, layer.value(x), mask)
+        if model.spec.has_experts(layer.index):
+            normed = rms_norm(x + layer.out(o), layer.weights["mlp_norm"], model.spec.norm_eps)
+            found.append(route(layer.weights, normed.reshape(-1, x.shape[-1]), model.spec.experts))
+        return layer.finish(x, o)
+
+    walk(separate(model.params), model.spec, rope, run, embed(model.params, ids))
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *found)
+
+
+def _recorded_routes(case: Case, experts) -> tuple[np.ndarray, np.ndarray]:
+    """As recorded; of SDAR-MoE, whose router's logits were, what its router makes of them."""
+    if "experts" in case.arrays:
+        return case.arrays["experts"], case.arrays["weights"]
+    logits = case.arrays["router_logits"].astype(np.float64)
+    score = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-score, axis=-1)[..., : experts.per_token]
+    weight = np.take_along_axis(score, chosen, axis=-1)
+    return chosen, weight / weight.sum(axis=-1, keepdims=True)
+
+
+def _compare_routes(ours, chosen: np.ndarray, weight: np.ndarray):
+    """The same experts as sets, and each one's weight."""
+
+    def by_expert(chosen, weight):
+        chosen, weight = (np.asarray(a).reshape(*ours[0].shape) for a in (chosen, weight))
+        order = np.argsort(chosen, axis=-1)
+        return (np.take_along_axis(a, order, axis=-1) for a in (chosen, weight))
+
+    (found, with_weight), (wanted, recorded) = by_expert(*ours), by_expert(chosen, weight)
+    exactly("experts", found, wanted)
+    closely("weights of experts", with_weight, recorded, tolerance=1e-5)
+
+
+def llada_moe(case: Case):
+    """LLaDA's sampler over LLaDA-MoE: every step, and the last one's logits."""
+    s, arrays, model = case.settings, case.arrays, case.model()
+    s.only("temperature", 0.0)
+    s.only("remasking", "low_confidence")
+    s.describes("tokens_per_step", "forwards")
+    shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
+    trace = case.generate(model, sampler=samplers.Confidence(), **shape).trace
+    exactly("tokens", trace.tokens, arrays["tokens"])
+    score, proposed = (np.asarray(a)[:, 0] for a in (trace.score, trace.proposed))
+    scored = np.isfinite(score)
+    closely("confidence", score, arrays["confidence"], where=scored)
+    exactly("proposed", proposed, arrays["proposed"], where=scored)
+    logits = dj.forward(model, jnp.asarray(arrays["tokens"][-2]))[0]
+    scale = max(1, np.abs(arrays["last_logits"]).max())
+    closely("last logits", np.asarray(logits) / scale, arrays["last_logits"] / scale)
