@@ -111,4 +111,4 @@ def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
         vectors = jnp.linalg.eigh(einsum("mi,mj->ij", matrix, matrix))[1][:, ::-1][:, :rank]
         return found.at[layer.index].set(vectors.reshape(found.shape[1:]))
 
-    return walk(model.params, spec, rope_table(1, spec.head, spec.rope_base), run, found)
+    return walk(model.params, spec, rope_table(1, spec.rotated, spec.rope_base), run, found)
