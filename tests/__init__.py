@@ -1,4 +1,36 @@
-"""The tests, and what checks annotations while they run."""
+"""The tests, what checks annotations while they run, and what tests read of files."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+DATA = pathlib.Path(__file__).parent / "data"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+def table(name: str) -> Any:
+    """What `tests/data/NAME.json` holds."""
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+def examples(page: str) -> list[str]:
+    """The Python blocks of a page under docs/, by its path."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+def run_page(page: str, words: dict[str, str] | None = None, names: dict | None = None) -> dict:
+    """Runs the blocks of a page, from top to bottom as a reader does; returns the names that there are then.
+
+    `words` of the text that others replace must be there; `names` are what the page takes for granted.
+    """
+    text, names = "\x00".join(examples(page)), {} if names is None else names
+    for old, new in (words or {}).items():
+        assert old in text, old
+        text = text.replace(old, new)
+    for block in text.split("\x00"):
+        exec(block, names)
+    return names
 
 
 def checked(annotated):

@@ -29,12 +29,7 @@ def tiny(family: str = "llada", **changes) -> ModelSpec:
 
 
 def write_hf(
-    path: Path | str,
-    spec: ModelSpec,
-    seed: int = 0,
-    dtype: str = "float32",
-    shards: int = 1,
-    tokenizer: bool = False,
+    path: Path | str, spec: ModelSpec, seed: int = 0, dtype: str = "float32", shards: int = 1, tokenizer=False
 ) -> Path:
     """Writes config.json and safetensors (sharded with an index if shards > 1) and returns the directory."""
     path = Path(path)

@@ -22,16 +22,15 @@ import pytest
 
 from tests.programs import forget_in_time
 
-ACROSS = ("apart", "family", "sampler", "batch", "row", "mesh", "types", "mode")
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
-SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "suffix", "wheel"
+SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
 # Where shapes and dtypes of all calls are checked: every room is called by one of these.
 ANNOTATED = (
     *("analysis_capture", "attention", "cache", "canvas", "chat", "convert", "engine", "eval_runner", "int8"),
-    *("eviction_attending", "eviction_online", "interventions", "likelihood", "load", "lora", "rows"),
+    *("eviction", "interventions", "likelihood", "load", "lora", "rows"),
     *("policy_d2cache", "policy_dllm_cache", "policy_elastic", "policy_maskkv", "policy_sparse_dllm"),
-    *("prompt_embeds", "selection", "stream", "training_loss", "training_objectives", "training_run"),
+    *("prompt_embeds", "stream", "training_loss", "training_objectives", "training_run"),
     *("trajectory", "vision"),
 )
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
@@ -54,49 +53,21 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every combination of the tests marked `diagonal` and those marked `exhaustive`, "
-        "and draw new examples for property tests",
+        help="run every combination of a `matrix` and the tests marked `exhaustive`, and draw new examples",
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "diagonal(every=1, start=0): runs in part, see conftest.py; all with --exhaustive"
-    )
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
     hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests marked `diagonal`, the i-th policy runs in the i-th of the combinations that `ACROSS` names.
-
-    With `every=n`, only the policies number start, start + n, start + 2n, ... run. Tests marked `exhaustive`
-    do not run. With --exhaustive everything does.
-    """
-    if config.getoption("exhaustive"):
-        return
-    tests = {}
-    for item in items:
-        if mark := item.get_closest_marker("diagonal"):
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            policy = tuple(_name(value) for name, value in params.items() if name not in ACROSS)
-            _, combinations = tests.setdefault((item.path, item.originalname), (mark.kwargs, {}))
-            combinations.setdefault(policy, []).append(item)
-    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
-    for options, policies in tests.values():
-        every, start = options.get("every", 1), options.get("start", 0)
-        for i, combinations in enumerate(policies.values()):
-            runs = i % every == start % every
-            left_out |= {c for j, c in enumerate(combinations) if not runs or j != i % len(combinations)}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-
-
-def _name(value) -> str:
-    """What a parameter is called in every process: workers that collect different tests end the run."""
-    name = getattr(value, "__qualname__", None) or repr(value)
-    assert " at 0x" not in name, f"{name} names a place in memory: give the parameter's class a repr"
-    return name
+    """Tests marked `exhaustive` run with --exhaustive only."""
+    if not config.getoption("exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +125,19 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="session")
+def lm():
+    """The smallest model that reads text, as evaluations open it."""
+    from dllm_jax.eval.run.checkpoint import Checkpoint
+
+    return Checkpoint("tiny-llada").open()
+
+
+@pytest.fixture(scope="session")
+def llada_v_path(tmp_path_factory):
+    """A random checkpoint with a vision tower; nobody writes there."""
+    from tests import llada_v
+
+    return llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny")

@@ -22,10 +22,12 @@ from dllm_jax.testing.models import separate as separate
 from dllm_jax.testing.models import spec as spec
 from dllm_jax.testing.models import tiny as tiny
 
+EXHAUSTIVE = hypothesis.settings.get_current_profile_name() == "exhaustive"  # by the option of that name
+
 # In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
-# compile in about half the time. For tests of what does not depend on widths; with --exhaustive, which loads
-# hypothesis' profile of that name, they run with the policy's own widths.
-WIDE = None if hypothesis.settings.get_current_profile_name() == "exhaustive" else (10**6,)
+# compile in about half the time. For tests of what does not depend on widths; with --exhaustive they run with
+# the policy's own widths.
+WIDE = None if EXHAUSTIVE else (10**6,)
 
 
 def generated(
@@ -44,8 +46,7 @@ def generated(
 
 def families(every_day: str) -> pytest.MarkDecorator:
     """A test of one family every day, of all with --exhaustive."""
-    exhaustive = lambda family: () if family == every_day else pytest.mark.exhaustive
-    return pytest.mark.parametrize("family", [pytest.param(f, marks=exhaustive(f)) for f in FAMILIES])
+    return pytest.mark.parametrize("family", FAMILIES if EXHAUSTIVE else [every_day])
 
 
 def frequencies(vocab: int = spec("llada").vocab) -> dj.samplers.TokenFrequencies:

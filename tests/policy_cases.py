@@ -1,11 +1,15 @@
 """What the generic tests need to know of each policy in `policies.ALL`, and samplers to go with them."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 import jax
+import pytest
 
 from dllm_jax import policies, samplers
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from tests.models import EXHAUSTIVE as EXHAUSTIVE
 from tests.models import WIDE as WIDE
 from tests.models import frequencies
 
@@ -51,6 +55,23 @@ def short(value) -> str:
     return type(value).__name__
 
 
+def daily(values: Iterable, *kinds: type) -> list:
+    """Parameters of a test: instances of these classes every day, the others with --exhaustive."""
+    return [value for value in values if EXHAUSTIVE or type(value) in kinds]
+
+
+def matrix(names: str, *axes: Iterable, today: Iterable[tuple]) -> pytest.MarkDecorator:
+    """Parameters of a test: the cases of `today` every day, with --exhaustive every combination of the axes.
+
+    In a case the class of a policy stands for its settings in `CASES`.
+    """
+    of_class = lambda kind: CASES[kind].policy if kind in CASES else kind()
+    settings = lambda part: of_class(part) if isinstance(part, type) else part
+    cases = itertools.product(*axes) if EXHAUSTIVE else [tuple(map(settings, case)) for case in today]
+    name = lambda part: part if isinstance(part, str) else getattr(part, "__name__", short(part))
+    return pytest.mark.parametrize(names.split(", "), list(cases), ids=name)
+
+
 ONE_STEP = dict(length=8, block=8, steps=1)
 ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
@@ -92,13 +113,9 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.DKVDecode(), policies.DKVDecode(refresh_every=1), ONE_TOKEN_PER_STEP, policies.DKVDecode()
     ),
     policies.DKVGreedy: PolicyCase(
-        policies.DKVGreedy(),
-        policies.DKVGreedy(refresh_every=1),
-        ONE_TOKEN_PER_STEP,
-        None,
+        policies.DKVGreedy(), policies.DKVGreedy(refresh_every=1), ONE_TOKEN_PER_STEP, None,
         "scores of a random order are no outputs of the model; see test_policy_dkv_greedy.py",
-        random_order=True,
-        family="dream",
+        random_order=True, family="dream",
     ),
     policies.DKVPrefill: PolicyCase(
         policies.DKVPrefill(), policies.DKVPrefill(), ONE_STEP, policies.DKVPrefill()
@@ -109,8 +126,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.EvictPrompt: PolicyCase(
         policies.EvictPrompt(budget=4),
         policies.EvictPrompt(budget=2, policy=policies.DKVDecode(refresh_every=1)),
-        ONE_TOKEN_PER_STEP,
-        policies.EvictPrompt(budget=64),
+        ONE_TOKEN_PER_STEP, policies.EvictPrompt(budget=64),
     ),
     policies.WindowDiffusion: PolicyCase(
         policies.WindowDiffusion(window=4, active=3, refresh_every=4),

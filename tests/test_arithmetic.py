@@ -35,12 +35,8 @@ def test_rms_norm(eps):
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
     ours = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), eps)
     np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=2e-6)
-
-
-def test_rms_norm_is_finite_at_the_edges():
-    scale = jnp.ones(4)
-    assert (rms_norm(jnp.zeros((1, 4)), scale, 1e-6) == 0).all()
-    large = rms_norm(jnp.full((1, 4), 1e4, BF16), scale.astype(BF16), 1e-6)  # the square needs float32
+    assert (rms_norm(jnp.zeros((1, 4)), jnp.ones(4), eps) == 0).all()
+    large = rms_norm(jnp.full((1, 4), 1e4, BF16), jnp.ones(4, BF16), 1e-6)  # the square needs float32
     np.testing.assert_array_equal(large, jnp.ones((1, 4), BF16))
 
 
@@ -63,12 +59,6 @@ def test_rope_turns_pairs_by_their_position(base):
     index = np.asarray([[0, 1, 7, 250, 511], [3, 3, 4, 5, 6]])
     ours = rotate(jnp.asarray(x), rope_table(512, 16, base), jnp.asarray(index, jnp.int32), True)
     np.testing.assert_allclose(ours, rotated(x.astype(np.float64), index, base), atol=1e-4)
-
-
-def test_rope_table_has_a_row_for_padding():
-    rope = rope_table(7, 10, 1e4)
-    assert rope.cos.shape == rope.sin.shape == (8, 5)
-    assert rope.cos.dtype == jnp.float32
 
 
 def test_rope_scores_depend_on_distance_only():
@@ -102,8 +92,5 @@ def test_float32_matmuls_are_exact_and_narrow_ones_fast():
     assert precisions(jnp.float32) == ((Precision.HIGHEST, Precision.HIGHEST), jnp.float32)
     assert precisions(BF16)[1] == BF16
     assert precision(jnp.dtype(BF16)) == Precision.DEFAULT
-
-
-def test_einsum_can_widen_its_result():
     x = jnp.full((1, 4), 1 / 3, BF16)
     assert einsum("bi,bi->b", x, x, out=jnp.float32).dtype == jnp.float32

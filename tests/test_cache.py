@@ -87,10 +87,8 @@ def test_what_chunks_of_queries_read_in_turn_lies_heads_first_on_tpus(queries, s
     lse = jax.ShapeDtypeStruct((1, 32, queries), jnp.float32)
     weight = jax.ShapeDtypeStruct((1, queries), jnp.float32)
     calls = (
-        (layer.attention, (q, k, k)),
-        (layer.head_mean, (q, k, lse)),
-        (layer.received, (q, k, lse, weight)),
-    )
+        (layer.attention, (q, k, k)), (layer.head_mean, (q, k, lse)), (layer.received, (q, k, lse, weight)),
+    )  # fmt: skip
     for (call, operands), expected in zip(calls, (stated, stated * 2 // 3, stated * 2 // 3), strict=True):
         text = jax.jit(call).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
         orders = [line for line in text.splitlines() if "@LayoutConstraint" in line]

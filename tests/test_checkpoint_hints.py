@@ -24,76 +24,62 @@ def test_a_merged_adapter_is_a_checkpoint(tmp_path):
     assert dj.load(path).spec == tiny()
 
 
-@pytest.mark.parametrize("name", embedded.NAMES)
-def test_names_of_embedded_checkpoints(name):
-    with pytest.raises(FileNotFoundError, match=rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)"):
-        dj.load(name)
+def test_names_of_embedded_checkpoints():
+    for name in embedded.NAMES:
+        with pytest.raises(FileNotFoundError, match=rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)"):
+            dj.load(name)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 64}, "num_experts=64 is not supported"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config=.*'gptq'. is not",
-        ),
-    ],
-)
-def test_relatives_of_the_models(tmp_path, changes, message):
+def test_relatives_of_the_models(tmp_path):
     path = write_hf(tmp_path / "hf", tiny())
-    rewrite(path / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
-        dj.load(path)
+    for changes, message in (
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config=.*'gptq'. is not"),
+        ({"quantization_config": None, "num_experts": 64}, "num_experts=64 is not supported"),
+    ):
+        rewrite(path / "config.json", **changes)
+        with pytest.raises(ValueError, match=message):
+            dj.load(path)
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("", ValueError), (None, TypeError), (3, TypeError), ([], TypeError)]
-)
-def test_no_path_at_all(path, kind):
-    with pytest.raises(kind, match=r"path=.* must be a checkpoint's directory or a hub id"):
-        dj.load(path)
-
-
-@pytest.mark.parametrize("script", ["hf_to_jax", "jax_to_hf", "verify"])
-def test_no_path_at_the_command_line(tmp_path, script, capsys):
-    """An empty variable of a shell is not the current directory."""
-    assert run_script(script, "", tmp_path / "out") == 2
-    assert "error: path='' must be" in capsys.readouterr().err
-
-
-def test_homes_of_nobody():
+def test_no_path_at_all_and_homes_of_nobody():
+    for path, kind in (("", ValueError), (None, TypeError), (3, TypeError), ([], TypeError)):
+        with pytest.raises(kind, match=r"path=.* must be a checkpoint's directory or a hub id"):
+            dj.load(path)
     with pytest.raises(FileNotFoundError, match="~nobody-of-this-name"):
         dj.load("~nobody-of-this-name/x/y")
 
 
-@pytest.mark.parametrize("gb", ["inf", "nan", "-1", "0"])
-def test_sizes_of_shards(tmp_path, gb, capsys):
+def test_no_path_at_the_command_line(tmp_path, capsys):
+    """An empty variable of a shell is not the current directory."""
+    for script in ("hf_to_jax", "jax_to_hf", "verify"):
+        assert run_script(script, "", tmp_path / "out") == 2
+        assert "error: path='' must be" in capsys.readouterr().err
+
+
+def test_sizes_of_shards(tmp_path, capsys):
     converted = convert(write_hf(tmp_path / "hf", tiny()), tmp_path / "jax")
-    assert run_script("jax_to_hf", converted, tmp_path / "back", "--shard-gb", gb) == 2
-    assert "shard_gb=" in capsys.readouterr().err
+    for gb in ("inf", "nan", "-1", "0"):
+        assert run_script("jax_to_hf", converted, tmp_path / "back", "--shard-gb", gb) == 2
+        assert "shard_gb=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"a":' + "[" * 100_000, "\xff"])
-def test_broken_tokenizers_are_named(tmp_path, file, content):
+def test_broken_tokenizers_are_named(tmp_path, file):
     path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
-    (path / file).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=f"{file} (is not valid JSON|holds a list)"):
-        read_tokenizer(path)
+    for content in ("", "{", "[]", '{"a":' + "[" * 100_000, "\xff"):
+        (path / file).write_bytes(content.encode("latin-1"))
+        with pytest.raises(ValueError, match=f"{file} (is not valid JSON|holds a list)"):
+            read_tokenizer(path)
 
 
-@pytest.mark.parametrize("model", [None, 3, {}, {"type": "BPE"}, {"type": "WordLevel", "vocab": 3}])
-def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path, model):
-    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
-    rewrite(path / "tokenizer.json", model=model)
-    with pytest.raises(ValueError, match=f"{path}: its tokenizer cannot be read by transformers"):
-        read_tokenizer(path)
-
-
-def test_directories_without_a_tokenizer(tmp_path):
+def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
-        read_tokenizer(write_hf(tmp_path / "hf", tiny()))
+        read_tokenizer(write_hf(tmp_path / "without", tiny()))
+    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    for model in (None, 3, {}, {"type": "BPE"}, {"type": "WordLevel", "vocab": 3}):
+        rewrite(path / "tokenizer.json", model=model)
+        with pytest.raises(ValueError, match=f"{path}: its tokenizer cannot be read by transformers"):
+            read_tokenizer(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -48,13 +48,8 @@ def test_round_trip_is_bit_exact(tmp_path, family, tied, dtype, shards):
 def test_special_bits_survive(tmp_path, family):
     source = write_hf(tmp_path / "hf", tiny(family), dtype="bfloat16")
     bits = np.random.default_rng(0)
-    random = {
-        name: bits.integers(0, 2**16, x.shape, dtype=np.uint16).view(
-            x.dtype
-        )  # NaN, infinity, -0.0, subnormal
-        for name, x in load_file(source / "model.safetensors").items()
-    }
-    save_sharded(source, random)
+    drawn = lambda x: bits.integers(0, 2**16, x.shape, dtype=np.uint16).view(x.dtype)  # NaN, -0.0, subnormal
+    save_sharded(source, {name: drawn(x) for name, x in load_file(source / "model.safetensors").items()})
     export(convert(source, tmp_path / "jax"), tmp_path / "back")
     assert weights(tmp_path / "back") == weights(source)
 
@@ -67,11 +62,8 @@ def test_changed_dtype_and_rope_are_written_back(tmp_path):
     assert (config["rope_theta"], config["torch_dtype"]) == (5e6, "bfloat16")
     before, after = tensors(tiny("dream")), load_file(tmp_path / "back" / "model.safetensors")
     assert all(np.array_equal(before[name].astype(SUPPORTED[1]), after[name]) for name in before)
-    assert (
-        dj.load(tmp_path / "back").spec
-        == dj.load(tmp_path / "jax").spec
-        == tiny("dream", rope_base=5e6, positions=655360)
-    )
+    changed = tiny("dream", rope_base=5e6, positions=655360)
+    assert dj.load(tmp_path / "back").spec == dj.load(tmp_path / "jax").spec == changed
 
 
 def test_provenance(tmp_path):
@@ -125,18 +117,15 @@ def test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from(tmp_pat
     assert after.mask_token_id == before.mask_token_id
     assert dj.load(tmp_path / "saved").spec == model.spec
     assert not dj.load(tmp_path / "saved").params["embed"].any()
+    embedded = dj.embedded.path("tiny-llada")
+    save_hf(dj.load(embedded), tmp_path / "embedded again")
+    before, after = map(transformers.AutoTokenizer.from_pretrained, (embedded, tmp_path / "embedded again"))
+    assert after.encode("a question") == before.encode("a question") != []
     # A program gives a model that came from nowhere, and one whose directory is gone has none to copy.
     save_hf(jax.jit(lambda model: model)(model), tmp_path / "bare")
     save_hf(dataclasses.replace(model, origin=tmp_path / "gone"), tmp_path / "gone too")
     for name in ("bare", "gone too"):
         assert not (tmp_path / name / "tokenizer.json").exists()
-
-
-def test_auto_tokenizer_reads_what_save_hf_writes(tmp_path):
-    origin = dj.embedded.path("tiny-llada")
-    save_hf(dj.load(origin), tmp_path / "saved")
-    before, after = map(transformers.AutoTokenizer.from_pretrained, (origin, tmp_path / "saved"))
-    assert after.encode("a question") == before.encode("a question") != []
 
 
 def test_heavy_and_foreign_files_stay_behind(tmp_path):
@@ -149,46 +138,28 @@ def test_heavy_and_foreign_files_stay_behind(tmp_path):
     assert found == {"config.json", "README.md", "modeling.py", "spec.json", "provenance.json", "params"}
 
 
-def test_check_finite_leaves_nothing(tmp_path):
-    source = write_hf(tmp_path / "hf", tiny())
-    bad = load_file(source / "model.safetensors")
-    bad["model.transformer.wte.weight"][3, 4] = np.nan
-    save_sharded(source, bad)
-    with pytest.raises(ValueError, match=r"NaN or infinite values in model\.transformer\.wte\.weight"):
-        convert(source, tmp_path / "jax", check_finite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
-
-
-def test_an_existing_destination_needs_overwrite(tmp_path):
+def test_an_existing_destination_needs_overwrite_and_stays_if_that_fails(tmp_path):
     first, second = write_hf(tmp_path / "a", tiny()), write_hf(tmp_path / "b", tiny("dream"))
     convert(first, tmp_path / "jax")
     with pytest.raises(FileExistsError, match="--overwrite"):
         convert(second, tmp_path / "jax")
+    bad = write_hf(tmp_path / "bad", tiny("dream"))
+    save_sharded(bad, {name: x * np.nan for name, x in tensors(tiny("dream")).items()})
+    for place in ("jax", "new"):
+        with pytest.raises(ValueError, match=r"NaN or infinite values in .*model\.embed_tokens\.weight"):
+            convert(bad, tmp_path / place, overwrite=True, check_finite=True)
     assert dj.load(tmp_path / "jax").spec == tiny()
     convert(second, tmp_path / "jax", overwrite=True)
     assert dj.load(tmp_path / "jax").spec == tiny("dream")
-    assert {file.name for file in tmp_path.iterdir()} == {"a", "b", "jax"}
+    assert {file.name for file in tmp_path.iterdir()} == {"a", "b", "bad", "jax"}
 
 
-def test_overwrite_keeps_the_old_one_if_the_new_one_fails(tmp_path):
-    convert(write_hf(tmp_path / "a", tiny()), tmp_path / "jax")
-    bad = write_hf(tmp_path / "b", tiny("dream"))
-    save_sharded(bad, {name: x * np.nan for name, x in tensors(tiny("dream")).items()})
-    with pytest.raises(ValueError, match="NaN"):
-        convert(bad, tmp_path / "jax", overwrite=True, check_finite=True)
-    assert dj.load(tmp_path / "jax").spec == tiny()
-
-
-@pytest.mark.parametrize("destination", [".", "..", "inside"])
-def test_source_and_destination_apart(tmp_path, destination):
+def test_sources_and_destinations_that_are_none(tmp_path):
     source = write_hf(tmp_path / "x" / "hf", tiny())
-    with pytest.raises(ValueError, match="must not be the same or contain one another"):
-        convert(source, source / destination, overwrite=True)
+    for destination in (".", "..", "inside"):
+        with pytest.raises(ValueError, match="must not be the same or contain one another"):
+            convert(source, source / destination, overwrite=True)
     assert dj.load(source).spec == tiny()
-
-
-def test_wrong_kind_of_directory(tmp_path):
-    source = write_hf(tmp_path / "hf", tiny())
     with pytest.raises(ValueError, match="no converted directory"):
         export(source, tmp_path / "back")
     convert(source, tmp_path / "jax")

@@ -1,23 +1,12 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import embedded
-from dllm_jax.checkpoint import convert, export
-from dllm_jax.tasks import (
-    Chain,
-    FewShot,
-    ReadNumbers,
-    accuracy,
-    examples,
-    needle,
-    tokenizer,
-)
+from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
 HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
@@ -58,20 +47,19 @@ def test_the_directory_is_a_small_published_looking_checkpoint(name):
 
 
 def test_model_and_tokenizer_agree(model, read):
+    with pytest.raises(ValueError, match="'huge' is not one of tiny-llada, tiny-dream, tiny-llada-v"):
+        embedded.path("huge")
     spec = model.spec
-    assert read.convert_tokens_to_ids([tokenizer.MASK, tokenizer.EOS, tokenizer.EOT]) == [
-        spec.mask_id,
-        spec.eos_id,
-        spec.eot_id,
-    ]
+    special = read.convert_tokens_to_ids([tokenizer.MASK, tokenizer.EOS, tokenizer.EOT])
+    assert special == [spec.mask_id, spec.eos_id, spec.eot_id]
     assert len(read) <= spec.vocab
 
 
 @pytest.mark.parametrize("kind", HELD_OUT)
 def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     (task, size), length, bar = HELD_OUT[kind]
-    drawn = examples(task, 99, size, 32, "held_out")
-    assert accuracy(model, read, drawn, batch=32, length=length) >= bar
+    drawn = examples(task, 99, size, 16, "held_out")
+    assert accuracy(model, read, drawn, batch=16, length=length) >= bar
 
 
 def test_it_chats(model, read):
@@ -80,13 +68,6 @@ def test_it_chats(model, read):
     longer = examples(task, 3, size, 1, "held_out")[0]
     two = [ask("b=407;T=211;z=830;k=566;T="), ask(longer.prompt)]
     assert dj.chat(model, read, two, length=4) == ["211", longer.answer]
-
-
-def test_fewer_steps_and_cached_decoding_answer_too(model, read):
-    task, size = needle(64)
-    drawn = examples(task, 5, size, 32, "held_out")
-    options = {"batch": 32, "length": 4, "block": 2, "policy": dj.policies.DualCache()}
-    assert accuracy(model, read, drawn, sampler=dj.samplers.Threshold(threshold=0.9), **options) >= 0.8
 
 
 def test_the_card_and_the_log_tell_how_it_was_trained(where):
@@ -102,26 +83,6 @@ def test_the_card_and_the_log_tell_how_it_was_trained(where):
     assert {row["rope_factor"] for row in record["beyond"]} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("name", embedded.NAMES)
-def test_it_survives_conversion_and_export_bit_for_bit(name, tmp_path):
-    where = embedded.path(name)
-    convert(where, tmp_path / "converted")
-    export(tmp_path / "converted", tmp_path / "back")
-    ours, theirs = (load_file(path / "model.safetensors") for path in (where, tmp_path / "back"))
-    assert set(ours) == set(theirs)
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array.view(np.uint32), theirs[name].view(np.uint32), err_msg=name)
-    assert json.loads((where / "config.json").read_text()) == json.loads(
-        (tmp_path / "back" / "config.json").read_text()
-    )
-    assert (where / "tokenizer.json").read_bytes() == (tmp_path / "back" / "tokenizer.json").read_bytes()
-
-
-def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="'huge' is not one of tiny-llada, tiny-dream, tiny-llada-v"):
-        embedded.path("huge")
-
-
 DIGIT = ReadNumbers(digits=1, scattered=True)
 
 
@@ -135,16 +96,13 @@ def processor():
     return dj.vision.Processor.load(embedded.path("tiny-llada-v"))
 
 
-def test_the_exact_decoder_answers_questions_about_pictures(pictured, processor):
-    drawn = examples(DIGIT, 99, 5, 32, "held_out")
-    assert accuracy(pictured, processor, drawn, batch=32, length=2) >= 0.8
-
-
-def test_answers_need_the_picture(pictured, processor):
+def test_questions_about_pictures_are_answered_and_need_their_picture(pictured, processor):
     """Questions about the pictures of other questions are answered by chance only."""
     drawn = examples(DIGIT, 99, 5, 32, "held_out")
     moved = [one._replace(image=other.image) for one, other in zip(drawn, drawn[1:] + drawn[:1], strict=True)]
-    assert accuracy(pictured, processor, moved, batch=32, length=2) < 0.4
+    right, wrong = (accuracy(pictured, processor, asked, batch=32, length=2) for asked in (drawn, moved))
+    assert right >= 0.8
+    assert wrong < 0.4
 
 
 def test_a_picture_is_as_many_positions_as_its_card_says(pictured, processor):

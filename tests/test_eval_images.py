@@ -15,35 +15,20 @@ from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.vision import Processor
-from tests import llada_v
+from tests import llada_v, table
 from tests.test_vision import picture
 
-RELAXED = [
-    ("105", "100", 1), ("105.1", "100", 0), ("95", "100", 1), ("-100", "100", 0), ("50%", "0.5", 1),
-    ("50", "50%", 0),  # as published: a percentage is a number of its own
-    ("0", "0", 1), ("0.0", "0", 0),  # against zero, texts are compared
-    ("nan", "3", 0), ("Blue", "blue", 1), ("light blue", "blue", 0), ("3", "three", 0), ("1,000", "1000", 0),
-    ("", "x", 0),
-]  # fmt: skip
-ANLS = [
-    ("Dr.  Smith", "dr. smith", 1), ("smith", "smithy", 5 / 6), ("ab", "ax", 1 / 2), ("abc", "axx", 0),
-    ("abcde", "edcba", 0), ("", "x", 0),
-]  # fmt: skip
+TABLES = table("images")
 CHOICES = ("a cat", "a dog", "I see none")
-CHOSEN = [
-    ("B", "B"), ("(B)", "B"), ("B. a cat", "B"), ("B: it barks", "B"), ("It is (C), not A", "C"),
-    ("A dog", "B"), ("the answer is C", "C"), ("I see none", "C"), ("D", None), ("Be quick", None),
-    ("A's", None), ("", None),
-]  # fmt: skip
 
 
 def test_scores():
-    for answer, reference, score in RELAXED:
+    for answer, reference, score in TABLES["relaxed"]:
         assert metrics.relaxed(answer, reference) == score, (answer, reference)
-    for answer, reference, score in ANLS:
+    for answer, reference, score in TABLES["anls"]:
         assert metrics.anls(answer, reference) == pytest.approx(score), (answer, reference)
         assert metrics.anls(reference, answer) == pytest.approx(score), (answer, reference)
-    for answer, letter in CHOSEN:
+    for answer, letter in TABLES["chosen"]:
         assert metrics.chosen(answer, CHOICES) == letter, answer
         assert metrics.letter(answer, "B", CHOICES) == (letter == "B"), answer
 
@@ -68,27 +53,20 @@ def test_questions_are_put_and_answers_scored(unannotated):
     assert reasons.score("b", sample()) == 1
     assert ImageTask("relaxed").score("7.1.", sample(answers=("9", "7"))) == 1
     assert ImageTask("exact").score(" Light  blue", sample(answers=("light blue",))) == 1
-    for fields in (
-        {"metric": "f1"},
-        {"template": "Q"},
-        {"metric": "letter"},
-        {"stop": ("",)},
-        {"behind": ""},
-    ):
-        with pytest.raises(ValueError, match=next(iter(fields))):
-            ImageTask(**fields)
+    wrong = ("metric", "f1"), ("template", "Q"), ("metric", "letter"), ("stop", ("",)), ("behind", "")
+    for field, value in wrong:
+        with pytest.raises(ValueError, match=field):
+            ImageTask(**{field: value})
 
 
 def test_settings_are_those_published():
     """The table of evaluate.sh: response and block, steps, metric, stops."""
-    table = {
-        "multiple-choice": (2, 2, "letter", ()),
-        "word": (2, 2, "exact", ()),
-        "chartqa": (16, 16, "relaxed", ("\n",)),
-        "docvqa": (32, 16, "anls", ()),
+    settings = {
+        "multiple-choice": (2, 2, "letter", ()), "word": (2, 2, "exact", ()),
+        "chartqa": (16, 16, "relaxed", ("\n",)), "docvqa": (32, 16, "anls", ()),
         "infovqa": (32, 16, "anls", ()),
-    }
-    for name, (length, steps, metric, stop) in table.items():
+    }  # fmt: skip
+    for name, (length, steps, metric, stop) in settings.items():
         recipe, task = dj.presets.recipe("llada-v", name), published(name)
         assert (recipe.length, recipe.block, recipe.steps) == (length, length, steps)
         assert (task.metric, task.stop, task.name) == (metric, stop, name)
@@ -100,35 +78,6 @@ def test_settings_are_those_published():
 GOOD = {"id": "1", "image": "a.png", "question": "Q?", "answer": "A"}
 
 
-BAD = [
-    ("{", "not JSON: "),
-    ("[" * 100_000, "not JSON: nested too deeply"),
-    ("[1]", "expected an object, found list"),
-    ({"choises": ["x"]}, "field 'choises' is not among id, image, question, answer, choices"),
-    ({"id": None}, "id=None must be a str"),
-    ({"id": True}, "id=True must be a str"),
-    ({"question": " "}, "question=' ' must hold texts that are not empty"),
-    ({"answer": []}, r"answer=\[\] must be 1 or more values, each a str"),
-    ({"answer": 3}, "answer=3 must be 1 or more values, each a str"),
-    ({"answer": ["a", 3]}, r"answer=\['a', 3\] must be 1 or more values, each a str"),
-    ({"image": []}, r"image=\[\] must be 1 or more values, each a str"),
-    ({"image": "b.png"}, "image 'b.png' does not exist in "),
-    ({"image": ["a.png", ".."]}, r"image '\.\.' must lie in "),
-    ({"image": "/etc/hostname"}, "image '/etc/hostname' must lie in "),
-    ({"image": "../outside.png"}, r"image '\.\./outside.png' must lie in "),
-    ({"image": "link.png"}, "image 'link.png' must lie in "),
-    ({"image": "a\0.png"}, r"image 'a\\x00.png' must lie in "),
-    ({"question": "<image> or <image>?"}, "the question has 2 placeholders <image> for 1 images"),
-    ({"choices": "ab"}, "choices='ab' must be"),
-    ({"choices": ["a"]}, "1 choices; expected 2 to 26"),
-    (
-        {"choices": ["a", "b"], "answer": "C"},
-        r"answer=\('C',\) must be among A, B, the letters of the choices",
-    ),
-    ({"id": "0"}, "id '0' is that of .*q.jsonl:1 too"),
-]
-
-
 def test_bad_lines_and_files_without_questions_are_refused(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -137,7 +86,8 @@ def test_bad_lines_and_files_without_questions_are_refused(tmp_path):
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     with pytest.raises(FileNotFoundError, match=r"q\.jsonl does not exist"):
         read(folder / "q.jsonl")
-    for line, reason in BAD:
+    deep = ("[" * 100_000, "not JSON: nested too deeply")
+    for line, reason in (*TABLES["bad"], deep):
         text = line if isinstance(line, str) else json.dumps(GOOD | line)
         (folder / "q.jsonl").write_text(json.dumps(GOOD | {"id": 0}) + "\n\n" + text + "\n")
         with pytest.raises(ValueError, match=rf"q\.jsonl:3: {reason}"):
@@ -153,11 +103,6 @@ QUESTIONS = [
     GOOD | {"id": "2", "image": ["b.png", "a.png"], "question": "What differs?"},
     GOOD | {"id": "3", "image": "b.png", "question": "Is <image> a dog?", "answer": ["yes", "no"]},
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny")
 
 
 @pytest.fixture
@@ -183,9 +128,9 @@ def run(monkeypatch, *words: object) -> int:
     return command.main()
 
 
-def test_a_run_from_the_command_line(path, folder, tmp_path, monkeypatch, capsys):
+def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch, capsys):
     """Answers are those of `chat`; a second run takes them from the journal and scores them anew."""
-    options = ("--model", path, "--task", "chartqa", "--length", 8, "--block", 4, "--batch", 2)
+    options = ("--model", llada_v_path, "--task", "chartqa", "--length", 8, "--block", 4, "--batch", 2)
     policies = ("--policy", "Policy", "DualCache")
     run_here = lambda out: run(monkeypatch, "--data", folder / "q.jsonl", *options, *policies, "--out", out)
     assert run_here(tmp_path / "one") == 0
@@ -197,7 +142,7 @@ def test_a_run_from_the_command_line(path, folder, tmp_path, monkeypatch, capsys
     assert dual["totals"]["computed"] < exact["totals"]["computed"]
 
     # The same questions in one batch, through `chat`: images before them, unless they say where those stand.
-    model, processor = dj.load(path), Processor.load(path)
+    model, processor = dj.load(llada_v_path), Processor.load(llada_v_path)
     images = [[folder / "a.png"], [folder / "b.png", folder / "a.png"], [folder / "b.png"]]
     places = ["<image>\n", "<image> <image>\n", ""]
     ending = "\nAnswer the question with a single word. /no_think"
@@ -227,65 +172,48 @@ def test_a_run_from_the_command_line(path, folder, tmp_path, monkeypatch, capsys
     picture(70, 25, seed=9).save(folder / "a.png")
     assert run_here(tmp_path / "two") == 1, "needs decoding, which is off"
     changed = record.read(tmp_path / "two" / "images-Policy.json")
-    differ = [
-        a["question"] != b["question"] for a, b in zip(again["requests"], changed["requests"], strict=True)
-    ]
-    assert differ == [True, True, False]
+    pairs = zip(again["requests"], changed["requests"], strict=True)
+    assert [a["question"] != b["question"] for a, b in pairs] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--model", "tiny-llada", "--task", "word"), "tiny-llada (llada) has no vision tower"),
-        (("--task", "word"), "a.png' cannot be read"),
-        ((), "the response's length is not known"),
-        (("--task", "mathvista"), "task='mathvista' is not among llada-v's"),
-        (("--task", "multiple-choice"), "q.jsonl:1: 0 choices for the template"),
-        (("--length", "4", "--limit", "0"), "limit=0 must be"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), TABLES["asked"])
 def test_what_cannot_be_asked_is_refused_in_one_line(
-    path, folder, words, reason, tmp_path, monkeypatch, capsys
+    llada_v_path, folder, words, reason, tmp_path, monkeypatch, capsys
 ):
     (folder / "a.png").write_bytes(b"no image")
-    given = () if "--model" in words else ("--model", path)
+    given = () if "--model" in words else ("--model", llada_v_path)
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, "--data", folder / "q.jsonl", *given, *words, "--out", tmp_path / "out")
     assert ended.value.code == 2
     assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_whatever_an_answer_depends_on_is_in_its_key(path, folder):
-    lm = Checkpoint(str(path), vocab=llada_v.VOCAB).open()
+def test_whatever_an_answer_depends_on_is_in_its_key(llada_v_path, folder):
+    lm = Checkpoint(str(llada_v_path), vocab=llada_v.VOCAB).open()
     assert lm.identity.endswith(f" vocab={llada_v.VOCAB}")
-    plain = Processor.load(path)
+    plain = Processor.load(llada_v_path)
     picture(70, 25, seed=5).save(folder / "c.png")  # of the size of a.png
     ask = lambda processor, stop=(), text="Q?", image="a.png": (
         made := Runner(lm, Decoding(length=4)).with_images(processor)
     ).key(made.pictured("1", text, [str(folder / image)], 4, stop, "g"))
-    settings = [
-        ask(plain),
-        ask(plain, stop=("x",)),
-        ask(plain, text="R?"),
-        ask(plain, image="c.png"),
-        ask(Processor.load(path, drop_first_id=False)),
-        ask(Processor.load(path, convert=False)),
-        ask(Processor.load(path, exif=True)),
-    ]
+    others = (dict(stop=("x",)), dict(text="R?"), dict(image="c.png"))
+    read = ({}, dict(drop_first_id=False), dict(convert=False), dict(exif=True))
+    settings = [ask(plain, **each) for each in others]
+    settings += [ask(Processor.load(llada_v_path, **each)) for each in read]
     assert len(set(settings)) == len(settings)
-    assert ask(Processor.load(path, at_once=2)) == settings[0]
+    assert ask(Processor.load(llada_v_path, at_once=2)) == ask(plain) == settings[3]
     made = Runner(lm, Decoding(length=4)).with_images(plain)
     with pytest.raises(ValueError, match="request '1' has images: a runner `with_images` answers it"):
         Runner(lm, Decoding(length=4)).key(made.pictured("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
 
 
-def test_text_and_images_go_through_one_runner_and_end_at_stops(path, folder, monkeypatch):
+def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, folder, monkeypatch):
     """A question without images is answered as a runner for text does, in a batch of its own.
 
     Stops end the decoding as in the released code, the end of turn being the last of them.
     """
-    lm, found = Checkpoint(str(path)).open(), []
-    pictured = Runner(lm, Decoding(length=4, batch=2)).with_images(Processor.load(path))
+    lm, found = Checkpoint(str(llada_v_path)).open(), []
+    pictured = Runner(lm, Decoding(length=4, batch=2)).with_images(Processor.load(llada_v_path))
     request = pictured.pictured("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
     text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)

@@ -4,14 +4,12 @@ import dataclasses
 import json
 import pathlib
 
-import numpy as np
 import pytest
 
 from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import needle, synthetic
 from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
-from dllm_jax.eval.results import record, show
-from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.tasks import Recall, asked_pair
 
@@ -20,9 +18,9 @@ SHORT = Decoding(length=4, block=2)
 STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Checkpoint("tiny-llada").open().tokenizer
+@pytest.fixture
+def tokenizer(lm):
+    return lm.tokenizer
 
 
 def test_the_needle_lies_at_its_depth_and_the_prompt_has_the_length_asked_for(tokenizer):
@@ -86,19 +84,6 @@ def test_recall_asks_for_the_pair_at_the_depth():
     ):
         with pytest.raises(ValueError, match=reason):
             synthetic.grid(*cell, 1, 0)
-
-
-def test_cells_of_the_picture_are_means(tmp_path):
-    rows = [
-        {"length": 2, "depth": 0.0, "score": 1.0},
-        {"length": 2, "depth": 0.0, "score": 0.0},
-        {"length": 4, "depth": 100.0, "score": 1.0},
-    ]
-    lengths, depths, scores = show.cells(rows)
-    assert (lengths, depths) == ([2, 4], [0, 100])
-    np.testing.assert_array_equal(scores, [[0.5, np.nan], [np.nan, 1]])
-    show.heatmap(rows, tmp_path / "a" / "map.png", "title")
-    assert (tmp_path / "a" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_haystack_of_text(tmp_path):

@@ -1,18 +1,29 @@
-"""Folders of results: not replaced by others; parts of several hosts, put together, are those of one."""
+"""Results: not replaced by others, put together from parts, compared; and the commands of the page."""
 
 import dataclasses
+import functools
 import json
+import pathlib
+import re
+import shlex
 
+import numpy as np
 import pytest
+import rich.console
+import tyro
 
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval import cli
+from dllm_jax.eval.benchmarks import synthetic
 from dllm_jax.eval.cli.options import part_of
-from dllm_jax.eval.results.record import paths
+from dllm_jax.eval.results import record
+from dllm_jax.eval.results.comparison import bootstrap, compare, tables
+from dllm_jax.eval.results.record import paths, read
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.tasks import FewShot, Sorting
 
 COUNT = 7
 
@@ -39,10 +50,8 @@ def test_parts_are_merged_without_loss(tmp_path, capsys, monkeypatch):
     assert evaluate(tmp_path / "all") == 0
     assert (tmp_path / "all" / "journal.jsonl").read_text() == merged, "answers were computed again"
     read = lambda folder: json.loads((tmp_path / folder / "tasks-Policy.json").read_text())["requests"]
-    rows = [
-        [(r["id"], r["answer"], r["score"], r["computed"]) for r in read(name)] for name in ("whole", "all")
-    ]
-    assert rows[0] == rows[1]
+    of = lambda folder: [(r["id"], r["answer"], r["score"], r["computed"]) for r in read(folder)]
+    assert of("whole") == of("all")
 
 
 def test_an_answer_counts_before_a_failure(tmp_path):
@@ -60,10 +69,12 @@ def test_an_answer_counts_before_a_failure(tmp_path):
         Journal(tmp_path / "into").merge([tmp_path / "c"])
 
 
-@pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b", "1/0", "-1/2", "1/2/3", ""])
-def test_what_is_no_part_is_refused(text):
-    with pytest.raises(ValueError, match="must be like 2/4"):
-        part_of(text)
+def test_what_is_no_part_is_refused(tmp_path):
+    for text in ("0/4", "5/4", "2", "a/b", "1/0", "-1/2", "1/2/3", ""):
+        with pytest.raises(ValueError, match="must be like 2/4"):
+            part_of(text)
+    with pytest.raises(ValueError, match=r"'DualCache\(\)' and another .*tasks-DualCache\.json"):
+        paths(tmp_path, "tasks", ("DualCache", "Policy", "DualCache()"))
 
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
@@ -93,6 +104,156 @@ def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
         run()
 
 
-def test_policies_of_one_file_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"'DualCache\(\)' and another .*tasks-DualCache\.json"):
-        paths(tmp_path, "tasks", ("DualCache", "Policy", "DualCache()"))
+def scored(scores: dict[str, list[float]], **changes) -> dict:
+    rows = [
+        {
+            "group": group, "id": str(i), "score": score, "answer": str(score), "error": None,
+            "question": "one", "forwards": 4, "computed": 40, "tokens": 3, "seconds": 0.5,
+        }
+        for group, values in scores.items()
+        for i, score in enumerate(values)
+    ]  # fmt: skip
+    base = {
+        "kind": "tasks", "requests": rows, "decoding": {"policy": "Policy()"}, "model": {"name": "m"},
+        "settings": {}, "device": {}, "versions": {}, "batch": 8, "bucket": 64, "max_positions": None,
+    }  # fmt: skip
+    return base | changes
+
+
+def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
+    rng = np.random.default_rng(1)
+    a, b = rng.random(50), rng.random(50)
+    found = compare(scored({"t": list(a)}), scored({"t": list(b)}), confidence=0.9, draws=4000).scores
+    assert len(found) == 1
+    resampled = [np.mean(rng.choice(b - a, 50)) for _ in range(4000)]
+    assert found[0].difference == pytest.approx(np.mean(b) - np.mean(a))
+    assert (found[0].low, found[0].high) == pytest.approx(np.percentile(resampled, (5, 95)), abs=0.01)
+    means = bootstrap(np.array([0.0, 1.0]), 1300, np.random.default_rng(0))  # in several chunks
+    assert means.shape == (1300,)
+    assert set(means) == {0, 0.5, 1}
+
+
+def test_what_is_paired_and_averaged():
+    """Pairing is narrower than the two means are wide; the average is over tasks, not over requests."""
+    a = np.random.default_rng(0).random(60)
+    found = compare(scored({"t": list(a)}), scored({"t": list(a + 0.1)})).scores[0]
+    assert (found.low, found.high) == pytest.approx((0.1, 0.1))
+    found = compare(scored({"x": [0] * 9, "y": [0]}), scored({"x": [0] * 9, "y": [1]})).scores
+    assert [d.group for d in found] == ["x", "y", "average"]
+    assert (found[-1].count, found[-1].a, found[-1].b, found[-1].difference) == (10, 0, 0.5, 0.5)
+    assert 0.5 == found[-1].low == found[-1].high  # of the tasks' resamples, each of which is certain
+    found = compare(scored({"t": [1, 1, 1]}), scored({"t": [1, 0], "u": [1]}))
+    assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
+
+
+def test_requests_of_equal_name_but_another_question_have_no_partner():
+    other = scored({"t": [1, 0, 1]}, settings={"seed": 1})
+    for row in other["requests"][1:]:
+        row["question"] = "another"
+    found = compare(scored({"t": [1, 1, 1]}), other)
+    assert (found.scores[0].count, found.unpaired) == (1, 4)
+    other["requests"][0]["question"] = "another"
+    with pytest.raises(
+        ValueError, match=r"different questions: .* all 3 requests .* of t 0; settings\.seed: 0 and 1"
+    ):
+        compare(scored({"t": [1, 1, 1]}, settings={"seed": 0}), other)
+
+
+def test_differing_settings_are_named():
+    other = scored({"t": [1]}, decoding={"policy": "DualCache()"}, batch=2)
+    found = compare(scored({"t": [1]}), other)
+    assert found.settings == {"decoding.policy": ("Policy()", "DualCache()"), "batch": (8, 2)}
+    assert found.costs["forwards"] == (4, 4)
+    for other, options, reason in (
+        (scored({"t": [1]}, kind="needle"), {}, "A is a result of tasks, B of needle"),
+        (scored({"u": [1]}), {}, "no request in common"),
+        (scored({"t": [1]}), {"confidence": 1.0}, "confidence=1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            compare(scored({"t": [1]}), other, **options)
+    console = rich.console.Console(record=True, width=120)
+    for table in tables(found, ("a[1].json", "b.json"), 0.95):
+        console.print(table)
+    assert "DualCache()" in (text := console.export_text())
+    assert "a[1].json" in text
+
+
+def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
+    path = tmp_path / "tasks-Policy.json"
+    options = cli.Options(decoding=Decoding(length=4, block=2), out=tmp_path)
+    assert cli.run_tasks(options, "FewShot", (5,), 1) == 0
+    whole = read(path)
+    row = whole["requests"][0]
+    for change, reason in (
+        ({"requests": [1]}, r"tasks-Policy\.json: requests\[0\] is no object"),
+        ({"requests": [{"id": "0"}]}, r"requests\[0\] lacks 'key'"),
+        ({"requests": [row | {"score": "x"}]}, r"requests\[0\]: score='x' is no float"),
+        ({"requests": [{k: v for k, v in row.items() if k != "cold"}]}, r"requests\[0\] lacks 'cold'"),
+        ({"requests": {}}, r"requests=\{\} is no list"),
+        ({"decoding": None}, "decoding=None is no dict"),
+        ({"format": 1}, "is not a result of dllm_jax.eval, format 3"),
+        ({"lm_eval_version": "0.4.13"}, r"tasks-Policy\.json is a result of lm_eval"),
+    ):
+        path.write_text(json.dumps(whole | change))
+        with pytest.raises(ValueError, match=reason):
+            read(path)
+
+
+TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "evaluation.md").read_text()
+BLOCKS = re.findall(r"(\*Runs as printed:\*\n\n)?```bash\n(.*?)```", TEXT, re.DOTALL)
+PREFIX = ["python", "-m", "dllm_jax.eval"]
+
+
+def commands(printed: bool) -> list[list[str]]:
+    lines = [line for marked, block in BLOCKS if bool(marked) is printed for line in block.splitlines()]
+    split = [shlex.split(line) for line in lines]
+    assert all(words[:3] == PREFIX for words in split)
+    return [words[3:] for words in split]
+
+
+def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len(commands(printed=True)) == 3
+    for words in commands(printed=True):
+        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
+        assert command.main() == 0, words
+    text = capsys.readouterr().out
+    assert re.search(r"(100\.0|9\d\.\d|8\d\.\d)% of the answers are the same", text)
+    assert record.read(tmp_path / "runs/few-shot/tasks-DualCache.json")["average"] >= 0.8
+    assert (tmp_path / "runs/recall/recall-Policy.png").exists()
+    found = record.read(tmp_path / "runs/recall/recall-Policy.json")
+    assert found["scores"] == {"64 tokens": 1, "128 tokens": 1}
+
+
+def test_the_others_parse():
+    asked = []
+    taking = lambda made: functools.wraps(made)(lambda *args, **options: asked.append((args, options)))
+    spy = {name: taking(function) for name, function in command.COMMANDS.items()}
+    others = [words for words in commands(printed=False) if words[0] != "lm_eval"]
+    for words in others:
+        tyro.extras.subcommand_cli_from_dict(spy, args=words)
+    assert len(asked) == len(others) > 0
+
+
+def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, reason in (
+        (["tasks", "--policy", "NoSuch"], "error: 'NoSuch': NoSuch is not one of"),
+        (["tasks", "--policy", "DKVDecode({[]: 1})"], "error: 'DKVDecode({[]: 1})': {[]: 1} is no literal"),
+        (["tune", "--accuracy-within", "2"], "accuracy_within=2.0 must be"),
+        (["tune", "--objective", "speed"], "objective='speed' must be one of 'time', 'bytes'"),
+        (["tune", "--accelerator", "b9000"], "accelerator='b9000' must be one of h100"),
+        (["tune", "--questions", "none.jsonl"], "none.jsonl does not exist"),
+    ):
+        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == 2
+        assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_end_in_whole_blocks():
+    needed = synthetic.response(FewShot(), (3, 5)), synthetic.response(Sorting(), (3, 5)), synthetic.RECALLED
+    assert needed == (2, 6, 4)
+    of = lambda **options: cli.Options(decoding=Decoding(**options)).with_length(6).decoding.length
+    assert (of(), of(block=4), of(block=4, length=12)) == (6, 8, 12)

@@ -1,33 +1,27 @@
-"""Requests through the runner: batches, failures, resuming, stop strings; settings from text."""
+"""Requests, and likelihoods of pairs, through their runners: batches, failures, stops; settings from text."""
 
 import dataclasses
 
 import numpy as np
 import pytest
+import rich.progress
 
-from dllm_jax import embedded, policies, samplers, tasks
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax import policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.stats import Stats
-from dllm_jax.eval.results.record import provenance, totals
+from dllm_jax.eval.results.record import cost_totals, provenance, totals
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import Checkpoint, fingerprint
+from dllm_jax.eval.run.checkpoint import LanguageModel, fingerprint
 from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, costs, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
+from tests.models import tiny
 
-QUESTIONS = {
-    "t": "b=407;T=211;z=830;k=566;T=",
-    "b": "ab=407;T=211;iz=830;k=566;ab=",
-    "m": "ab=407;T=211;iz=830;k=566;T=",
-}
+QUESTIONS = ("t", "b=407;T=211;z=830;k=566;T="), ("b", "ab=407;T=211;iz=830;k=566;ab=")
+QUESTIONS += (("m", "ab=407;T=211;iz=830;k=566;T="),)
 ANSWERS = ["211", "407", "211"]
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return Checkpoint("tiny-llada").open()
 
 
 def runner(lm, **changes) -> Runner:
@@ -37,7 +31,7 @@ def runner(lm, **changes) -> Runner:
 @pytest.fixture(scope="module")
 def asked(lm) -> list[Request]:
     ids = lambda text: tuple(chat_ids(lm.tokenizer, [{"role": "user", "content": text}]))
-    return [Request(name, ids(text), 4) for name, text in QUESTIONS.items()]
+    return [Request(name, ids(text), 4) for name, text in QUESTIONS]
 
 
 def answers(entries) -> list[str]:
@@ -52,6 +46,7 @@ def test_answers_come_in_order_and_are_measured(lm, asked):
         assert entry["tokens"] in (3, 4)  # three digits, and end-of-turn or straight end-of-text
         assert entry["tokens_with_eos"] >= entry["tokens"]
         assert entry["computed"] > entry["widened"] == 0
+    assert (cut("one two three", ("three", "two")), cut("one", ("x", ""))) == ("one ", "one")
     assert [e["cold"] for e in entries] == [True, True, False]
     assert totals(entries)["tokens_per_second"] > 0
     assert totals(entries[:2])["tokens_per_second"] is None
@@ -89,37 +84,11 @@ def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
     assert together != answers(runner(lm, sampler=hot, seed=1).run(asked))
 
 
-def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
-    path, ran, generate = tmp_path / "journal.jsonl", [], runner_module.generate
-
-    def interrupted(*args, **options):
-        if len(ran) == 1:
-            raise KeyboardInterrupt
-        ran.append(1)
-        return generate(*args, **options)
-
-    monkeypatch.setattr(runner_module, "generate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        runner(lm).run(asked, Journal(path))
-    assert len(Journal(path).entries) == 2
-    ran.append(1)
-    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
-    assert len(ran) == 3  # the first batch, the mark, the second batch
-    monkeypatch.setattr(runner_module, "generate", None)  # nothing is decoded any more
-    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
-
-
 def test_other_settings_are_other_requests(lm, asked):
     one = asked[0]
-    keys = {
-        runner(lm).key(one),
-        runner(lm, seed=1).key(one),
-        runner(lm, policy=policies.DualCache()).key(one),
-        runner(lm).key(one._replace(stop=("x",))),
-        runner(lm).key(one._replace(length=2)),
-        runner(dataclasses.replace(lm, identity="other weights")).key(one),
-    }
-    assert len(keys) == 6
+    keys = {runner(lm).key(each) for each in (one, one._replace(stop=("x",)), one._replace(length=2))}
+    keys |= {runner(lm, seed=1).key(one), runner(lm, policy=policies.DualCache()).key(one)}
+    assert len(keys | {runner(dataclasses.replace(lm, identity="other weights")).key(one)}) == 6
     assert runner(lm).key(one) == runner(lm, batch=4).key(one._replace(id="another", group="task"))
 
 
@@ -136,16 +105,6 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, aske
         assert reason in entry["error"]
     assert totals(entries)["failed"] == 4
     assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 4
-
-
-def test_a_model_type_unknown_to_transformers_is_no_cause_for_a_warning(caplog):
-    assert read_tokenizer(embedded.path("tiny-llada")).chat_template
-    assert not caplog.records
-
-
-def test_answers_are_cut_at_the_first_stop_string():
-    assert cut("one two three", ("three", "two")) == "one "
-    assert cut("one", ("x", "")) == "one"
 
 
 def test_provenance_is_complete(lm, tmp_path):
@@ -173,14 +132,11 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
     with pytest.raises(ValueError, match="temperature=-1"):
         expressions.sampler("Confidence(temperature=-1)")
     for text, reason in (
-        ("Dual", "'Dual': Dual is not one of .*DualCache"),
-        ("DualCache(1)", "DualCache"),
-        ("DualCache(", "not a constructor call"),
-        ("__import__('os')", "is not one of"),
-        ("DualCache(open('x'))", "open is not one of"),
-        ("DKVDecode({[]: 1})", "is no literal"),
+        ("Dual", "'Dual': Dual is not one of .*DualCache"), ("DualCache(1)", "DualCache"),
+        ("DualCache(", "not a constructor call"), ("__import__('os')", "is not one of"),
+        ("DualCache(open('x'))", "open is not one of"), ("DKVDecode({[]: 1})", "is no literal"),
         ("1", "is not one of"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             expressions.policy(text)
 
@@ -203,3 +159,49 @@ def test_steps_are_literal_without_a_length_and_per_position_with_one():
         Decoding(length=128, block=32, steps=512)
     with pytest.raises(ValueError, match="steps=0"):
         Decoding(steps=0)
+
+
+PAIRS = [((1, 2, 3), (4,)), ((3, 2), (5,)), ((2, 2), (6,)), ((5,), (3, 4))]  # three of a shape, one alone
+
+
+def scorer(**changes) -> Likelihood:
+    lm = LanguageModel("tiny", tiny("llada"), None, "weights")
+    decoding = Decoding(batch=2, bucket=4, max_positions=9)
+    return Likelihood(lm, decoding, **{"draws": 4, "strata": 2, **changes})
+
+
+def test_a_pair_that_cannot_be_scored_fails_alone():
+    long, empty, mask = ((1,) * 9, (2,)), ((), (2,)), ((tiny("llada").spec.mask_id,), (4,))
+    entries = scorer(greedy_check=False).run([PAIRS[0], long, empty, mask, PAIRS[1]])
+    reasons = (None, "10 positions; max_positions=9", "both need one", "mask", None)
+    for entry, reason in zip(entries, reasons, strict=True):
+        assert (entry["error"] is None) if reason is None else (reason in entry["error"])
+    alone = scorer(greedy_check=False).run(PAIRS[:1])
+    assert answers(entries)[0] == pytest.approx(answers(alone)[0], abs=1e-5)
+    assert cost_totals(entries)["failed"] == 3
+
+
+def test_costs_are_counted_without_padding():
+    plain = scorer(greedy_check=False).run(PAIRS)
+    assert [entry["forwards"] for entry in plain] == [1, 1, 1, 4]  # one draw where it is exact
+    assert [entry["computed"] for entry in plain] == [4, 3, 3, 4 * 3]
+    guided = scorer(cfg_scale=1.0, greedy_check=False).run(PAIRS)
+    assert [entry["forwards"] for entry in guided] == [2, 2, 2, 8]
+    greedy = scorer().run(PAIRS)
+    assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
+    assert cost_totals(greedy)["forwards"] == 7 + 5
+
+
+def test_what_determines_a_result_is_in_its_key():
+    one = scorer()
+    others = [scorer(draws=8), scorer(strata=4), scorer(cfg_scale=1.0)]
+    keys = {one.key(PAIRS[0]), one.key(PAIRS[1]), scorer(greedy_check=False).key(PAIRS[0])}
+    assert len(keys | {other.key(PAIRS[0]) for other in others}) == 6
+
+
+def test_the_bar_moves_with_every_batch(monkeypatch):
+    moved, progress = [], rich.progress.Progress
+    monkeypatch.setattr(progress, "advance", lambda bar, task, by: moved.append((bar.disable, by)))
+    for shown in (True, False):
+        scorer(greedy_check=False, progress=shown).run(PAIRS)
+    assert moved == [(not shown, by) for shown in (True, False) for by in (2, 1, 1)]

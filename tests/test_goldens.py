@@ -97,11 +97,3 @@ def test_factors_are_read():
     fast.settings["decoding"], fast.settings["factor"] = "factor", 0.01  # one token at a time
     with pytest.raises(Differs):
         replay(fast)
-
-
-@pytest.mark.exhaustive  # d2Cache's recording is replayed once more, to another end
-def test_nuclei_are_read():
-    d2 = next(c for c in find(HERE, "d2cache") if c.status == "conform")
-    d2.settings["decoding"]["top_p"] = 0.01
-    with pytest.raises(Differs):
-        replay(d2)

@@ -23,8 +23,7 @@ from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
 from dllm_jax.training import TrainConfig, prepare
 from tests.checkpoints import save_sharded, tiny, write_hf
-from tests.models import FAMILIES, in_int8
-from tests.models import tiny as model_of
+from tests.policy_cases import matrix
 
 from .ahead_of_time import compiled_for_v5e
 
@@ -70,11 +69,10 @@ def test_every_number_is_within_half_a_scale_of_its_channel(monkeypatch, leaf, d
     np.testing.assert_allclose(dequantise(found, axes, outputs), array.astype(np.float32), atol=0.2)
 
 
-@hypothesis.given(
-    strategies.lists(
-        strategies.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=6
-    )
-)
+FINITE = strategies.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@hypothesis.given(strategies.lists(FINITE, min_size=1, max_size=6))
 def test_no_finite_channel_is_out_of_bounds(channel):
     array = np.asarray(channel, np.float32)[:, None]
     bound(quantise(array, "md", "d"), array, "md", "d")
@@ -98,21 +96,15 @@ def test_quantising_holds_a_piece_in_float32(monkeypatch):
         assert peak < array.size + 16 * 2**14  # the values; a few pieces
 
 
-@pytest.mark.diagonal(every=4, start=2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
+DTYPES = "float32", "bfloat16"
+
+
+@matrix("spec, dtype", CASES, DTYPES, today=[(CASES[1], "float32"), (CASES[3], "bfloat16")])
 def test_converted_and_loaded_is_loaded_as_int8(tmp_path, spec, dtype):
     source = write_hf(tmp_path / "hf", spec, dtype=dtype, shards=2)
     converted = convert(source, tmp_path / "jax", weights="int8")
-    models = [
-        dj.load(path, separate_layers=apart, **options)
-        for apart in (False, True)
-        for path, options in (
-            (source, {"weights": "int8"}),
-            (converted, {}),
-            (converted, {"weights": "int8"}),
-        )
-    ]
+    ways = (source, {"weights": "int8"}), (converted, {}), (converted, {"weights": "int8"})
+    models = [dj.load(p, separate_layers=apart, **options) for apart in (False, True) for p, options in ways]
     for model in models:
         assert (model.weights, model.dtype, model.spec) == ("int8", dtype, spec)
         one_form = parameters.stacked(model.params)
@@ -133,27 +125,25 @@ def test_converted_and_loaded_is_loaded_as_int8(tmp_path, spec, dtype):
     assert parameters.count(models[0].params) == parameters.count(plain.params)
 
 
-def test_another_dtype_changes_no_int8_matrix(tmp_path):
-    source = write_hf(tmp_path / "hf", tiny(), dtype="float32")
-    wide = convert(source, tmp_path / "wide", weights="int8")
-    narrow = convert(source, tmp_path / "narrow", weights="int8", dtype="bfloat16")
-    chex.assert_trees_all_equal(dj.load(wide, dtype="bfloat16").params, dj.load(narrow).params, strict=True)
-    assert dj.load(narrow, dtype="float32").dtype == jnp.float32
-
-
 @pytest.mark.parametrize("spec", CASES, ids=BIAS_HEADS_TIED)
 def test_logits_are_those_of_the_numbers_it_stands_for(tmp_path, spec):
     model = dj.load(write_hf(tmp_path / "hf", spec), weights="int8", separate_layers=False)
-    stands_for = lambda leaf, array: (
-        dequantise(jax.tree.map(np.asarray, array), AXES[leaf], "n" * (leaf != "head") + OUTPUTS[leaf])
-        if isinstance(array, Int8Matrix)
-        else array
-    )
+
+    def stands_for(leaf, array):
+        if not isinstance(array, Int8Matrix):
+            return array
+        layers = "n" * (leaf != "head")
+        return dequantise(jax.tree.map(np.asarray, array), AXES[leaf], layers + OUTPUTS[leaf])
+
     floats = {k: stands_for(k, v) for k, v in model.params.items() if k != "layers"}
     floats["layers"] = {k: stands_for(k, v) for k, v in model.params["layers"].items()}
     ids = np.random.default_rng(1).integers(0, 60, (2, 12), dtype=np.int32)
     plain = dataclasses.replace(model, params=floats)
     assert plain.weights is None
+    assert "float32, int8" in repr(model)
+    held = "q, k, v, o, gate, up, down" + ", head" * (not spec.tied)
+    assert f"{held}; a float32 scale" in repr(model)
+    assert "int8" not in repr(plain)
     np.testing.assert_allclose(dj.forward(model, ids), dj.forward(plain, ids), atol=2e-4)
 
 
@@ -168,16 +158,6 @@ def test_products_are_scaled_in_float32():
     np.testing.assert_allclose(np.asarray(found, np.float64), exact * matrix.scale, rtol=2.0**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_says_that_it_is_int8(family):
-    model = in_int8(model_of(family))
-    first, *lines = repr(model).splitlines()
-    assert "float32, int8" in first
-    assert any("q, k, v, o, gate, up, down, head; a float32 scale" in line for line in lines)
-    assert "int8" not in repr(model_of(family))
-    assert first.split(" parameters")[0] == repr(model_of(family)).splitlines()[0].split(" parameters")[0]
-
-
 def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
     source = write_hf(tmp_path / "hf", tiny())
     converted = convert(source, tmp_path / "jax", weights="int8")
@@ -190,9 +170,7 @@ def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
             convert(source, tmp_path / "other", weights=weights)
         with pytest.raises(ValueError, match="must be None"):
             dj.abstract(tiny(), weights=weights)
-    with pytest.raises(
-        ValueError, match=r"jax holds int8 matrices: a Hugging Face directory .* whose digits"
-    ):
+    with pytest.raises(ValueError, match=r"jax holds int8 matrices: a Hugging Face directory .* digits"):
         export(converted, tmp_path / "back")
     with pytest.raises(ValueError, match="model holds int8 matrices"):
         save_hf(dj.load(converted), tmp_path / "back")

@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.eviction.pair_store import empty
-from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.rope import rope_table
 from pallas_kernels.sparse_gather import OPERATION, sparse_gather, xla
 from pallas_kernels.sparse_gather.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import explaining, in_both_dtypes, some
-from .models import tiny
+from .kernel_cases import explaining, in_both_dtypes
 
 explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
@@ -90,30 +86,6 @@ def test_one_list_serves_all_heads(name):
     for copies, x in zip(jax.jit(IMPLEMENTATIONS[name])(k, v, shared), (k, v), strict=True):
         expected = explicit(x, jnp.broadcast_to(shared, index.shape))
         np.testing.assert_array_equal(bits(copies), expected)
-
-
-def test_is_what_the_eviction_stores():
-    """`PairStore.renew` and `PairStore.read` of one layer, whose storage is one flat run."""
-    k, v, index = (jnp.nan_to_num(x) if x.dtype == jnp.float32 else x for x in operands(SMALL[0]))
-    always = jnp.ones((2, 1), bool)
-    layer = Layer({}, tiny("llada").spec, rope_table(1, 8, 1e4), jnp.int32(0))
-
-    @jax.jit
-    def stored(kept):
-        kept = kept.allot(layer.index, jnp.zeros(2, jnp.int32), index, 19, always)
-        return kept.renew(layer, k, v, 7, always).read(layer.index, 7)
-
-    *pairs, real = stored(empty(np.full((1, 1), 7), 2, 3, 64, jnp.float32))
-    real = jnp.swapaxes(real[:, :, 0], 1, 2)[..., None]
-    for read, copies in zip(pairs, xla.sparse_gather(k, v, index), strict=True):
-        np.testing.assert_array_equal(jnp.where(real, read, 0), copies)
-
-
-@pytest.mark.parametrize("implementation", some(["pallas", None, "xla"], 1))
-def test_every_choice_gives_the_same(implementation):
-    k, v, index = operands(SMALL[1], jnp.bfloat16)
-    found = jax.jit(functools.partial(sparse_gather, implementation=implementation))(k, v, index)
-    np.testing.assert_array_equal(bits(found[1]), explicit(v, index))
 
 
 def test_what_a_kernel_does_not_serve_is_said():

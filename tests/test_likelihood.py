@@ -118,25 +118,6 @@ def test_sizes_spread_evenly_over_one_to_the_length(length, strata):
     assert (np.abs(by_position - by_position.mean()) < 0.15).all()
 
 
-def test_the_key_decides_and_rows_draw_for_themselves():
-    model, (prompt, answer) = tiny("llada"), texts("llada")
-    estimate = lambda seed: dj.log_likelihood(
-        model, prompt, answer, draws=8, strata=4, key=jax.random.key(seed), chunk=8
-    )
-    np.testing.assert_array_equal(estimate(0), estimate(0))
-    assert (estimate(0) != estimate(1)).all()
-
-
-def test_cross_entropy_of_a_hidden_token_does_not_see_it():
-    model, (prompt, answer) = tiny("llada"), texts("llada")
-    mask = jnp.asarray([[True, False, True]] * B)
-    other = answer.at[:, 0].set((answer[:, 0] + 1) % 50)
-    entropy = lambda answer: token_cross_entropy(model, prompt, answer, None, mask)
-    ours, changed = entropy(answer), entropy(other)
-    np.testing.assert_allclose(ours[:, 1:], changed[:, 1:], rtol=1e-6)
-    assert (ours > 0).all()
-
-
 RAGGED = np.arange(ANSWER) < np.array([[3], [2]])
 
 
@@ -194,11 +175,8 @@ KEYED = {"key": jax.random.key(0)}
 REFUSED = {
     "pass key=jax.random.key": {},
     "draws=10 must be a positive multiple of strata=4": {"draws": 10, "strata": 4, **KEYED},
-    "draws=0": {"draws": 0, **KEYED},
-    "strata=0": {"strata": 0, **KEYED},
-    "chunk=0": {"chunk": 0, **KEYED},
+    "strata=0": {"strata": 0, **KEYED}, "chunk=0": {"chunk": 0, **KEYED},
     r"cfg_scale=-0\.5": {"cfg_scale": -0.5, **KEYED},
-    "cfg_scale=nan": {"cfg_scale": math.nan, **KEYED},
     "prompt has 2 sequences, answer has 3": {"answer": np.zeros((3, 2), int)},
     rf"prompt holds id {VOCAB}, outside": {"prompt": np.full((2, 2), VOCAB)},
     rf"answer\[0, 0\] is the mask id {MASK_ID}": {"answer": np.full((2, 2), MASK_ID)},
@@ -207,21 +185,18 @@ REFUSED = {
     r"masks have shape \(0, 2, 3\)": {"masks": np.ones((0, B, ANSWER), bool)},
     "every draw must mask at least one token": {"masks": np.zeros((4, B, ANSWER), bool)},
     r"answer_mask has shape \(2, 2\); expected \(2, 3\)": {"answer_mask": np.ones((B, 2)), **KEYED},
-    "answer_mask of sequence 1 is not right padding: zeros only stand behind ones": {
-        "answer_mask": np.array([[1, 1, 0], [0, 1, 1]]),
-        **KEYED,
-    },
+    "answer_mask of sequence 1 is not right padding": {"answer_mask": [[1, 1, 0], [0, 1, 1]], **KEYED},
     "answer_mask hides every token of sequence 0": {"answer_mask": ~RAGGED[:, ::-1] & False, **KEYED},
     r"masks\[0, 1, 2\] masks a token that answer_mask leaves out": {
-        "masks": np.ones((1, B, ANSWER), bool),
-        "answer_mask": RAGGED,
+        "masks": np.ones((1, B, ANSWER), bool), "answer_mask": RAGGED,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("unannotated")
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
+def test_refusals():
     prompt, answer = texts("llada")
-    with pytest.raises(ValueError, match=message):
-        dj.log_likelihood(tiny("llada"), **({"prompt": prompt, "answer": answer} | REFUSED[message]))
+    for message, wrong in REFUSED.items():
+        wrong = {k: np.array(v) if isinstance(v, list) else v for k, v in wrong.items()}
+        with pytest.raises(ValueError, match=message):
+            dj.log_likelihood(tiny("llada"), **({"prompt": prompt, "answer": answer} | wrong))

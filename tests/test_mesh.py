@@ -1,7 +1,6 @@
 """Models and batches over meshes of the suite's eight devices give what one device gives."""
 
 import dataclasses
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.mesh import ReplicationWarning
-from dllm_jax.nn.sharding import replicas
 from dllm_jax.testing.runs import compilations
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 from tests.models import FAMILIES, frequencies, prompts, separate, spec, tiny
-from tests.policy_cases import EVERY, KEY, SAMPLER_CASES, WIDE, short, suited
+from tests.policy_cases import EVERY, KEY, SAMPLER_CASES, WIDE, matrix, suited
 
 TP, DP, BOTH, MORE_DATA = "tp=8", "dp=8", "dp=2 tp=4", "dp=4 tp=2"
 MESHES = (TP, DP, BOTH, MORE_DATA)
@@ -57,11 +55,10 @@ def assert_same(ours: dj.Output, alone: dj.Output):
             np.testing.assert_array_equal(ours_leaf, leaf)
 
 
-@pytest.mark.diagonal(every=13, start=10)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", SAMPLER_CASES, ids=short)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
+ONE_OF_ALL = [(policies.DKVPrefill, samplers.RandomOrder(), "llada", BOTH)]
+
+
+@matrix("policy, sampler, family, mesh", EVERY, SAMPLER_CASES, FAMILIES, MESHES, today=ONE_OF_ALL)
 def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     """Three sequences of unequal length, which no mesh with several parts of the batch divides."""
     alone = one_device(family)
@@ -73,16 +70,15 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize("sampler", [samplers.Confidence(), samplers.Threshold(0.25)], ids=short)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", [policies.DualCache()], ids=short)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_guidance_and_early_stops_over_a_mesh(policy, sampler, family, mesh):
+TWO = samplers.Confidence(), samplers.Threshold(0.25)
+
+
+@matrix("sampler, family, mesh", TWO, FAMILIES, MESHES, today=[(TWO[0], "llada", TP)])
+def test_guidance_and_early_stops_over_a_mesh(sampler, family, mesh):
     alone = one_device(family)
     prompt, mask = prompts(alone, (9, 6, 8))
     sampler = dataclasses.replace(sampler, cfg_scale=1.5)
-    options = dict(length=8, block=4, policy=policy, sampler=sampler, trace=True)
+    options = dict(length=8, block=4, policy=policies.DualCache(), sampler=sampler, trace=True)
     options |= dict(prompt_mask=mask, widths=WIDE)
     eos = int(dj.generate(alone, prompt, **options).tokens[0, 9 + 2])
     alone = alone.replace_spec(eos_id=eos)
@@ -142,17 +138,6 @@ def test_full_passes_and_likelihoods_over_a_mesh(types):
         np.testing.assert_allclose(score(model, prompt[:3]), score(alone, prompt[:3]), rtol=1e-4)
 
 
-def test_infilling_a_batch_that_does_not_divide():
-    alone = one_device("llada")
-    template, _ = prompts(alone, (12, 12, 12))
-    template[:, [0, 3, 7]] = alone.spec.mask_id
-    options = dict(policy=policies.DualCache(), trace=True, widths=WIDE)
-    run = lambda model: dj.infill(model, template, **options)
-    ours = run(on_mesh(alone, mesh_of(MORE_DATA)))
-    assert_same(ours, run(alone))
-    assert ours.tokens.sharding.is_fully_replicated  # three sequences are in no four parts
-
-
 def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Intervention, ...]:
     """A direction, values of each sequence and kv head at positions of its own, and a zero ablation."""
     drawn = lambda *shape: np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
@@ -166,10 +151,10 @@ def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Interv
     )
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("mesh", ["dp=2 tp=2", "tp=2", "dp=2"])
+SMALL = "dp=2 tp=2", "tp=2", "dp=2"
+
+
+@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[(SMALL[0], "explicit", "llada")])
 def test_interventions_over_a_mesh(mesh, types, family):
     """Of three sequences, which two devices do not divide: each one's values go where its sequence goes."""
     alone = one_device(family)
@@ -182,13 +167,10 @@ def test_interventions_over_a_mesh(mesh, types, family):
     assert not np.array_equal(want.trace.score, without.trace.score), "nothing was changed"
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize(("mesh", "batch"), [("dp=2 tp=2", 3), ("tp=2", 3), ("dp=2", 4)])
-def test_capture_over_a_mesh(mesh, batch, types, family):
+@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[(SMALL[0], "explicit", "llada")])
+def test_capture_over_a_mesh(mesh, types, family):
     """Everything that layers compute of padded sequences, under interventions, in chunks of canvases."""
-    alone = one_device(family, apart=mesh == "tp=2")
+    alone, batch = one_device(family, apart=mesh == "tp=2"), 4 if mesh == "dp=2" else 3
     model = on_mesh(alone, mesh_of(mesh, TYPES[types]))
     tokens, mask = prompts(alone, (11, 8, 10, 9)[:batch])
     canvases = np.stack([tokens, tokens[:, ::-1], (tokens + 1) % 50])
@@ -200,19 +182,6 @@ def test_capture_over_a_mesh(mesh, batch, types, family):
     )
     for name in dj.analysis.activations.AXES:
         np.testing.assert_allclose(getattr(ours, name), getattr(want, name), rtol=1e-4, atol=2e-5)
-
-
-def test_sequences_that_fill_a_batch_compute_nothing():
-    model = on_mesh(one_device("llada"), mesh_of(DP))
-    prompt, _ = prompts(model, (9, 9, 9))
-    request = prepare(model, prompt, length=8, block=4, policy=policies.PrefixCache(), trace=True)
-    placed = place(model, request)
-    assert (len(placed.inputs.tokens), placed.batch) == (8, 3)
-    _, stats, trace = denoise(model, placed.inputs, placed.plan)
-    for counts in (stats.nfe, stats.computed, stats.refreshes, stats.decoded):
-        assert not np.asarray(counts)[3:].any()
-    assert np.asarray(trace.active)[:, :3].any()
-    assert not np.asarray(trace.active)[:, 3:].any()
 
 
 def test_work_per_device_falls_with_the_batch_it_holds(optimised):
@@ -275,17 +244,3 @@ def test_meshes_that_split_nothing_are_refused_or_warned_of(tmp_path):
         pytest.raises(ValueError, match=r"is not .* the mesh of jax\.set_mesh"),
     ):
         dj.load(path, mesh=jax.make_mesh((2, 4), ("dp", "tp")))
-
-
-def test_what_cannot_be_split_is_named():
-    described = spec("dream", heads=4, kv_heads=2, hidden=48, vocab=61)
-    mesh = mesh_of(TP)
-    parts = replicas(described, mesh)
-    assert {"q", "k", "v", "o", "embed", "head"} <= parts.keys()
-    assert parts["embed"] == (1, 8)
-    assert "gate" not in parts
-    with pytest.warns(ReplicationWarning, match=r"embed \(1 parts of 8\)"):
-        dj.abstract(described, mesh=mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dj.abstract(spec("dream", kv_heads=2, **SPLITS), mesh=mesh)  # repeated kv heads are meant to be

@@ -19,7 +19,7 @@ from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, frequencies, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, short, suited
+from tests.policy_cases import EVERY, KEY, WIDE, matrix, suited
 
 POISON = 50  # a token that no random prompt holds
 KINDS = (
@@ -37,10 +37,7 @@ def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
     return dataclasses.replace(model, params={**model.params, "embed": embed})
 
 
-@pytest.mark.diagonal(every=13, start=2)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", KINDS, ids=short)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
+@matrix("policy, sampler, family", EVERY, KINDS, FAMILIES, today=[(policies.DualCache, KINDS[4], "dream")])
 def test_a_sequence_without_finite_logits_ends_alone(policy, sampler, family):
     model = poisoned(family)
     options = dict(length=8, block=2, policy=policy, sampler=suited(policy, sampler), trace=True, widths=WIDE)
@@ -61,18 +58,14 @@ def test_a_sequence_without_finite_logits_ends_alone(policy, sampler, family):
 def test_a_sequence_that_decodes_its_poison_keeps_what_it_had(value):
     """The token that it decodes second has an embedding that is not finite: the third step sees it."""
     plain = dj.generate(tiny("llada"), [[1, 2, 3]], length=6, trace=True)
-    order = [np.flatnonzero(before != after)[0] for before, after in history(plain)]
+    states = itertools.pairwise(np.asarray(plain.trace.tokens)[:, 0])
+    order = [np.flatnonzero(before != after)[0] for before, after in states]
     token = int(plain.tokens[0, order[1]])
     assert token not in np.asarray(plain.trace.tokens[1, 0]), "it must not be there before"
     model = poisoned("llada", value, token)
     out = dj.generate(model, [[1, 2, 3]], length=6, stop_at_eos=True, nonfinite="ignore")
     assert (out.stats.nfe[0], out.stats.decoded[0], bool(out.stats.finite[0])) == (3, 2, False)
     np.testing.assert_array_equal(out.tokens[0], plain.trace.tokens[2, 0])
-
-
-def history(out: dj.Output):
-    tokens = np.asarray(out.trace.tokens)[:, 0]
-    return list(itertools.pairwise(tokens))
 
 
 def test_a_head_that_is_not_finite_is_seen_whatever_the_sampler_looks_at():
@@ -96,26 +89,16 @@ def test_the_host_warns_raises_or_says_nothing(unannotated):
     np.testing.assert_array_equal(quiet.stats.finite, [True, False])
     with pytest.raises(ValueError, match="nonfinite='no' must be one of 'warn', 'raise', 'ignore'"):
         dj.generate(model, prompt, length=2, nonfinite="no")
+    inside = jax.jit(lambda m, ids: dj.generate(m, ids, length=2, nonfinite="raise").stats.finite)
+    np.testing.assert_array_equal(inside(model, np.asarray(prompt)), [True, False])
+    padded = poisoned("llada", token=tiny("llada").spec.eos_id)  # the padding of a bucket has no logit
+    sampler, ladder = samplers.Confidence(logits_eos_inf=True), dj.buckets.Ladder((6,))
+    assert dj.generate(padded, [[2, 3]], length=2, buckets=ladder, sampler=sampler).stats.finite[0]
     template = [[POISON, model.spec.mask_id]]
     with pytest.warns(NonFiniteWarning):
         dj.infill(model, template)
     with pytest.raises(FloatingPointError):
         dj.infill(model, template, nonfinite="raise")
-
-
-def test_inside_of_jit_the_statistics_tell():
-    run = jax.jit(lambda model, ids: dj.generate(model, ids, length=2, nonfinite="raise").stats.finite)
-    finite = run(poisoned("llada"), np.asarray([[2, 3], [POISON, 1]]))
-    np.testing.assert_array_equal(finite, [True, False])
-
-
-def test_padding_that_is_not_finite_is_no_logit():
-    """A bucket's padding has the end-of-text id."""
-    model = poisoned("llada", token=tiny("llada").spec.eos_id)
-    sampler = samplers.Confidence(logits_eos_inf=True)
-    out = dj.generate(model, [[2, 3]], length=2, buckets=dj.buckets.Ladder((6,)), sampler=sampler)
-    assert out.stats.finite[0]
-    assert out.tokens.shape == (1, 4)
 
 
 def test_sequences_over_a_mesh_end_one_by_one():

@@ -29,20 +29,18 @@ from dllm_jax.options import (
     check_argument,
 )
 from dllm_jax.published.expressions import call, policy
-from dllm_jax.roofline import HARDWARE
+from dllm_jax.traced import Traced
 from dllm_jax.training import TrainConfig
 from tests.models import tiny
 from tests.option_cases import OPTIONS
+from tests.policy_cases import short
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
 WRONG = {
-    int: (2.5, True, "4", math.nan, -math.inf),
-    float: (math.nan, math.inf, True, "x", 10**400),
-    bool: (1, "yes", None),
-    tuple: ((), 0.5, ("x",)),
-    str: (3, None),
-}
+    int: (2.5, True, "4", math.nan, -math.inf), float: (math.nan, math.inf, True, "x", 10**400),
+    bool: (1, "yes", None), tuple: ((), 0.5, ("x",)), str: (3, None),
+}  # fmt: skip
 
 
 def kind_of(annotation):
@@ -52,50 +50,27 @@ def kind_of(annotation):
     return typing.get_origin(annotation) or annotation
 
 
-FIELDS = [
-    (cls, name, value)
-    for cls in OPTIONS
-    if cls is not dj.MeshRules  # names of axes: any words
-    for name, annotation in typing.get_type_hints(cls, include_extras=True).items()
-    if name in {field.name for field in dataclasses.fields(cls)}
-    for value in WRONG.get(kind_of(annotation), ("unknown", 0))
-]
+ODD = (object(), object, len, {"a": 1}, b"1", 1j, [[1]])
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value"), FIELDS, ids=lambda x: getattr(x, "__name__", repr(x)[:8])
-)
-def test_every_field_refuses_another_type(kind, field, value):
-    with pytest.raises(ValueError, match=f"{field}="):
-        kind(**(OPTIONS[kind] | {field: value}))
-
-
-@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
-def test_fields_refuse_what_no_option_is(kind):
+@pytest.mark.parametrize("kind", [kind for kind in OPTIONS if kind is not dj.MeshRules])  # axes: any words
+def test_every_field_refuses_another_type(kind):
     hints = typing.get_type_hints(kind, include_extras=True)
-    for name in [field.name for field in dataclasses.fields(kind) if field.init]:
-        for odd in (
-            (object(), object, len, {"a": 1}, b"1", 1j, [[1]]) if kind_of(hints[name]) in WRONG else ()
-        ):
-            with pytest.raises((ValueError, TypeError), match=name):
-                kind(**(OPTIONS[kind] | {name: odd}))
+    for field in (field.name for field in dataclasses.fields(kind) if field.init):
+        of = kind_of(hints[field])
+        for value in (*WRONG[of], *ODD) if of in WRONG else ("unknown", 0):
+            with pytest.raises((ValueError, TypeError), match=field):
+                kind(**(OPTIONS[kind] | {field: value}))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policies.DKVDecode(refresh_every=2.5), "=2.5 must be a whole number of at least 1"),
         (lambda: policies.MaskKV(heads=eviction.SnapKV()), r"heads=SnapKV\(.* must be a HeadBudgets"),
         (lambda: policies.MaskKV(layers=eviction.SnapKV()), r"layers=SnapKV\(.* must be a LayerBudgets"),
         (lambda: policies.MaskKV(votes=eviction.PyramidKV()), r"votes=PyramidKV\(.* must be a Voters"),
-        (lambda: policies.SparseDLLM(kernel=4), "kernel=4 must be an odd number of at least 1"),
         (lambda: eviction.BoundaryMiddle([0.5, math.nan]), r"importance=\[0.5, nan\] must be .* finite"),
         (lambda: eviction.BoundaryMiddle("0.5"), "must be values, one per layer, each a finite number"),
-        (lambda: eviction.PositionVotes(4), "quarter=4 must be a whole number in 0..3"),
-        (lambda: samplers.Threshold("x"), r"threshold='x' must be a number in \[0, 1\]"),
-        (lambda: samplers.Confidence(top_p=0), r"top_p=0 must be a number in \(0, 1\], or None"),
-        (lambda: samplers.DreamSchedule(eps=1), r"eps=1 must be a number in \(0, 1\)"),
-        (lambda: samplers.Confidence(alg="x"), "alg='x' must be one of 'prob', 'margin', 'entropy'"),
         (lambda: Ladder((1.5, 2.5)), r"rungs=\(1.5, 2.5\) must be 1 or more values, each a whole number"),
         (lambda: Ladder(64), "rungs=64 must be 1 or more values, each a whole number"),
         (lambda: Ladder((64, 32)), r"rungs=\(64, 32\) must ascend, such as"),
@@ -112,39 +87,21 @@ def test_the_message_has_the_value_and_the_rule(make, message):
         make()
 
 
-def test_sequences_and_numbers_of_numpy_become_those_of_python():
-    profile = (0.5, 0.25)
-    for made in (list(profile), np.array(profile), jnp.array(profile)):
-        assert eviction.BoundaryMiddle(made) == eviction.BoundaryMiddle(profile)
-        assert hash(eviction.SqueezeAttention(made)) == hash(eviction.SqueezeAttention(profile))
-    assert Ladder([64, np.int64(128)]).rungs == (64, 128)
-    numpy = policies.DLLMCache(prompt_every=np.int64(4), ratio=np.float64(0.5))
-    assert numpy == policies.DLLMCache(prompt_every=4, ratio=0.5)
-    assert policy(call(numpy)) == numpy
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda n: samplers.CertaintyPrior(tokens_per_step=n), "tokens_per_step=2147483648 must be a whole"),
         (lambda n: policies.DKVDecode(refresh_every=n), "refresh_every=2147483648 .* int32 holds"),
-        (lambda n: policies.DKVDecode(delay=n), "delay=2147483648 .* int32 holds"),
-        (lambda n: policies.DLLMCache(prompt_every=n), "prompt_every=2147483648 .* int32 holds"),
-        (lambda n: policies.ElasticCache(window=n), "window=2147483648 .* int32 holds"),
         (lambda n: policies.D2Cache(k=n), "k=2147483648 .* int32 holds, below 2"),
-        (lambda n: policies.D2Cache(inflate=n), "inflate=2147483648 .* int32 holds"),
         (lambda n: policies.SparseDLLM(kernel=n + 1), "kernel=2147483649 .* int32 holds"),
         (lambda n: dj.Layout(4, n, n, n), "response=2147483648 .* int32 holds"),
         (lambda n: Ladder((n,)), r"rungs=\(2147483648,\) must be 1 or more .* int32 holds"),
         (lambda n: TrainConfig(steps=n), "steps=2147483648 .* int32 holds"),
         (lambda n: TrainConfig(steps=10, seed=2 * n), "seed=4294967296 must be a whole number in 0..4294967"),
-        (lambda n: samplers.Factor(10**400), "factor=1000.*0 must be a number"),
         (lambda n: samplers.Factor(10**1000), "factor=1000.*0[.][.][.] must be a number"),
         (lambda n: samplers.Factor(10**5000), "factor=<16610 bits> must be a number"),
         (lambda n: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or from 1.2e-38 to 3.4e38"),
         (lambda n: samplers.Confidence(temperature=1e-50), "temperature=1e-50 .* float32 holds"),
         (lambda n: samplers.CertaintyPrior(sigma=1e-30), r"sigma=1e-30 must be a number in \[1e-18, inf\)"),
-        (lambda n: TrainConfig(steps=10, learning_rate=1e300), r"learning_rate=1e\+300 .* float32 holds"),
     ],
 )  # fmt: skip
 def test_numbers_that_programs_cannot_hold_are_refused_by_name(make, message):
@@ -152,25 +109,21 @@ def test_numbers_that_programs_cannot_hold_are_refused_by_name(make, message):
         make(2**31)
 
 
-@pytest.mark.parametrize("policy", [
-    policies.D2Cache(k=2**31 - 1, inflate=2**31 - 1), policies.SparseDLLM(kernel=2**31 - 1, delay=2**31 - 1),
-    policies.ElasticCache(window=2**31 - 1, track=2**31 - 1), policies.DKVDecode(delay=2**31 - 1),
-    policies.MaskKV(budget=2**31 - 1, votes=eviction.SnapKV(window=2**31 - 1, kernel=2**31 - 1)),
-], ids=lambda policy: type(policy).__name__)  # fmt: skip
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.D2Cache(k=MOST, inflate=MOST), policies.ElasticCache(window=MOST, track=MOST),
+     policies.MaskKV(budget=MOST, votes=eviction.SnapKV(window=MOST, kernel=MOST))],
+    ids=short,
+)  # fmt: skip
 def test_the_largest_numbers_that_they_hold_work(policy):
-    sampler = samplers.CertaintyPrior(
-        tokens_per_step=2**31 - 1, sigma=1e-18, top_k=2**31 - 1, temperature=2e-38
-    )
+    sampler = samplers.CertaintyPrior(tokens_per_step=MOST, sigma=1e-18, top_k=MOST, temperature=2e-38)
     model, key = tiny("llada"), jax.random.key(0)
     out = dj.generate(model, [[1, 2, 3]], length=4, block=2, policy=policy, sampler=sampler, key=key)
     assert out.stats.decoded[0] == 4
     assert out.stats.nfe[0] == 2
-
-
-def test_none_is_refused_where_it_means_nothing():
-    with pytest.raises(ValueError, match="k=None must be a whole number"):
-        policies.D2Cache(k=None)
-    assert policies.D2Cache(rollout_layers=None).rollout_layers is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,39 +164,18 @@ class Everything(Options):
 
 
 ACCEPTED = [
-    ("whole", -3, -3),
-    ("whole", np.int32(3), 3),
-    ("whole", 10**400, 10**400),
-    ("between", 3, 3),
-    ("most", -1, -1),
-    ("odd", np.uint8(5), 5),
-    ("number", -2, -2),
-    ("number", np.float32(0.5), 0.5),
-    ("number", np.int64(2), 2.0),
-    ("number", fractions.Fraction(1, 4), 0.25),
-    ("fraction", 0, 0),
-    ("fraction", 1.0, 1.0),
-    ("narrowed", 1, 1),
-    ("flag", np.True_, True),
-    ("word", "prefix", "prefix"),
-    ("level", 0, 0),
-    ("text", "x", "x"),
-    ("never", None, None),
-    ("never", np.int16(1), 1),
-    ("optional", 0.5, 0.5),
-    ("bare", None, None),
-    ("bare", 1, 1),
+    ("whole", -3, -3), ("whole", np.int32(3), 3), ("whole", 10**400, 10**400), ("between", 3, 3),
+    ("most", -1, -1), ("odd", np.uint8(5), 5), ("number", -2, -2), ("number", np.float32(0.5), 0.5),
+    ("number", np.int64(2), 2.0), ("number", fractions.Fraction(1, 4), 0.25), ("fraction", 0, 0),
+    ("fraction", 1.0, 1.0), ("narrowed", 1, 1), ("flag", np.True_, True), ("word", "prefix", "prefix"),
+    ("level", 0, 0), ("text", "x", "x"), ("never", None, None), ("never", np.int16(1), 1),
+    ("optional", 0.5, 0.5), ("bare", None, None), ("bare", 1, 1),
     ("profile", [0.5, np.float64(0.25)], (0.5, 0.25)),
     ("profile", np.array([0.5, 0.25], np.float32), (0.5, 0.25)),
-    ("profile", jnp.array([0.5, 0.25]), (0.5, 0.25)),
-    ("counts", [], ()),
-    ("counts", np.arange(3), (0, 1, 2)),
-    ("parts", [Part(), Part()], (Part(), Part())),
-    ("words", ["a"], ("a",)),
-    ("anything", "x", "x"),
-    ("either", 2.5, 2.5),
-    ("pair", 3, 3),
-]
+    ("profile", jnp.array([0.5, 0.25]), (0.5, 0.25)), ("counts", [], ()), ("counts", np.arange(3), (0, 1, 2)),
+    ("parts", [Part(), Part()], (Part(), Part())), ("words", ["a"], ("a",)), ("anything", "x", "x"),
+    ("either", 2.5, 2.5), ("pair", 3, 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "stored"), ACCEPTED, ids=lambda x: repr(x)[:20])
@@ -255,45 +187,32 @@ def test_each_kind_stores_a_value_of_python(name, value, stored):
     assert dataclasses.replace(Everything(), **{name: value}) == options
 
 
+def test_numbers_of_numpy_are_written_as_those_of_python():
+    numpy = policies.DLLMCache(prompt_every=np.int64(4), ratio=np.float64(0.5))
+    assert policy(call(numpy)) == numpy == policies.DLLMCache(prompt_every=4, ratio=0.5)
+
+
 REFUSED = [
-    ("whole", 1.0, "a whole number$"),
-    ("whole", np.float64(1), "a whole number$"),
-    ("whole", True, "a whole number$"),
-    ("whole", np.True_, "a whole number$"),
-    ("whole", math.nan, "a whole number$"),
-    ("whole", None, "a whole number$"),
-    ("positive", 0, "a whole number of at least 1$"),
-    ("between", 0, r"a whole number in 1\.\.3$"),
-    ("between", np.int64(4), r"a whole number in 1\.\.3$"),
-    ("most", 5, "a whole number of at most 4$"),
-    ("odd", 4, "an odd number of at least 1$"),
-    ("odd", -1, "an odd number of at least 1$"),
-    ("number", math.nan, "a finite number$"),
-    ("number", -math.inf, "a finite number$"),
+    ("whole", 1.0, "a whole number$"), ("whole", np.float64(1), "a whole number$"),
+    ("whole", True, "a whole number$"), ("whole", np.True_, "a whole number$"),
+    ("whole", math.nan, "a whole number$"), ("whole", None, "a whole number$"),
+    ("positive", 0, "a whole number of at least 1$"), ("between", 0, r"a whole number in 1\.\.3$"),
+    ("between", np.int64(4), r"a whole number in 1\.\.3$"), ("most", 5, "a whole number of at most 4$"),
+    ("odd", 4, "an odd number of at least 1$"), ("odd", -1, "an odd number of at least 1$"),
+    ("number", math.nan, "a finite number$"), ("number", -math.inf, "a finite number$"),
     ("number", np.float32(math.inf), "a finite number$"),
-    ("number", 10**400, "a finite number, and one that float32 holds"),
-    ("number", False, "a finite number$"),
-    ("number", "1", "a finite number$"),
-    ("number", 1j, "a finite number$"),
-    ("number", np.ones(()), "a finite number$"),
-    ("fraction", math.nan, r"a number in \[0, 1\]$"),
-    ("fraction", 1.0000001, r"a number in \[0, 1\]$"),
-    ("fraction", -1e-30, r"a number in \[0, 1\]$"),
-    ("inside", 0, r"a number in \(0, 1\)$"),
-    ("inside", 1.0, r"a number in \(0, 1\)$"),
-    ("narrowed", 0, r"a number in \(0, 1\]$"),
-    ("flag", 1, "True or False$"),
-    ("flag", None, "True or False$"),
-    ("word", "suffix", "one of 'both', 'prefix'$"),
-    ("word", ["both"], "one of 'both', 'prefix'$"),
-    ("word", None, "one of 'both', 'prefix'$"),
-    ("level", True, "one of 0, 1$"),
-    ("text", 3, "a str, such as ''$"),
-    ("part", Part, r"a Part, such as Part\(\)$"),
-    ("part", None, r"a Part, such as Part\(\)$"),
+    ("number", 10**400, "a finite number, and one that float32 holds"), ("number", False, "a finite number$"),
+    ("number", "1", "a finite number$"), ("number", 1j, "a finite number$"),
+    ("number", np.ones(()), "a finite number$"), ("fraction", math.nan, r"a number in \[0, 1\]$"),
+    ("fraction", 1.0000001, r"a number in \[0, 1\]$"), ("fraction", -1e-30, r"a number in \[0, 1\]$"),
+    ("inside", 0, r"a number in \(0, 1\)$"), ("inside", 1.0, r"a number in \(0, 1\)$"),
+    ("narrowed", 0, r"a number in \(0, 1\]$"), ("flag", 1, "True or False$"),
+    ("flag", None, "True or False$"), ("word", "suffix", "one of 'both', 'prefix'$"),
+    ("word", ["both"], "one of 'both', 'prefix'$"), ("word", None, "one of 'both', 'prefix'$"),
+    ("level", True, "one of 0, 1$"), ("text", 3, "a str, such as ''$"),
+    ("part", Part, r"a Part, such as Part\(\)$"), ("part", None, r"a Part, such as Part\(\)$"),
     ("never", 0, "a whole number of at least 1, or None for never$"),
-    ("optional", math.inf, "a finite number, or None$"),
-    ("bare", 2, r"a number in \[0, 1\], or None$"),
+    ("optional", math.inf, "a finite number, or None$"), ("bare", 2, r"a number in \[0, 1\], or None$"),
     ("profile", (), "values, one per layer, each a finite number$"),
     ("profile", 0.5, "values, one per layer, each a finite number$"),
     ("profile", "0.5", "values, one per layer, each a finite number$"),
@@ -302,9 +221,8 @@ REFUSED = [
     ("profile", np.ones(()), "values, one per layer, each a finite number$"),
     ("profile", None, "values, one per layer, each a finite number$"),
     ("counts", (1, -1), "values, each a whole number of at least 0$"),
-    ("parts", (Part(),), "2 or more values, each a Part$"),
-    ("words", ("a", "c"), "each one of 'a', 'b'$"),
-]
+    ("parts", (Part(),), "2 or more values, each a Part$"), ("words", ("a", "c"), "each one of 'a', 'b'$"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "valid"), REFUSED, ids=lambda x: repr(x)[:20])
@@ -325,20 +243,13 @@ def test_each_kind_refuses_with_name_value_and_range(name, value, valid):
         (Annotated[int, NoneMeans("never")], "NoneMeans.'never'. marks an annotation that does not allow"),
         (Annotated[Any, Interval(ge=0)], r"Ge\(ge=0\) does not apply to .*Any"),
         (tuple[Annotated[bool, Gt(0)], ...], r"Gt\(gt=0\) does not apply to bool"),
+        (Annotated[bool, Traced()], r"Traced\(.* does not apply to bool"),
     ],
 )
 def test_marks_that_would_not_be_read_are_errors(annotation, message):
     Bad = dataclasses.make_dataclass("Bad", [("x", annotation)], bases=(Options,), frozen=True)
     with pytest.raises(TypeError, match=message):
         Bad(1)
-
-
-def test_marks_of_other_packages_are_left_to_them():
-    Other = dataclasses.make_dataclass(
-        "Other", [("x", Annotated[int, "help", Ge(1)])], bases=(Options,), frozen=True
-    )
-    with pytest.raises(ValueError, match="x=0 must be a whole number of at least 1"):
-        Other(0)
 
 
 def test_policies_of_users_are_checked_even_inside_of_functions():
@@ -353,36 +264,16 @@ def test_policies_of_users_are_checked_even_inside_of_functions():
     @dataclasses.dataclass(frozen=True)
     class Rarely(Recent):
         refresh: Annotated[PositiveInt | None, NoneMeans("never")] = None
-        ratio: Fraction = 0.5
 
-    with pytest.raises(ValueError, match=r"refresh=2\.5 must be a whole number"):
-        Recent(refresh=2.5)
-    with pytest.raises(ValueError, match="local=3 must be a Local, or None"):
-        Recent(local=3)
+    for make, message in (
+        (lambda: Recent(refresh=2.5), r"refresh=2\.5 must be a whole number"),
+        (lambda: Recent(local=3), "local=3 must be a Local, or None"),
+        (lambda: Rarely(0), "refresh=0 must be a whole number of at least 1, or None for never"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
     assert Recent(refresh=0).refresh == 0
-    with pytest.raises(ValueError, match="refresh=0 must be a whole number of at least 1, or None for never"):
-        Rarely(0)
-    with pytest.raises(ValueError, match="ratio=2 must be"):
-        Rarely(ratio=2)
     assert Rarely() == dataclasses.replace(Rarely(1), refresh=None)
-
-
-def test_rules_over_several_fields_follow_those_of_each():
-    @dataclasses.dataclass(frozen=True)
-    class Span(Options):
-        first: NonNegativeInt
-        last: NonNegativeInt
-
-        def __post_init__(self):
-            super().__post_init__()
-            if self.first > self.last:
-                raise ValueError(f"first={self.first} must not exceed last={self.last}")
-
-    assert Span(np.int64(1), 2) == Span(1, 2)
-    with pytest.raises(ValueError, match="first=3 must not exceed last=2"):
-        Span(3, 2)
-    with pytest.raises(ValueError, match="first='3' must be a whole number of at least 0"):
-        Span("3", 2)
 
 
 POSTPONED = """
@@ -433,14 +324,8 @@ def test_postponed_annotations_resolve_in_the_module_of_their_class(monkeypatch)
 
 def test_arguments_of_functions_are_checked_alike():
     assert check_argument("batch", np.int64(2), PositiveInt) == 2
+    assert check_argument("batch", 2, Annotated[int, "of another package"]) == 2
     with pytest.raises(ValueError, match="batch=0 must be a whole number of at least 1"):
         check_argument("batch", 0, PositiveInt)
     with pytest.raises(TypeError, match="is no kind of option"):
         check_argument("batch", 0, Any)
-
-
-@pytest.mark.parametrize("numbers", [{"flops": math.nan}, {"bandwidth": 0}, {"capacity": math.inf}])
-def test_hardware_has_finite_positive_rates(numbers):
-    (name,) = numbers
-    with pytest.raises(ValueError, match=rf"{name}=.* must be a number in \(0, inf\)"):
-        dataclasses.replace(HARDWARE["h100"], **numbers)

@@ -51,30 +51,11 @@ def test_initial_values():
     assert not np.array_equal(layers["q"][0], layers["q"][1])  # layers differ
 
 
-def test_the_gain_is_of_matrices_only():
-    made, thrice = (initialise(DEEP, jax.random.key(0), gain=gain) for gain in (1.0, 3.0))
-    chex.assert_trees_all_equal(thrice, jax.tree.map(lambda p: 3 * p if p.std() > 0 else p, made))
-
-
 def test_a_tied_head_is_the_embedding():
     tied = tiny("llada", tied=True)
     tokens = jnp.asarray([[1, 2, 3]], jnp.int32)
     untied = dj.Model({**tied.params, "head": tied.params["embed"]}, spec("llada"))
     np.testing.assert_array_equal(dj.forward(tied, tokens), dj.forward(untied, tokens))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers": 0}, "layers=0"), ({"vocab": -1}, "vocab=-1"),
-        ({"heads": 5, "kv_heads": 2}, "heads=5"), ({"head": 7}, "head=7"),
-        ({"mask_id": 61}, "mask_id=61"), ({"eos_id": -1}, "eos_id=-1"), ({"eot_id": 100}, "eot_id=100"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_spec_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        spec("llada", **changes)
 
 
 PRINTED = """\
@@ -110,14 +91,7 @@ def test_models_without_values_print_alike():
     shapes = abstract(described, jnp.bfloat16)
     assert repr(dj.Model(shapes, described)) == printed(shapes)
     traced = []
-
-    @jax.jit
-    def program(model):
-        traced.append(repr(model))
-        return model.params["norm"]
-
-    model = tiny("llada")
-    jax.eval_shape(program, model)
+    jax.eval_shape(lambda model: traced.append(repr(model)), model := tiny("llada"))
     assert traced == [printed(model.params)]
     axes = jax.tree.map(lambda _: None, model)  # as in vmap(in_axes=...): no arrays at all
     assert repr(axes).startswith("Model(llada, 0 parameters, no dtype)\n  embed   None\n")

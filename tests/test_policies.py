@@ -19,24 +19,22 @@ from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
 from tests.models import FAMILIES, generated, in_int8, prompts, separate, tiny
-from tests.policy_cases import CASES, EVERY, KEY, SAMPLER_CASES, short, suited
+from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, daily, matrix, short, suited
 
-p, EXHAUSTIVE = policies, pytest.mark.exhaustive
+p = policies
 BASIC = (
-    checks.exact_limit,
-    checks.batch_mates_change_nothing,
-    checks.padding_is_inert,
+    checks.exact_limit, checks.batch_mates_change_nothing, checks.padding_is_inert,
     checks.one_program_per_setting,
-)
+)  # fmt: skip
 FURTHER = {
-    checks.reuse_is_exact_while_nothing_changes: (p.DLLMCache, p.ElasticCache),
+    checks.reuse_is_exact_while_nothing_changes: (p.DLLMCache,),
     checks.widths_change_nothing: (p.DualCache, p.D2Cache),
-    checks.separate_layers_decode_as_stacked_ones: (p.ElasticCache,),
-    checks.half_precision_decodes_everything: (p.SparseDLLM, p.DKVGreedy),
-    checks.guidance_has_streams_of_its_own: (p.Policy, p.EvictPrompt),
-    checks.stopping_keeps_the_answer: (p.PrefixCache, p.DKVDecode),
-    checks.infilling_fills_the_masks_and_nothing_else: (p.SparseDLLM, p.DKVPD, p.DKVPrefill),
-    checks.nothing_leaves_the_device_inside: (p.DualCache, p.DLLMCache, p.ElasticCache),
+    checks.separate_layers_decode_as_stacked_ones: (p.DKVDecode,),
+    checks.half_precision_decodes_everything: (p.DKVGreedy,),
+    checks.guidance_has_streams_of_its_own: (p.EvictPrompt,),
+    checks.stopping_keeps_the_answer: (p.PrefixCache,),
+    checks.infilling_fills_the_masks_and_nothing_else: (p.DKVPD,),
+    checks.nothing_leaves_the_device_inside: (p.DualCache,),
 }
 
 
@@ -45,45 +43,25 @@ def test_every_policy_of_the_library_is_tested():
     assert {check for check in POLICY_CHECKS if check not in BASIC} == {*FURTHER, COPIES}
 
 
-def by_day(type_: type, family: str):
-    """Marks what runs with --exhaustive only: all but the policy's own family."""
-    own = CASES[type_].family if type_ in CASES else "llada"
-    return () if family == own else EXHAUSTIVE
+# Every day each policy in its own family.
+OWN = {kind: CASES[kind].family if kind in CASES else "llada" for kind in map(type, EVERY)}
+each_policy = matrix("policy, family", EVERY, FAMILIES, today=OWN.items())
 
 
-POLICIES = [
-    pytest.param(policy, family, id=f"{short(policy)}-{family}", marks=by_day(type(policy), family))
-    for policy in EVERY
-    for family in FAMILIES
-]
-
-
-@pytest.mark.parametrize(("policy", "family"), POLICIES)
-def test_policy(policy, family, request):
+@each_policy
+def test_policy(policy, family):
     every_day = (*BASIC, *(check for check, types in FURTHER.items() if type(policy) in types))
     asked = [check for check in POLICY_CHECKS if check is not COPIES]
-    case = CASES.get(type(policy))
-    known = (
-        {}
-        if case is None
-        else dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
-    )
+    case, known = CASES.get(type(policy)), {}
+    if case is not None:
+        known = dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
     check_policy(
         policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,),
-        checks=asked if request.config.getoption("exhaustive") else every_day,
+        checks=asked if EXHAUSTIVE else every_day,
     )  # fmt: skip
 
 
-EXPERTS_EVERY_DAY = p.DualCache, p.SparseDLLM
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(policy, id=short(policy), marks=() if type(policy) in EXPERTS_EVERY_DAY else EXHAUSTIVE)
-        for policy in EVERY
-    ],
-)
+@pytest.mark.parametrize("policy", daily(EVERY, p.DualCache, p.SparseDLLM), ids=short)
 def test_policies_run_over_experts(policy):
     """LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind."""
     case = CASES.get(type(policy))
@@ -94,42 +72,13 @@ def test_policies_run_over_experts(policy):
     )  # fmt: skip
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", CASES, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("sampler", [SEVERAL_AT_ONCE, samplers.DreamSchedule(alg="topk_margin")], ids=short)
-def test_exact_limits_hold_under_samplers_without_an_even_schedule(sampler, policy, family):
-    limit, layout = CASES[policy].limit, CASES[policy].limit_layout
-    # Limits of one step per block are those of samplers that decode a block at once.
-    if layout["steps"] * layout["block"] == layout["length"] and isinstance(sampler, samplers.Threshold):
-        sampler = samplers.Threshold(0.0)
-    run = lambda policy: generated(family, policy, sampler=suited(limit, sampler), key=KEY, **layout)
-    assert_same_run(run(limit).trace, run(policies.Policy()).trace)
-
-
-def by_day_but(case, type_: type):
-    """The marks of a test that takes one policy every day."""
-    return case.marks if isinstance(case.values[0], type_) else EXHAUSTIVE
-
-
 COPIES = checks.no_copy_of_the_cache_inside_the_loop
-COPIED_EVERY_DAY = {(p.DualCache, False), (p.ElasticCache, True)}
 
 
-@pytest.mark.parametrize(
-    ("policy", "apart"),
-    [
-        pytest.param(
-            policy, apart, id=f"{short(policy)}-{'separate' if apart else 'stacked'}",
-            marks=() if (type(policy), apart) in COPIED_EVERY_DAY else EXHAUSTIVE,
-        )
-        for policy in EVERY
-        for apart in (False, True)
-    ],
-)  # fmt: skip
-def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimised, request):
+@matrix("policy, apart", EVERY, (False, True), today=[(p.DualCache, False), (p.ElasticCache, True)])
+def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimised):
     """With guidance too if exhaustive; apart from the others, as it compiles as users do."""
-    for scale in (0.0, 1.0) if request.config.getoption("exhaustive") else (1.0 * apart,):
+    for scale in (0.0, 1.0) if EXHAUSTIVE else (1.0 * apart,):
         sampler = suited(policy, samplers.Confidence(cfg_scale=scale))
         COPIES(Subject(policy, sampler), apart)
 
@@ -149,38 +98,23 @@ ENTRY %main (p: f32[2,2]) -> f32[2,2] {
 
 SAMPLERS_EVERY_DAY = (checks.only_scored_masks_are_decoded, *BASIC[1:])
 UNDER = (policies.Policy(), policies.DualCache(), CASES[policies.D2Cache].policy)
+BY_TURNS = [(s, UNDER[i % 2], FAMILIES[i // 2 % 2]) for i, s in enumerate(SAMPLER_CASES)]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "policy", "family"),
-    [
-        pytest.param(
-            sampler, policy, family, id=f"{i}-{short(sampler)}-{short(policy)}-{family}",
-            marks=() if (family, policy) == (FAMILIES[i // 2 % 2], UNDER[i % 2]) else EXHAUSTIVE,
-        )
-        for i, sampler in enumerate(SAMPLER_CASES)
-        for policy in UNDER
-        for family in FAMILIES
-    ],
-)  # fmt: skip
-def test_sampler(sampler, policy, family, request):
+@matrix("sampler, policy, family", SAMPLER_CASES, UNDER, FAMILIES, today=BY_TURNS)
+def test_sampler(sampler, policy, family):
     """Every day by turns under the first two policies, in one family after the other."""
-    asked = SAMPLER_CHECKS if request.config.getoption("exhaustive") else SAMPLERS_EVERY_DAY
+    asked = SAMPLER_CHECKS if EXHAUSTIVE else SAMPLERS_EVERY_DAY
     check_sampler(sampler, policies=(policy,), families=(family,), checks=asked)
 
 
-@pytest.mark.parametrize(
-    ("policy", "sampler", "family"),
-    [
-        pytest.param(
-            policy, sampler, family, id=f"{short(policy)}-{i}-{short(sampler)}-{family}",
-            marks=() if i == j and i % 3 == 0 and family == FAMILIES[i % 2] else EXHAUSTIVE,
-        )
-        for j, policy in enumerate(EVERY)
-        for i, sampler in enumerate(SAMPLER_CASES)
-        for family in FAMILIES
-    ],
-)  # fmt: skip
+MASKS_OF = [
+    (p.Policy(), SAMPLER_CASES[0], "llada"), (p.SparseDLLM, SAMPLER_CASES[3], "dream"),
+    (p.ElasticCache, SAMPLER_CASES[6], "llada"), (p.DKVGreedy, SAMPLER_CASES[9], "dream"),
+]  # fmt: skip
+
+
+@matrix("policy, sampler, family", EVERY, SAMPLER_CASES, FAMILIES, today=MASKS_OF)
 def test_nothing_is_left_masked(policy, sampler, family):
     """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
     run = lambda: generated(family, policy, (9, 9), block=8, steps=5, sampler=sampler, key=KEY)
@@ -191,10 +125,7 @@ def test_nothing_is_left_masked(policy, sampler, family):
         assert not (np.asarray(run().tokens) == tiny(family).spec.mask_id).any()
 
 
-@pytest.mark.parametrize(
-    ("policy", "family"),
-    [pytest.param(*case.values, id=case.id, marks=by_day_but(case, p.DualCache)) for case in POLICIES],
-)
+@matrix("policy, family", EVERY, FAMILIES, today=[(p.DualCache, "llada")])
 def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
     """And not as the original, bit by bit: else nothing would have been int8."""
     model, sampler = tiny(family), suited(policy, samplers.Confidence())
@@ -275,16 +206,11 @@ def test_the_exact_decoder_stores_nothing():
     layout = dj.Layout(prompt=4, response=8, block=4, steps=8)
     assert not jax.tree.leaves(policies.Policy().init(spec, layout, 2, jnp.float32))
     dense = policies.DualCache().init(spec, layout, 2, jnp.bfloat16)
-    assert (
-        sum(a.nbytes for a in jax.tree.leaves(dense))
-        == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head
-    )
+    held = sum(a.nbytes for a in jax.tree.leaves(dense))
+    assert held == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head
 
 
-@pytest.mark.parametrize(
-    ("policy", "family"),
-    [pytest.param(*case.values, id=case.id, marks=by_day_but(case, p.D2Cache)) for case in POLICIES],
-)
+@matrix("policy, family", EVERY, FAMILIES, today=[(p.DLLMCache, "dream")])
 def test_the_bucket_changes_nothing(policy, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))

@@ -108,30 +108,6 @@ def test_decode_with_a_shifted_head_caches_rows_whose_prediction_is_known(run, e
 
 
 @few
-@given(one_block, intervals, st.sampled_from(["un", "un_right"]))
-def test_pd_never_recomputes_the_prompt(run, every, shift):
-    expected, cached, prefill = [], None, None
-    for masked, _, t in run.states():
-        if t == 0:
-            expected.append(np.ones_like(masked))
-            prefill = cacheable(masked, t, shift)
-        else:
-            expected.append(~prefill if every and t % every == 0 else ~cached)
-        cached = cacheable(masked, t, shift)
-    np.testing.assert_array_equal(run.selections(DKVPD(every, shift=shift), "dream"), expected)
-
-
-@few
-@given(runs, st.sampled_from(FAMILIES))
-def test_prefill_recomputes_the_response(run, family):
-    expected = []
-    for masked, _, _ in run.states():
-        first = 0 if not expected else run.prompt - (family == "dream")
-        expected.append(np.arange(len(masked)) >= first)
-    np.testing.assert_array_equal(run.selections(DKVPrefill(), family), expected)
-
-
-@few
 @given(runs, st.sampled_from(FAMILIES), st.integers(0, 3))
 def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
     policy = DKVDecode(refresh_every=None, delay=delay)
@@ -141,9 +117,6 @@ def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
         tokens = masked | ((decoded_at >= 0) & (decoded_at >= t - delay))
         expected = tokens if family == "llada" else np.append(tokens[1:], False)
         np.testing.assert_array_equal(select(policy, run, family, t, masked, decoded_at, i), expected)
-
-
-# -- limits between neighbours -----------------------------------------------------------------------
 
 
 def assert_same_run(ours, theirs):
@@ -174,9 +147,6 @@ def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     run = lambda policy: dj.infill(model, template, token_mask=mask, policy=policy, trace=True, widths=(14,))
     assert_same_run(run(DKVPD(refresh_every=3)), run(DKVDecode(refresh_every=3)))
     assert_same_run(run(DKVPrefill()), run(dj.policies.Policy()))
-
-
-# -- storage and refusals ----------------------------------------------------------------------------
 
 
 @families("dream")

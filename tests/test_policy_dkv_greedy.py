@@ -55,9 +55,6 @@ def test_an_odd_window_has_one_more_on_the_left_and_skips_what_is_known():
         np.testing.assert_array_equal(np.flatnonzero(ours[0]), wanted)
 
 
-# -- foresight ---------------------------------------------------------------------------------------
-
-
 def decode(family: str, policy, **options):
     return generated(family, policy, **(dict(sampler=RandomOrder(), key=KEY, block=8, widths=None) | options))
 
@@ -113,15 +110,7 @@ class FrozenOrder(RandomOrder):
         return jnp.zeros(candidates.score.shape, bool)
 
 
-# -- refusals ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sampler", [Confidence(), Threshold(0.9), DreamSchedule()])
-def test_a_sampler_that_asks_the_model_is_refused(sampler):
-    with pytest.raises(ValueError, match=r"the policy must know beforehand .*: use RandomOrder"):
-        decode("llada", DKVGreedy(), sampler=sampler)
-
-
-def test_what_is_planned_is_unknown_to_most_samplers():
-    with pytest.raises(ValueError, match=r"must know beforehand .*: use RandomOrder"):
-        canvas(np.ones((1, 4), bool)).planned  # noqa: B018
+def test_a_sampler_that_asks_the_model_is_refused():
+    for sampler in (Confidence(), Threshold(0.9), DreamSchedule()):
+        with pytest.raises(ValueError, match=r"the policy must know beforehand .*: use RandomOrder"):
+            decode("llada", DKVGreedy(), sampler=sampler)

@@ -8,15 +8,10 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.nn.attention import attention, weights
-from dllm_jax.nn.memory import read_before_write
-from dllm_jax.policies.parts.control import when
-from dllm_jax.policies.parts.drift import members, most_attended
+from dllm_jax.policies.parts.drift import most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.models import WIDE, canvas, families, generated, prompts, spec, tiny
-
-LAYOUT = dj.Layout(prompt=4, response=8, block=8, steps=8)
 
 
 def members_of(chosen) -> list[list[int]]:
@@ -38,46 +33,17 @@ def cosine(x, y):
     return x @ y / (np.linalg.norm(x) * np.linalg.norm(y))
 
 
-def test_head_cosine_is_the_cosine_over_heads_for_each_key():
+def test_drift_is_the_cosine_over_heads_for_each_key_or_of_mean_attention_vectors():
     old, new, keys = two_attentions()
     tested = jnp.asarray([[True, True, False], [False, True, False]])
-    ours = policies.HeadCosine().similarity(old, new, tested, keys)
-    for sequence in range(2):
-        each = [
-            cosine(old[sequence, :, t, s], new[sequence, :, t, s])
-            for t in np.flatnonzero(tested[sequence])
-            for s in np.flatnonzero(keys[sequence])
-        ]
-        np.testing.assert_allclose(ours[sequence], np.mean(each), rtol=1e-5)
-
-
-def test_key_cosine_is_the_cosine_of_mean_attention_vectors():
-    old, new, keys = two_attentions(1)
-    tested = jnp.asarray([[True, True, True], [True, False, False]])
-    ours = policies.KeyCosine().similarity(old, new, tested, keys)
-    for sequence in range(2):
-        each = [
-            cosine(old[sequence, :, t].mean(0), new[sequence, :, t].mean(0))
-            for t in np.flatnonzero(tested[sequence])
-        ]
-        np.testing.assert_allclose(ours[sequence], np.mean(each), rtol=1e-5)
-
-
-@pytest.mark.parametrize("test", [policies.HeadCosine(), policies.KeyCosine()])
-def test_no_drift_is_one_and_nothing_tested_refreshes_nothing(test):
-    old, new, keys = two_attentions()
-    ones = test.similarity(old, old, jnp.ones((2, 3), bool), keys)
-    np.testing.assert_allclose(ones, 1, atol=1e-6)
-    nothing = test.similarity(old, new, jnp.zeros((2, 3), bool), keys)
-    assert not np.any(np.asarray(nothing) < 2)
-
-
-def test_tokens_that_a_layer_tests():
-    attended = jnp.asarray([[[5, 9], [2, 5]]])  # two layers, two tokens each, canvas of 9: 9 = none
-    both = policies.HeadCosine().tokens(attended, jnp.int32(0), 9)
-    np.testing.assert_array_equal(both, [[2, 5, 9, 9]])
-    np.testing.assert_array_equal(policies.KeyCosine().tokens(attended, jnp.int32(1), 9), [[2, 5]])
-    assert members_of(members(attended, 9)) == [[2, 5]]
+    by_head = policies.HeadCosine().similarity(old, new, tested, keys)
+    by_key = policies.KeyCosine().similarity(old, new, tested, keys)
+    for i in range(2):
+        at, seen = np.flatnonzero(tested[i]), np.flatnonzero(keys[i])
+        of_heads = [cosine(old[i, :, t, s], new[i, :, t, s]) for t in at for s in seen]
+        np.testing.assert_allclose(by_head[i], np.mean(of_heads), rtol=1e-5)
+        of_keys = [cosine(old[i, :, t].mean(0), new[i, :, t].mean(0)) for t in at]
+        np.testing.assert_allclose(by_key[i], np.mean(of_keys), rtol=1e-5)
 
 
 @settings(max_examples=25)
@@ -93,16 +59,6 @@ def test_most_attended_are_the_best_candidates_lowest_first(drawn, track):
     assert [i for i in np.asarray(ours).tolist() if i < 6] == expected
 
 
-def test_weights_are_those_of_attention():
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, 3, 4, 8)), rng.standard_normal((2, 5, 2, 8))
-    q, k = jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)
-    mask = jnp.asarray(rng.random((2, 1, 3, 5)) < 0.7).at[0, :, 1].set(False)
-    v = jnp.broadcast_to(jnp.eye(5, 8)[None, :, None], (2, 5, 2, 8))  # reads the weights off
-    out, _ = attention(q, k, v, mask)
-    np.testing.assert_allclose(weights(q, k, mask), jnp.swapaxes(out, 1, 2)[..., :5], atol=1e-6)
-
-
 def test_the_window_is_the_leftmost_masks_of_the_block():
     masked = np.zeros((2, 12), bool)
     masked[0, [4, 6, 7, 9, 11]] = masked[1, [10, 11]] = True
@@ -111,18 +67,6 @@ def test_the_window_is_the_leftmost_masks_of_the_block():
     assert members_of(policy.eligible(canvas(masked, prompt=4, block=4))) == [[4, 6, 7], []]
     still = canvas(masked, prompt=4, active=jnp.asarray([False, True]))
     assert members_of(policy.eligible(still)) == [[], [10, 11]]
-
-
-@pytest.mark.parametrize(("family", "source"), [("llada", [4, 6, 7]), ("dream", [3, 5, 6])])
-def test_rows_are_fresh_tracked_and_those_that_predict_the_window(family, source):
-    masked = np.zeros((1, 12), bool)
-    masked[0, [4, 6, 7, 9, 11]] = True
-    decoded_at = jnp.full((1, 12), -1).at[0, 8].set(2).at[0, 10].set(1)
-    now = canvas(masked, prompt=4, family=family, decoded_at=decoded_at, step=jnp.asarray([3]))
-    policy = policies.ElasticCache(window=3)
-    cache = policy.init(spec(family), LAYOUT, 1, jnp.float32)
-    drift = cache.shared._replace(attended=jnp.asarray([[[0], [12]]]))
-    assert members_of(policy.select(cache._replace(shared=drift), now)) == [sorted({0, 8, *source})]
 
 
 def test_positions_behind_the_first_committed_stop_token_are_given_up():
@@ -145,7 +89,6 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     [
         (3, samplers.Confidence(), dict(block=8, steps=2), 3),  # 4 of 8 are wanted at a time
         (1, samplers.DreamSchedule(), dict(block=8), 9),  # nothing in the first step, two in the last
-        (3, samplers.CertaintyPrior(), dict(steps=2), 4),
     ],
 )
 def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, layout, steps):
@@ -154,15 +97,6 @@ def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, 
     out = generated(policy=policy, lengths=(9, 9), sampler=sampler, **layout)
     assert not (np.asarray(out.tokens) == spec("llada").mask_id).any()
     np.testing.assert_array_equal(out.stats.nfe, steps)
-
-
-def test_when_and_read_before_write():
-    add = lambda x: x + 1
-    assert int(when(jnp.bool_(True), add, jnp.int32(3))) == 4
-    assert int(when(jnp.bool_(False), add, jnp.int32(3))) == 3
-    kept = read_before_write(jnp.asarray([1.0, jnp.nan]), (jnp.arange(3), jnp.asarray([True])))
-    np.testing.assert_array_equal(kept[0], [0, 1, 2])
-    assert bool(kept[1][0])
 
 
 def test_tracking_the_whole_canvas_is_exact():

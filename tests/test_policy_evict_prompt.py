@@ -13,7 +13,7 @@ from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
 from tests.models import families, generated
-from tests.policy_cases import short, suited
+from tests.policy_cases import daily, short, suited
 
 KEY = jax.random.key(3)
 UNDER = (
@@ -35,13 +35,7 @@ def scores(out: dj.Output) -> np.ndarray:
 
 
 @families("llada")
-@pytest.mark.parametrize(
-    "under",
-    [
-        pytest.param(u, marks=() if type(u) is policies.DKVDecode else pytest.mark.exhaustive, id=short(u))
-        for u in UNDER
-    ],
-)
+@pytest.mark.parametrize("under", daily(UNDER, policies.DKVDecode), ids=short)
 def test_a_budget_for_the_whole_prompt_is_the_policy_without_eviction(under, family):
     alone = run(under, under, family)
     whole, few = (run(policies.EvictPrompt(budget=n, policy=under), under, family) for n in (9, 1))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import eviction, policies
 from dllm_jax.eviction.rounding import round_to_total
-from tests.models import canvas, families, generated, prompts, tiny
+from tests.models import canvas, generated, prompts, tiny
 
 
 @settings(max_examples=50)
@@ -81,15 +81,6 @@ def test_quarters_of_the_masked_rows_are_contiguous_longer_first():
         np.testing.assert_array_equal(ours, split[quarter])
 
 
-@pytest.mark.parametrize(("family", "expected"), [("llada", [4, 5, 7]), ("dream", [3, 4, 6])])
-def test_a_shifted_head_predicts_from_the_positions_before_the_masks(family, expected):
-    state = dataclasses.replace(
-        canvas(np.isin(np.arange(8), [4, 5, 7])[None], prompt=4), spec=tiny(family).spec
-    )
-    np.testing.assert_array_equal(np.flatnonzero(eviction.PredictingVotes().voters(state)[0]), expected)
-    assert policies.EvictPrompt().votes == eviction.PredictingVotes(), "the first row would have no vote"
-
-
 def test_three_means_of_layers():
     squeeze = eviction.SqueezeAttention((0.5, 0.52, 0.9, 0.7, 0.91))
     np.testing.assert_array_equal(squeeze.groups(), [0, 0, 2, 1, 2])
@@ -103,17 +94,6 @@ def test_a_full_budget_is_dllm_cache():
     np.testing.assert_array_equal(ours.trace.tokens, cache.trace.tokens)
     np.testing.assert_array_equal(ours.trace.computed, cache.trace.computed)
     np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
-
-
-@pytest.mark.exhaustive
-@families("dream")
-def test_baselines_are_values_of_the_fields(family):
-    baseline = policies.MaskKV(
-        prompt_every=4, response_every=2, budget=5, layers=eviction.PyramidKV(window=2),
-        heads=eviction.AdaKV(), votes=eviction.SnapKV(window=2, kernel=3), reselect=True,
-    )  # fmt: skip
-    out = generated(family, baseline, (12, 7))
-    assert (np.asarray(out.tokens) != tiny(family).spec.mask_id).all()
 
 
 def test_the_storage_holds_the_budget_and_no_more():

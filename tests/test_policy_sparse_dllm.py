@@ -15,6 +15,7 @@ from dllm_jax.policies import DualCache, Policy, SparseDLLM
 from dllm_jax.state.cache import LayerCache, Stacked
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run, of_sequence, partial_steps
+from tests.kernel_cases import some
 from tests.models import canvas, families, generated, prompts, spec, tiny
 
 SIDES = ("both", "prefix")
@@ -34,11 +35,6 @@ def queries_and_keys(family="llada", seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda heads: jnp.asarray(rng.standard_normal((2, LENGTH, heads, 8)), jnp.float32)
     return draw(spec(family).heads), draw(spec(family).kv_heads)
-
-
-def one_high_key(position):
-    shape = (2, LENGTH, 4, 8)
-    return jnp.ones(shape), jnp.zeros(shape).at[:, position].set(1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -79,30 +75,16 @@ def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
             assert set(np.flatnonzero(kept[sequence]).tolist()) == want
 
 
-def test_equal_scores_go_to_the_lower_position():
-    """One key towers above the rest, so pooling makes a plateau of three; two of them fit."""
-    q, k = one_high_key(5)
-    policy = SparseDLLM(keep=2.5 / (LENGTH - BLOCK))
-    assert np.flatnonzero(kept_by(policy, q, k, state())[0]).tolist() == [4, 5]
-
-
-@pytest.mark.parametrize(
-    ("family", "policy", "slots"),
-    [
-        ("llada", SparseDLLM(), 7),  # 15 candidates
-        ("llada", SparseDLLM(keep=0.3), 4),
-        ("llada", SparseDLLM(keep=1.0), 15),
-        ("llada", SparseDLLM(keep=0.0), 0),
-        ("llada", SparseDLLM(side="prefix"), 3 + 8),
-        ("dream", SparseDLLM(), 7 + 1),
-        ("dream", SparseDLLM(side="prefix"), 3 + 8 + 1),
-    ],
-)
-def test_the_cache_has_room_for_the_kept_pairs_only(family, policy, slots):
+def test_the_cache_has_room_for_the_kept_pairs_only():
     layout = dj.Layout(PROMPT, RESPONSE, BLOCK, RESPONSE)
-    cache = policy.init(spec(family), layout, 2, jnp.bfloat16)
-    shape = (2, 2, slots, spec(family).kv_heads, 8)
-    assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
+    for family, options, slots in (
+        ("llada", {}, 7),  # 15 candidates
+        ("llada", {"keep": 0.3}, 4), ("llada", {"keep": 1.0}, 15), ("llada", {"keep": 0.0}, 0),
+        ("llada", {"side": "prefix"}, 3 + 8), ("dream", {}, 7 + 1), ("dream", {"side": "prefix"}, 3 + 8 + 1),
+    ):  # fmt: skip
+        cache = SparseDLLM(**options).init(spec(family), layout, 2, jnp.bfloat16)
+        shape = (2, 2, slots, spec(family).kv_heads, 8)
+        assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
 
 
 @families("dream")
@@ -163,7 +145,7 @@ def test_only_rows_whose_step_it_is_write():
 
 
 @families("dream")
-@pytest.mark.parametrize("delay", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 1)), 2])
+@pytest.mark.parametrize("delay", some((2, 0, 1), 1))
 def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
     computed = generated(family, SparseDLLM(delay=delay), (9, 9), length=12).trace.computed
     for step in range(12):
@@ -191,11 +173,7 @@ def test_a_delay_as_long_as_the_block_is_exact(family):
 @families("dream")
 @pytest.mark.parametrize(
     ("keep", "side", "row"),
-    [
-        pytest.param(keep, side, row, marks=() if (keep, row) == (0.3, 1) else pytest.mark.exhaustive)
-        for keep, side in ((0.3, "prefix"), (0.0, "both"), (1.0, "both"))
-        for row in (0, 1)
-    ],
+    some([(keep, *of) for of in (("prefix", 1), ("both", 1), ("both", 0)) for keep in (0.3, 0.0, 1.0)], 1),
 )
 def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(row, keep, side, family):
     model = tiny(family)

@@ -14,6 +14,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published import expressions
 from dllm_jax.published.preset import read
+from tests import table
 from tests.policy_cases import KEY
 
 PROMPT = np.arange(64)
@@ -57,33 +58,9 @@ def test_every_recipe_is_a_request_of_its_model(checkpoint):
 
 
 NAMES = "policy", "sampler", "length", "block", "steps"
-RECIPES = {  # LLaDA's and Dream's evaluation scripts
-    "llada-8b-instruct/gsm8k": "Confidence() 256 8 256",
-    "llada-8b-instruct/gpqa-pure-diffusion": "Confidence(confidence_eos_eot_inf=True)",
-    "llada-8b-instruct/humaneval-pure-diffusion": "Confidence(logits_eos_inf=True)",
-    "llada-8b-base/length-512": "Confidence() 512 512 512",
-    "dream-v0-base-7b/mbpp": "DreamSchedule(alg='entropy';temperature=0.2;top_p=0.95) 512 512 512",
-    "dream-v0-base-7b/bbh": "DreamSchedule(alg='entropy';top_p=0.95)",
-}
-SETTINGS = {  # policy, sampler, length, block and steps; - is not said
-    # Table 5: interval 2, window 2; random; confidence
-    "dkv-greedy/llada-8b-instruct/mbpp": "DKVGreedy(refresh_every=2;window=2) RandomOrder() 512 32 512",
-    "few-steps-by-dkv/llada-8b-instruct/math500": "Policy() RandomOrder() 256 64 160",
-    "half-steps-by-dkv/llada-8b-instruct/humaneval": "Policy() Confidence() 512 32 256",
-    # Table 3: refresh 4
-    "dkv-decode/dream-v0-base-7b/gpqa": "DKVDecode(refresh_every=4) - 128 - 128",
-    # appendix B: Kp=100, Kr=6; Table 5
-    "dllm-cache-by-sparse-dllm/llada-1.5/humaneval": "DLLMCache(prompt_every=100;response_every=6) "
-    "Confidence() 512 32 512",
-    # Table 3: Kp=25, Kr=2
-    "dllm-cache-by-d2cache/dream-v0-base-7b/mmlu-pro": "DLLMCache(prompt_every=25;response_every=2) "
-    "Confidence(top_p=0.9) 256 - 256",
-    # section A.2: 50, 5, 0.25, block 8; Table 6
-    "maskkv/llada-8b-instruct/samsum": "MaskKV(prompt_every=50;response_every=5;ratio=0.25;budget=256) "
-    "- 128 8 128",
-    # released script: window 16, gamma 0.98
-    "elastic-cache/dream-v0-instruct-7b/humaneval": "ElasticCache(window=16;gamma=0.98) Threshold(0.9) 512",
-}
+# Recipes are of LLaDA's and Dream's evaluation scripts; settings have their place in the paper behind them:
+# policy, sampler, length, block and steps, of which - is not said.
+PUBLISHED = table("presets")
 
 
 def written(text: str, *names: str) -> dict[str, object]:
@@ -93,14 +70,14 @@ def written(text: str, *names: str) -> dict[str, object]:
     return {name: read.get(name, int)(part) for name, part in parts if part != "-"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PUBLISHED["recipes"])
 def test_recipes_are_those_published(name):
-    assert presets.recipe(*name.split("/")).options() == written(RECIPES[name], *NAMES[1:])
+    assert presets.recipe(*name.split("/")).options() == written(PUBLISHED["recipes"][name], *NAMES[1:])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", PUBLISHED["settings"])
 def test_settings_are_those_printed(name):
-    assert presets[name].options() == written(SETTINGS[name], *NAMES)
+    assert presets[name].options() == written(PUBLISHED["settings"][name][0], *NAMES)
 
 
 def test_unknown_names_are_refused_with_what_there_is():
@@ -140,22 +117,7 @@ def test_the_pyramid_preset_descends_at_the_prompts_of_its_paper(prompt):
     assert (np.diff(budgets) < 0).all()
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("policy = 'SparseDLLM(keep=2.0)'", "x.toml, t: keep=2.0 must be a number in"),
-        ("policy = 'SparseDLLM(kept=1)'", "x.toml, t: .*unexpected keyword argument 'kept'"),
-        ("policy = 'SparseDLM()'", "x.toml, t: .*SparseDLM is not one of .*SparseDLLM"),
-        (
-            "policy = 'Policy()'\nwidth = 3",
-            "x.toml, t: 'width' is not among the fields sampler, length, block, steps, policy",
-        ),
-        ("policy = 'Policy()'\nsampler = 'open(1)'", "open is not one of"),
-        ("policy = 'Policy()'\nlength = 7\nblock = 2", "length=7 must be a multiple of block=2"),
-        ("sampler = 'Confidence()'", "x.toml, t: 'policy' is missing"),
-        ("policy = 'Policy()'\ncheckpoints = ['a', 'a']", "x.toml: a/t is given twice"),
-    ],
-)
+@pytest.mark.parametrize(("line", "reason"), PUBLISHED["refused"])
 def test_wrong_files_are_refused(tmp_path, line, reason):
     path = tmp_path / "x.toml"
     head = "" if "checkpoints" in line else "checkpoints = ['a']\n"

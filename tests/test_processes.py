@@ -37,7 +37,6 @@ for path in paths:
     want = dj.generate(alone, prompt, **options)
     runs = {
         "global": dj.generate(model, sharded, **options),
-        "bucket": dj.generate(model, sharded, buckets=dj.buckets.Ladder((8,)), **options),
         "of every process": dj.generate(model, prompt, **options),
         "three": dj.generate(model, prompt[:3], **options),
     }
@@ -165,13 +164,9 @@ def run_in_two(program: str, *arguments: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    run = lambda process: subprocess.Popen(
-        [sys.executable, "-c", program, str(process), port, *map(str, arguments)],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    command = lambda process: [sys.executable, "-c", program, str(process), port, *map(str, arguments)]
+    run = lambda process: subprocess.Popen(command(process), **pipes)
     processes = [run(0), run(1)]
     try:
         said = [process.communicate(timeout=300) for process in processes]

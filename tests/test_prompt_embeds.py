@@ -9,8 +9,8 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.testing.runs import assert_same_run, of_sequence
-from tests.models import FAMILIES, random_tokens, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, short, suited
+from tests.models import FAMILIES, families, random_tokens, tiny
+from tests.policy_cases import EVERY, KEY, WIDE, daily, matrix, short, suited
 from tests.test_watch import data
 
 LENGTHS = (9, 5)
@@ -39,9 +39,7 @@ def assert_equal_responses(ours, theirs, prompt: int):
         np.testing.assert_array_equal(one[..., last], other[..., last], err_msg=name)
 
 
-@pytest.mark.diagonal(every=13, start=3)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
+@matrix("policy, family", EVERY, FAMILIES, today=[(policies.SparseDLLM, "dream")])
 def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     """Padded, with guidance: the second stream's prompt is masked, whatever stands in it."""
     model = tiny(family)
@@ -55,9 +53,7 @@ def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     np.testing.assert_array_equal(np.asarray(ours.tokens)[:, : ids.shape[1]], given)
 
 
-@pytest.mark.diagonal(every=13, start=10)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
+@matrix("policy, family", EVERY, FAMILIES, today=[(policies.DKVPrefill, "llada")])
 def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy, family):
     model = tiny(family)
     ids, mask = prompts(model)
@@ -78,16 +74,11 @@ def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy,
 ONLINE = dict(budget=3, layers=eviction.OnlineLayers())
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(
-            policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), marks=pytest.mark.exhaustive
-        ),
-        policies.EvictPrompt(**ONLINE),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+MEASURED = policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), policies.EvictPrompt(**ONLINE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", MEASURED, ids=short)
 def test_layer_budgets_that_are_measured_see_the_inputs(policy):
     model = tiny("llada", layers=3)
     ids, mask = prompts(model)
@@ -97,7 +88,7 @@ def test_layer_budgets_that_are_measured_see_the_inputs(policy):
     assert_equal_responses(dj.generate(model, given, prompt_embeds=rows, **options), theirs, ids.shape[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_full_passes_take_inputs_too_and_have_their_gradient(family):
     model = tiny(family)
     ids, mask = prompts(model)
@@ -122,17 +113,10 @@ def test_a_shadow_block_sees_the_inputs():
     assert_equal_responses(dj.generate(model, given, prompt_embeds=rows, **options), theirs, ids.shape[1])
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.Policy(),
-        *(
-            pytest.param(p, marks=pytest.mark.exhaustive)
-            for p in (policies.DualCache(), policies.DLLMCache(3))
-        ),
-    ],
-    ids=short,
-)
+ANY = policies.Policy(), policies.DualCache(), policies.DLLMCache(3)
+
+
+@pytest.mark.parametrize("policy", daily(ANY, policies.Policy), ids=short)
 def test_interventions_act_on_the_inputs(policy):
     """Others are given; at the first layer the right ones are put in their place."""
     model = tiny("llada")
@@ -183,27 +167,18 @@ def test_inside_of_jit_and_over_a_mesh():
         np.testing.assert_array_equal(run(split, given, mask, rows), want)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "shape", "message"),
-    [
+def test_what_does_not_fit_is_refused(unannotated):
+    floats = lambda *shape: np.zeros(shape, np.float32)
+    for prompt, embeds, message in (
         ([[1, -1]], None, r"prompt holds id -1, outside the vocabulary \[0, 61\); -1 is for .*prompt_embeds"),
-        ([[1, -2]], (1, 2, 32), r"prompt holds id -2, outside"),
-        ([[1, 2]], (1, 2, 32), "nothing of prompt_embeds would be read"),
-        (
-            [[1, -1]],
-            (1, 3, 32),
-            r"prompt_embeds of dtype float32 and shape \(1, 3, 32\) must be .*",
-        ),
-        ([[1, -1]], (1, 2, 31), r"must be floats \[batch, positions, width\] = \[1, 2, 32\]"),
-        ([[1, -1]], "int32", "prompt_embeds of dtype int32"),
+        ([[1, -2]], floats(1, 2, 32), r"prompt holds id -2, outside"),
+        ([[1, 2]], floats(1, 2, 32), "nothing of prompt_embeds would be read"),
+        ([[1, -1]], floats(1, 3, 32), r"prompt_embeds of dtype float32 and shape \(1, 3, 32\) must be .*"),
+        ([[1, -1]], floats(1, 2, 31), r"must be floats \[batch, positions, width\] = \[1, 2, 32\]"),
+        ([[1, -1]], np.zeros((1, 2, 32), np.int32), "prompt_embeds of dtype int32"),
         ([[1, -1]], "text", "prompt_embeds='text' must be floats"),
-    ],
-)
-def test_what_does_not_fit_is_refused(unannotated, prompt, shape, message):
-    embeds = np.zeros(shape, np.float32) if isinstance(shape, tuple) else shape
-    if shape == "int32":
-        embeds = np.zeros((1, 2, 32), np.int32)
-    with pytest.raises(ValueError, match=message):
-        dj.generate(tiny("llada"), prompt, prompt_embeds=embeds, length=4)
+    ):
+        with pytest.raises(ValueError, match=message):
+            dj.generate(tiny("llada"), prompt, prompt_embeds=embeds, length=4)
     with pytest.raises(ValueError, match="embeds of dtype float32"):
-        dj.forward(tiny("llada"), np.array([[1, -1]]), embeds=np.zeros((1, 2, 3), np.float32))
+        dj.forward(tiny("llada"), np.array([[1, -1]]), embeds=floats(1, 2, 3))

@@ -48,7 +48,7 @@ def test_every_page_with_an_example_is_run_by_a_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for page in (ROOT / "docs").rglob("*.md"):
         if "```python" in page.read_text():
-            assert f'"{page.name}"' in tests, f"no test reads {page.name}"
+            assert f'{page.name}"' in tests, f"no test reads {page.name}"
 
 
 def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():

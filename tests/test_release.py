@@ -1,9 +1,13 @@
-"""What a release is made of: one version everywhere, workflows that parse, commands that exist."""
+"""What a release is made of: one version everywhere, workflows that parse, a wheel that works elsewhere."""
 
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 
+import pytest
 import yaml
 
 import dllm_jax as dj
@@ -13,23 +17,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()}
 
 
-def test_versions_agree():
+def test_versions_agree_and_the_changelog_names_every_policy_and_sampler():
     """A tag is compared with the package's by the workflow itself."""
     version = PROJECT["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    released = re.findall(
-        r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert released[0] == version
-
-
-def test_the_changelog_names_every_policy_and_sampler():
     text = (ROOT / "CHANGELOG.md").read_text()
-    kinds = [kind for kind in vars(dj.samplers).values() if isinstance(kind, type)]
-    samplers = [
-        kind for kind in kinds if issubclass(kind, dj.samplers.Sampler) and kind is not dj.samplers.Sampler
-    ]
-    for kind in (*map(type, dj.policies.ALL), *samplers):
+    assert re.findall(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", text, re.MULTILINE)[0] == version
+    kinds = {kind for kind in vars(dj.samplers).values() if isinstance(kind, type)} - {dj.samplers.Sampler}
+    for kind in (*map(type, dj.policies.ALL), *(k for k in kinds if issubclass(k, dj.samplers.Sampler))):
         assert f"`{kind.__name__}`" in text, kind
 
 
@@ -62,3 +57,45 @@ def test_forms_and_hooks_parse():
     assert any("versions" in ids for ids in names), "a bug is reported with versions"
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} >= {"ruff-check", "ruff-format"}
+
+
+USE = """
+import pathlib, sys
+import dllm_jax as dj
+import pallas_kernels
+from dllm_jax.__main__ import Arguments  # with all that the demonstration imports
+assert pathlib.Path(dj.__file__).is_relative_to(sys.argv[1]), dj.__file__
+assert dj.presets.model_spec("llada-8b").layers == 32
+assert dj.presets["sparse-dllm/llada-8b-instruct/gsm8k"].policy == dj.policies.SparseDLLM()
+model = dj.load(dj.embedded.path("tiny-llada"))
+out = dj.generate(model, [[1, 5, 20]], length=4, block=2, policy=dj.policies.DualCache())
+assert out.tokens.shape == (1, 7)
+assert not [name for name in sys.modules if name.startswith("jax.experimental.pallas")]  # slow to import
+print("works")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_contents(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    needed = "decoding/loop.py", "decoding/watch/page.js", "configs/models/llada-8b.json"
+    needed += "configs/generation/llada-8b-instruct.toml", "configs/policies/sparse-dllm.toml"
+    needed += "embedded/tiny-llada/model.safetensors", "embedded/tiny-llada/tokenizer.json"
+    assert {f"dllm_jax/{name}" for name in needed} | {"pallas_kernels/__init__.py"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "convert/"))]
+
+
+def test_works_outside_the_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1])\n{USE}", str(site)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "works" in run.stdout

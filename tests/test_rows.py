@@ -1,13 +1,15 @@
-"""Rows, compact and scatter against plain numpy."""
+"""Rows, compact and scatter, pooling and shares, against plain numpy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dllm_jax.state import rows as library
+from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, full_rows
 
 B, L = 2, 7
@@ -35,13 +37,7 @@ def test_compact_lists_the_first_members(chosen, width):
     index = compact(jnp.asarray(chosen), width)
     assert index.dtype == jnp.int32
     assert index.tolist() == positions(chosen, width)
-
-
-@few
-@given(sets, widths)
-def test_rows_as_a_set_are_the_members_that_fit(chosen, width):
-    members = member_mask(compact(jnp.asarray(chosen), width))
-    np.testing.assert_array_equal(members, chosen & (np.cumsum(chosen, axis=1) <= width))
+    np.testing.assert_array_equal(member_mask(index), chosen & (np.cumsum(chosen, axis=1) <= width))
 
 
 @few
@@ -55,13 +51,6 @@ def test_take_reads_the_rows(chosen, width):
                 np.testing.assert_array_equal(taken[b, q], DATA[b, position])
 
 
-def test_take_of_flat_and_boolean_arrays():
-    rows = Rows(jnp.asarray([[1, 4, L], [0, L, L]], jnp.int32), L)
-    flat = rows.take(jnp.asarray(DATA[..., 0]))
-    assert flat[0, :2].tolist() == [3.0, 12.0]
-    assert rows.take(jnp.asarray(DATA[..., 0] > 5)).dtype == jnp.bool_
-
-
 @few
 @given(sets, widths)
 def test_scatter_writes_the_rows_and_nothing_else(chosen, width):
@@ -73,13 +62,6 @@ def test_scatter_writes_the_rows_and_nothing_else(chosen, width):
             if position < L:
                 expected[b, position] = fresh[b, q]
     np.testing.assert_array_equal(scatter(DATA, index, fresh), expected)
-
-
-def test_scatter_keeps_the_canvas_dtype():
-    index = jnp.asarray([[2]], jnp.int32)
-    out = scatter(jnp.zeros((1, L), jnp.bfloat16), index, jnp.ones((1, 1), jnp.float32))
-    assert out.dtype == jnp.bfloat16
-    assert out.tolist() == [[0, 0, 1, 0, 0, 0, 0]]
 
 
 @few
@@ -102,12 +84,12 @@ def test_full_rows_lie_on_the_canvas_and_what_is_not_needed_is_padding():
     np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
     asked = jnp.asarray([[0, 3, L], [0, 2, L]], jnp.int32)
     assert rows.slot(asked).tolist() == [[0, 3, L], [L, 2, L]]
-
-
-def test_full_is_never_inferred_from_the_width():
-    rows = Rows(compact(jnp.ones((B, L), bool), L), L)
-    assert not rows.full
-    np.testing.assert_array_equal(rows.take(jnp.asarray(DATA)), DATA)
+    assert rows.take(jnp.asarray(DATA[..., 0] > 5)).dtype == jnp.bool_
+    wide = Rows(compact(jnp.ones((B, L), bool), L), L)
+    assert not wide.full, "never inferred from the width"
+    np.testing.assert_array_equal(wide.take(jnp.asarray(DATA)), DATA)
+    narrow = scatter(jnp.zeros((1, L), jnp.bfloat16), jnp.asarray([[2]], jnp.int32), jnp.ones((1, 1)))
+    assert narrow.dtype == jnp.bfloat16
 
 
 @few
@@ -140,3 +122,45 @@ def test_rows_that_are_not_chosen_become_padding(chosen, keep):
     rows = full_rows(jnp.asarray(chosen)).where(jnp.asarray(keep))
     assert rows.full
     np.testing.assert_array_equal(rows.mask(), chosen & keep)
+
+
+numbers = hnp.arrays(np.float32, (B, L), elements=st.integers(-4, 4))  # many ties
+max_pool = jax.jit(selection.max_pool, static_argnums=2)
+
+
+@few
+@given(numbers, sets, st.sampled_from([1, 3, 5, 2 * L + 1]))
+def test_pooling_closes_gaps_and_stays_in_the_set(score, among, kernel):
+    pooled = np.asarray(max_pool(np.where(among, score, np.nan), among, kernel))
+    for row in range(B):
+        members = np.flatnonzero(among[row])
+        packed = score[row, members]
+        for rank, position in enumerate(members):
+            window = packed[max(0, rank - kernel // 2) : rank + kernel // 2 + 1]
+            assert pooled[row, position] == window.max()
+    assert (pooled[~among] == -np.inf).all()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.29, 0.7])
+def test_a_share_is_rounded_down_as_python_does(ratio):
+    """It can lie below the exact product: of 100 positions 28 are 0.29."""
+    sizes = np.arange(301)
+    ours = selection.fraction_of(jnp.asarray(sizes), ratio, 300)
+    np.testing.assert_array_equal(ours, [int(n * ratio) for n in sizes])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_mean_query_score_is_the_mean_over_queries_and_heads(kv_heads):
+    rng = np.random.default_rng(kv_heads)
+    q = rng.standard_normal((B, L, 4, 8)).astype(np.float32)
+    k = rng.standard_normal((B, L, kv_heads, 8)).astype(np.float32)
+    among = rng.random((B, L)) < 0.5
+    among[:, 0] = True
+    repeated = np.repeat(k, 4 // kv_heads, axis=2)
+    expected = [
+        np.einsum("qhd,shd->hqs", q[row, among[row]], repeated[row]).mean(axis=(0, 1)) for row in range(B)
+    ]
+    ours = selection.mean_query_score(
+        *map(jnp.asarray, (np.where(among[..., None, None], q, np.nan), k, among))
+    )
+    np.testing.assert_allclose(ours, expected, atol=1e-5)

@@ -1,14 +1,29 @@
-"""From logits to a candidate token and its confidence, against numpy one position at a time."""
+"""From logits to candidates, confidences and the positions that are decoded, against numpy."""
+
+import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dllm_jax import samplers
-from dllm_jax.samplers import CertaintyPrior, Confidence, DreamSchedule, RandomOrder, RecordedNoise, Threshold
+from dllm_jax.samplers import (
+    CertaintyPrior,
+    Confidence,
+    DreamSchedule,
+    RandomOrder,
+    RecordedNoise,
+    Threshold,
+    filters,
+    transfer,
+)
+from dllm_jax.state import selection
 from tests import numpy_sampler as plain
-from tests.models import canvas, frequencies, spec
+from tests.models import candidates, canvas, frequencies, spec
 
 B, C, V = 2, 6, 61
 SPEC = spec("llada")
@@ -55,41 +70,23 @@ def test_candidates_and_confidences(sampler):
     for seed in range(3):
         logits, noise = random_logits(seed), random_noise(seed)
         token, score = propose(sampler, logits, noise)
-        expected = [
-            [
-                plain.candidate(sampler, SPEC, logits[b, c], noise.token[0, b, c], noise.order[0, b, c])
-                for c in range(C)
-            ]
-            for b in range(B)
-        ]
-        np.testing.assert_array_equal(token, [[t for t, _ in row] for row in expected])
-        np.testing.assert_allclose(score, [[s for _, s in row] for row in expected], atol=3e-5)
+        each = zip(logits.reshape(B * C, V), noise.token.reshape(B * C, V), noise.order.ravel(), strict=True)
+        expected = [plain.candidate(sampler, SPEC, *at) for at in each]
+        np.testing.assert_array_equal(np.ravel(token), [token for token, _ in expected])
+        np.testing.assert_allclose(np.ravel(score), [score for _, score in expected], atol=3e-5)
 
 
-@pytest.mark.parametrize("extreme", [0.0, 80.0, 1e4])
 @pytest.mark.parametrize("sampler", CASES[:10] + CASES[14:18], ids=str)
-def test_confidences_are_never_infinite_or_nan(sampler, extreme):
+def test_confidences_are_never_infinite_or_nan(sampler):
     """A candidate must stay one: -inf means that there is none, and NaN is never chosen."""
-    logits = np.zeros((B, C, V), np.float32)
-    for c, token in enumerate((MASK, EOS, EOT, 0)):
-        logits[:, c, token] = extreme
-    logits[:, 4, [EOS, EOT]] = extreme
-    token, score = propose(sampler, logits, random_noise(0))
-    assert np.isfinite(score).all()
-    assert ((token >= 0) & (token < V)).all()
-
-
-def test_half_precision_logits_are_widened():
-    logits = jnp.asarray(random_logits(0), jnp.bfloat16)
-    _, score = propose(Confidence(), logits, None)
-    assert score.dtype == jnp.float32
-    np.testing.assert_array_equal(score, propose(Confidence(), logits.astype(jnp.float32), None)[1])
-
-
-def test_equal_logits_take_the_lowest_id():
-    token, score = propose(Confidence(), jnp.zeros((B, C, V)), None)
-    assert (token == 0).all()
-    np.testing.assert_allclose(score, 1 / V, rtol=1e-5)
+    for extreme in (0.0, 80.0, 1e4):
+        logits = np.zeros((B, C, V), np.float32)
+        for c, token in enumerate((MASK, EOS, EOT, 0)):
+            logits[:, c, token] = extreme
+        logits[:, 4, [EOS, EOT]] = extreme
+        token, score = propose(sampler, logits, random_noise(0))
+        assert np.isfinite(score).all()
+        assert ((token >= 0) & (token < V)).all()
 
 
 MASK_WINS = np.zeros((B, C, V), np.float32)
@@ -97,20 +94,27 @@ MASK_WINS[..., MASK] = 9
 MASK_WINS[..., 17] = 3
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 1}, {"top_p": 0.5}, {"top_p": 0.5, "top_k": 1}], ids=str)
-@pytest.mark.parametrize("kind", [Confidence, Threshold, DreamSchedule])
-def test_the_mask_token_is_chosen_only_if_allowed(kind, filters):
-    token, _ = propose(kind(**filters), MASK_WINS, None)
-    assert (token == 17).all()
-    token, _ = propose(kind(allow_mask_token=True, **filters), MASK_WINS, None)
-    assert (token == MASK).all()
-
-
-def test_confidence_counts_the_probability_of_the_mask():
+def test_the_mask_token_is_chosen_only_if_allowed_and_its_probability_counts():
+    filters = {}, {"top_k": 1}, {"top_p": 0.5}, {"top_p": 0.5, "top_k": 1}
+    for kind, filtered in itertools.product((Confidence, Threshold, DreamSchedule), filters):
+        token, _ = propose(kind(**filtered), MASK_WINS, None)
+        assert (token == 17).all()
+        token, _ = propose(kind(allow_mask_token=True, **filtered), MASK_WINS, None)
+        assert (token == MASK).all()
     _, score = propose(Confidence(), MASK_WINS, None)
     np.testing.assert_allclose(score, plain.softmax(MASK_WINS[0, 0])[17], rtol=1e-4)
     _, alone = propose(Confidence(top_k=1), MASK_WINS, None)
     assert (alone == 0).all()  # everything but the mask was filtered out: a candidate, but the last
+
+
+def test_equal_logits_take_the_lowest_id_and_half_precision_is_widened():
+    token, score = propose(Confidence(), jnp.zeros((B, C, V)), None)
+    assert (token == 0).all()
+    np.testing.assert_allclose(score, 1 / V, rtol=1e-5)
+    logits = jnp.asarray(random_logits(0), jnp.bfloat16)
+    _, score = propose(Confidence(), logits, None)
+    assert score.dtype == jnp.float32
+    np.testing.assert_array_equal(score, propose(Confidence(), logits.astype(jnp.float32), None)[1])
 
 
 @pytest.mark.parametrize("sampler", [Confidence(temperature=0.5), RandomOrder()], ids=str)
@@ -135,3 +139,119 @@ def test_temperature_draws_from_the_tempered_softmax(temperature):
     untempered = count * plain.softmax(law)
     if temperature != 1:
         assert ((seen[:6] - untempered) ** 2 / untempered).sum() > 100
+
+
+survivors = jax.jit(filters.survivors, static_argnums=(1, 2))
+
+
+def one(row) -> jax.Array:
+    return jnp.asarray([[row]], jnp.float32)
+
+
+def members(keep) -> set[int]:
+    return set(np.flatnonzero(np.asarray(keep)[0, 0]).tolist())
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "expected"),
+    [
+        ([0.5, 0.25, 0.125, 0.125], 0.6, {0, 1}),  # 1 crosses, and stays
+        ([0.5, 0.25, 0.125, 0.125], 0.4, {0}),
+        ([0.5, 0.25, 0.125, 0.125], 0.5, {0, 1}),  # only mass beyond top_p ends it
+        ([0.125, 0.25, 0.125, 0.5], 0.8, {0, 1, 3}),  # equals: the lower id first
+        ([0.97, 0.01, 0.01, 0.01], 1e-6, {0}),  # the best always survives
+    ],
+)
+def test_nucleus_examples(probabilities, top_p, expected):
+    assert members(survivors(one(np.log(probabilities)), top_p, None)) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "top_k", "expected"),
+    [
+        ([3, 1, 2, 1, 0], 3, {0, 1, 2, 3}),  # tied with the third
+        ([1, 1, 1, 1, 1], 1, {0, 1, 2, 3, 4}), ([3, 1, 2, 1, 0], 1, {0}),
+        ([3, 1, 2, 1, 0], 9, {0, 1, 2, 3, 4}),
+    ],
+)  # fmt: skip
+def test_top_k_examples(row, top_k, expected):
+    assert members(survivors(one(row), None, top_k)) == expected
+
+
+WIDTH = 8
+few = settings(max_examples=40)
+score_rows = st.lists(st.one_of(st.none(), st.integers(0, 64)), min_size=WIDTH, max_size=WIDTH)
+
+best = jax.jit(selection.best)
+transferred = jax.jit(lambda s, score, c: s.transfer(candidates(score, PLACES), c, None), static_argnums=0)
+PLACES = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+
+
+def as_array(row: list[int | None]) -> jax.Array:
+    return jnp.asarray([[-np.inf if x is None else x / 64 for x in row]], jnp.float32)
+
+
+def as_scores(row: list[int | None]) -> plain.Scores:
+    return {i: x / 64 for i, x in enumerate(row) if x is not None}
+
+
+def positions_of(chosen) -> set[int]:
+    (positions_of,) = np.asarray(chosen)
+    return set(np.flatnonzero(positions_of).tolist())
+
+
+def state(masked, steps: int = WIDTH, **changes):
+    """One sequence of WIDTH positions without prompt."""
+    c = canvas(np.asarray(masked, bool)[None], steps=steps)
+    return dataclasses.replace(c, **{k: jnp.asarray([v], jnp.int32) for k, v in changes.items()})
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8, 20])
+def test_even_schedule_decodes_every_mask_and_gives_extras_to_the_early_steps(steps):
+    for masks in (0, 1, 5, 8):
+        canvases = [state(np.zeros(WIDTH), steps, block_masks=masks, block_step=i) for i in range(steps)]
+        counts = [int(transfer.even_schedule(c)[0]) for c in canvases]
+        assert sum(counts) == masks
+        assert max(counts) - min(counts) <= 1
+        assert counts == sorted(counts, reverse=True) == plain.even_counts(masks, steps)
+
+
+@few
+@given(score_rows, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_threshold(row, threshold):
+    chosen = positions_of(transferred(samplers.Threshold(threshold), as_array(row), state([True] * WIDTH)))
+    assert chosen == plain.at_least_one(as_scores(row), threshold)
+
+
+def test_a_confidence_equal_to_the_threshold_is_accepted():
+    for threshold in (0.9, 0.0, 1.0):
+        score = jnp.full((1, WIDTH), threshold, jnp.float32)
+        chosen = transferred(samplers.Threshold(threshold), score, state([True] * WIDTH))
+        assert positions_of(chosen) == set(range(WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("confidences", "factor", "count"),
+    [
+        ([0.9, 0.9, 0.9, 0.9], 0.5, 3),  # (n + 1) 0.1 < 0.5 for n < 4
+        ([0.9, 0.9, 0.9, 0.9], 0.4, 2),
+        ([0.5, 0.5], 1.5, 1),  # 3 * 0.5 = 1.5 is not below 1.5
+        ([0.99, 0.5], 1.0, 1),  # a first failure at the last candidate is a failure
+        ([1.0, 1.0, 1.0], 0.01, 3),  # and all are taken if none fails
+        ([0.1], 0.5, 1),
+    ],
+)
+def test_factor_examples(confidences, factor, count):
+    score = jnp.asarray([confidences + [-np.inf] * (WIDTH - len(confidences))], jnp.float32)
+    assert len(positions_of(transferred(samplers.Factor(factor), score, state([True] * WIDTH)))) == count
+
+
+def test_certainty_prior_prefers_what_stands_by_known_tokens():
+    masked = [False, True, True, True, True, True, True, True]
+    flat = jnp.where(jnp.asarray([masked]), 0.5, -jnp.inf)
+    c = state(masked, steps=7, block_masks=7)
+    assert positions_of(transferred(samplers.CertaintyPrior(sigma=1.0), flat, c)) == {1}
+    # a threshold is compared with the product: half of a density below one does not reach one half
+    assert positions_of(transferred(samplers.CertaintyPrior(sigma=1.0, threshold=0.5), flat, c)) == {1}
+    low = samplers.CertaintyPrior(sigma=1.0, threshold=0.01)
+    assert positions_of(transferred(low, flat, c)) == {1, 2}

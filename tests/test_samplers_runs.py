@@ -13,20 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dllm_jax import samplers as s
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.policies import Policy
-from dllm_jax.samplers import (
-    KLASS,
-    CertaintyPrior,
-    Confidence,
-    DreamSchedule,
-    EBSampler,
-    Factor,
-    PCSampler,
-    RandomOrder,
-    RecordedNoise,
-    Threshold,
-)
 from dllm_jax.state.canvas import begin, write
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
@@ -37,32 +26,24 @@ LENGTH = PROMPT + RESPONSE
 SPEC = spec("llada")
 
 RUNS = [  # sampler, block, steps
-    (Confidence(), 12, 12),
-    (Confidence(alg="margin"), 4, 9),
-    (Confidence(alg="entropy", confidence_eos_eot_inf=True), 6, 4),
-    (Confidence(temperature=0.8), 4, 24),
-    (Confidence(allow_mask_token=True), 4, 6),
-    (RandomOrder(), 6, 8),
-    (Threshold(0.5), 6, 2),
-    (Threshold(0.2, alg="margin"), 12, 1),
-    (Factor(1.2), 6, 2),
-    (EBSampler(2.0), 6, 2),
-    (EBSampler(0.6, alg="entropy", top_p=0.8, temperature=0.5), 12, 1),
-    (KLASS(confidence_threshold=0.3, divergence=9.0), 6, 2),
-    (KLASS(confidence_threshold=0.2, divergence=12.0, history=1, top_k=30), 4, 3),
-    (PCSampler(frequencies()), 12, 6),
-    (PCSampler(frequencies(), decay=0.0, clip=1.5, top_k=9, temperature=0.7), 4, 6),
-    (CertaintyPrior(sigma=2.0), 12, 6),
-    (CertaintyPrior(sigma=3.0, threshold=0.3, temperature=0.5), 6, 2),
-    (DreamSchedule(), 12, 12),
-    (DreamSchedule(alg="maskgit_plus", alg_temp=0.3), 12, 8),
-    (DreamSchedule(alg="topk_margin", temperature=0.6, top_p=0.9), 6, 10),
-    (DreamSchedule(alg="origin"), 12, 5),
-]
+    (s.Confidence(), 12, 12), (s.Confidence(alg="margin"), 4, 9),
+    (s.Confidence(alg="entropy", confidence_eos_eot_inf=True), 6, 4), (s.Confidence(temperature=0.8), 4, 24),
+    (s.Confidence(allow_mask_token=True), 4, 6), (s.RandomOrder(), 6, 8), (s.Threshold(0.5), 6, 2),
+    (s.Threshold(0.2, alg="margin"), 12, 1), (s.Factor(1.2), 6, 2), (s.EBSampler(2.0), 6, 2),
+    (s.EBSampler(0.6, alg="entropy", top_p=0.8, temperature=0.5), 12, 1),
+    (s.KLASS(confidence_threshold=0.3, divergence=9.0), 6, 2),
+    (s.KLASS(confidence_threshold=0.2, divergence=12.0, history=1, top_k=30), 4, 3),
+    (s.PCSampler(frequencies()), 12, 6),
+    (s.PCSampler(frequencies(), decay=0.0, clip=1.5, top_k=9, temperature=0.7), 4, 6),
+    (s.CertaintyPrior(sigma=2.0), 12, 6), (s.CertaintyPrior(sigma=3.0, threshold=0.3, temperature=0.5), 6, 2),
+    (s.DreamSchedule(), 12, 12), (s.DreamSchedule(alg="maskgit_plus", alg_temp=0.3), 12, 8),
+    (s.DreamSchedule(alg="topk_margin", temperature=0.6, top_p=0.9), 6, 10),
+    (s.DreamSchedule(alg="origin"), 12, 5),
+]  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def run(sampler, layout: Layout, tokens, logits, noise: RecordedNoise):
+def run(sampler, layout: Layout, tokens, logits, noise: s.RecordedNoise):
     """Tokens before the first and after every step [t + 1, b, l], and who was active [t, b]."""
 
     def step(carry, _):
@@ -99,7 +80,7 @@ def drawn(seed: int):
 def test_every_step_equals_the_numpy_rules(sampler, block, steps, seed):
     layout = Layout(PROMPT, RESPONSE, block, steps)
     tokens, logits, token, order = drawn(seed)
-    noise = RecordedNoise(jnp.asarray(token), jnp.asarray(order))
+    noise = s.RecordedNoise(jnp.asarray(token), jnp.asarray(order))
     states, active = map(np.asarray, run(sampler, layout, jnp.asarray(tokens), jnp.asarray(logits), noise))
     for b in range(B):
         at = lambda _, step, b=b: logits[step, b]

@@ -16,7 +16,7 @@ from dllm_jax.samplers import WINO, Threshold
 from dllm_jax.testing.runs import assert_same_run, of_sequence, partial_steps
 from tests import numpy_sampler as plain
 from tests.models import prompts, separate, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, short
+from tests.policy_cases import EVERY, WIDE, daily, short
 
 LENGTH, BLOCK = 12, 6
 SOME = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)  # takes tokens back in tiny models
@@ -108,13 +108,7 @@ def test_every_step_equals_numpy_over_an_extended_input(policy, before):
         np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(p, marks=() if type(p) is policies.DualCache else pytest.mark.exhaustive, id=short(p))
-        for p in DEFAULT_LAYERS
-    ],
-)
+@pytest.mark.parametrize("policy", daily(DEFAULT_LAYERS, policies.DualCache), ids=short)
 def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
     batch = run(policy)
     assert taken_back(batch)
@@ -220,13 +214,6 @@ def test_a_stop_ends_nothing_while_it_may_be_taken_back():
             kept = len(before) - LENGTH + (ends[0] if len(ends) else LENGTH)
             np.testing.assert_array_equal(before[:kept], after[:kept])
             assert (after[kept:] == tiny("llada").spec.eos_id).all()
-
-
-def test_temperature_draws():
-    sampler = dataclasses.replace(SOME, temperature=1.0)
-    once, again = (run(sampler=sampler, key=KEY).tokens for _ in range(2))
-    np.testing.assert_array_equal(once, again)
-    assert not np.array_equal(once, run(sampler=sampler, key=jax.random.key(3)).tokens)
 
 
 @pytest.mark.parametrize(

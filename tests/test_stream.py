@@ -1,12 +1,12 @@
 """Generations that are watched while they run: the same values as at once, in pieces of one program."""
 
-import contextlib
 import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
@@ -15,7 +15,7 @@ from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from tests.models import FAMILIES, prompts, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, short, suited
+from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, WIDE, daily, matrix, short, suited
 
 LAYOUT = dict(length=12, block=4)
 
@@ -47,10 +47,10 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
-@pytest.mark.diagonal(every=13, start=2)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampler", [samplers.Confidence(), SEVERAL_AT_ONCE], ids=short)
-@pytest.mark.parametrize("policy", EVERY, ids=short)
+TWO = samplers.Confidence(), SEVERAL_AT_ONCE
+
+
+@matrix("policy, sampler, family", EVERY, TWO, FAMILIES, today=[(policies.DualCache, TWO[1], "llada")])
 def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 5))
@@ -88,9 +88,7 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [policies.DualCache(), pytest.param(policies.EvictPrompt(budget=3), marks=pytest.mark.exhaustive)],
-    ids=short,
+    "policy", daily((policies.DualCache(), policies.EvictPrompt(budget=3)), policies.DualCache), ids=short
 )
 def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
     model = tiny("llada")
@@ -121,31 +119,18 @@ def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
     capsys.readouterr()
 
 
-def test_a_stream_can_be_closed_and_leaves_the_arguments_alone():
-    model = tiny("llada")
-    prompt, mask = (jax.numpy.asarray(array) for array in prompts(model, (9, 5)))
-    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
-    pieces = dj.stream(model, prompt, **options)
-    first = next(pieces)
-    pieces.close()
-    with pytest.raises(StopIteration):
-        next(pieces)
-    again = list(dj.stream(model, prompt, **options))
-    np.testing.assert_array_equal(first.tokens, again[0].tokens)
-    assert prompt.sum() >= 0  # not donated
-    assert mask.sum() == 14
-
-
-def test_a_stream_over_a_mesh_has_the_tokens_of_one_device():
+@pytest.mark.parametrize("kind", AxisType if EXHAUSTIVE else [AxisType.Explicit], ids=str)
+def test_a_stream_over_a_mesh_has_the_tokens_of_one_device(kind):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5, 7))
     options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, widths=WIDE, **LAYOUT)
     out = dj.generate(model, prompt, **options)
-    axes = (jax.sharding.AxisType.Auto,) * 2
-    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes)):
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)):
+        whole = dj.generate(model, prompt, **options)
         *_, last = dj.stream(model, prompt, **options)
     np.testing.assert_array_equal(last.tokens, out.tokens)
-    np.testing.assert_array_equal(last.output.trace.tokens, out.trace.tokens)
+    assert_same(last.output, whole)
+    assert last.output.tokens.sharding.mesh == whole.tokens.sharding.mesh
     np.testing.assert_array_equal(last.output.stats.computed, out.stats.computed)
 
 
@@ -154,11 +139,9 @@ def test_what_cannot_be_watched_is_refused_at_the_call():
     model = tiny("llada")
     prompt, _ = prompts(model, (7, 7))
     for options, message in (
-        (dict(every=0), "every=0 must be"),
-        (dict(every=1.5), "every=1.5 must be"),
-        (dict(length=-1), "length=-1"),
-        (dict(sampler=samplers.RandomOrder(temperature=1.0)), "pass key="),
-    ):
+        (dict(every=0), "every=0 must be"), (dict(every=1.5), "every=1.5 must be"),
+        (dict(length=-1), "length=-1"), (dict(sampler=samplers.RandomOrder(temperature=1.0)), "pass key="),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dj.stream(model, prompt, **options)
     with pytest.raises(TypeError, match="progress"):
@@ -167,23 +150,6 @@ def test_what_cannot_be_watched_is_refused_at_the_call():
         jax.jit(lambda prompt: dj.generate(model, prompt, progress=True, **LAYOUT))(prompt)
     with pytest.raises(ValueError, match="progress=1 must be"):
         dj.generate(model, prompt, progress=1)
-
-
-@pytest.mark.parametrize("how", ["arrays", pytest.param("set_mesh", marks=pytest.mark.exhaustive)])
-def test_explicit_axes_are_streamed_as_they_are_generated(how):
-    """As `jax.make_mesh` makes them; results have the types that `generate` gives them."""
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,))
-    model, options = tiny("llada"), dict(policy=policies.DualCache(), trace=True, widths=WIDE, **LAYOUT)
-    prompt, mask = prompts(model, (7, 5, 6))
-    context = jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext()
-    model = model if how == "set_mesh" else jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
-    with context:
-        out = dj.generate(model, prompt, prompt_mask=mask, **options)
-        *_, last = dj.stream(model, prompt, prompt_mask=mask, **options)
-        bar = dj.generate(model, prompt, prompt_mask=mask, progress=True, **options)
-    assert_same(last.output, out)
-    assert_same(bar, out)
-    assert last.output.tokens.sharding.mesh == out.tokens.sharding.mesh
 
 
 def test_sequences_without_finite_logits_are_told_of_at_the_end():

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import samplers
+from dllm_jax import policies, samplers
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, families, random_tokens, tiny
-from tests.policy_cases import CASES, KEY, WIDE, suited
+from tests.policy_cases import CACHED, CASES, KEY, WIDE, matrix, suited
 from tests.test_prompt_embeds import prompts
 
 SUFFIX = [3, 9, 4]
@@ -28,18 +28,16 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
     assert not np.allclose(without.trace.score[0, 0, 6:14], ours.trace.score[0, 0, 6:14])
 
 
-@pytest.mark.diagonal(every=12, start=2)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: type(case.policy).__name__)
-def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(case, family):
-    model = tiny(family)
+@matrix("policy, family", CACHED, FAMILIES, today=[(policies.SparseDLLM, "llada")])
+def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(policy, family):
+    model, case = tiny(family), CASES[type(policy)]
     ids, mask = prompts(model)
     options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True, widths=WIDE)
     options["sampler"] = suited(case.limit, samplers.Confidence())
     exact = dj.generate(model, ids, **options)
     assert_same_run(dj.generate(model, ids, policy=case.limit, **options).trace, exact.trace)
     options = dict(suffix=SUFFIX, sampler=options["sampler"], trace=True, widths=WIDE)
-    options |= dict(length=8, block=4, policy=case.policy)
+    options |= dict(length=8, block=4, policy=policy)
     keys = jax.random.split(KEY, 2)
     batch = dj.generate(model, ids, prompt_mask=mask, key=keys, **options)
     alone = dj.generate(model, ids[1:, -5:], key=keys[1:], **options)
@@ -65,17 +63,14 @@ def test_ends_of_text_and_stops_are_not_looked_for_in_a_suffix():
     np.testing.assert_array_equal(np.asarray(cut.tokens)[0, 9:], [eos] * 8 + [eos, 7])
 
 
-@pytest.mark.parametrize(
-    ("suffix", "message"),
-    [
+def test_what_is_no_suffix_is_refused():
+    for suffix, message in (
         ([61], "suffix holds id 61, outside"),
         ([59], r"suffix\[0, 0\] is the mask id 59"),
         ([], "suffix has shape"),
         ([[1], [2], [3]], r"suffix has shape \(3, 1\); expected one text, or one for each of 2 prompts"),
-    ],
-)
-def test_what_is_no_suffix_is_refused(suffix, message):
-    with pytest.raises(ValueError, match=message):
-        dj.generate(tiny("llada"), [[1, 2], [3, 4]], length=4, suffix=suffix)
+    ):
+        with pytest.raises(ValueError, match=message):
+            dj.generate(tiny("llada"), [[1, 2], [3, 4]], length=4, suffix=suffix)
     with pytest.raises(ValueError, match="suffix=4 must be below response=4"):
         dj.Layout(prompt=1, response=4, block=2, steps=2, suffix=4)

@@ -1,26 +1,38 @@
-"""Tasks in text: solved by rules of their own, in halves that cannot meet; bad ones are refused."""
+"""Tasks in text and about pictures: solved by rules of their own, in halves that cannot meet."""
 
 import collections
+import itertools
 import re
 
 import numpy as np
 import pytest
 
-from dllm_jax.tasks import Chain, Example, FewShot, Recall, Sorting, Task, asked_pair, exact, examples, needle
+from dllm_jax.tasks import (
+    Chain,
+    CountShapes,
+    Example,
+    FewShot,
+    LocateShape,
+    ReadNumbers,
+    Recall,
+    Sorting,
+    Task,
+    asked_pair,
+    exact,
+    examples,
+    needle,
+)
+from dllm_jax.tasks.drawing import CELL, CELLS, COLOURS, GLYPHS
 from dllm_jax.tasks.recall import SHORTEST
 
 TASKS = {
     "recall": (Recall(), (1, 2, 14, 40)),
     "recall-1-digit": (Recall(alphabet=14, digits=1, hold_out=3), (2, 5)),
-    "recall-filler": (Recall(filler=30), (2, 8)),
-    "recall-several": (Recall(filler=20, asked=3), (3, 9)),
-    "chain": (Chain(), (1, 7, 16)),
-    "chain-among-values": (Chain(letters=8, values=12), (1, 7)),
-    "sorting": (Sorting(), (2, 16, 40)),
-    "chain-short": (Chain(letters=8), (7,)),
-    "few-shot": (FewShot(), (3, 5)),
-    "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
-}
+    "recall-filler": (Recall(filler=30), (2, 8)), "recall-several": (Recall(filler=20, asked=3), (3, 9)),
+    "chain": (Chain(), (1, 7, 16)), "chain-among-values": (Chain(letters=8, values=12), (1, 7)),
+    "sorting": (Sorting(), (2, 16, 40)), "chain-short": (Chain(letters=8), (7,)),
+    "few-shot": (FewShot(), (3, 5)), "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
+}  # fmt: skip
 
 
 def solve(task: Task, prompt: str, size: int) -> str:
@@ -61,11 +73,6 @@ def test_answers_are_right_in_their_half_and_a_function_of_the_seed(name):
     assert draw((7, 1)) == draw((7, 1)) != draw((7, 2))
 
 
-def test_keys_are_distinct_and_of_the_alphabet():
-    for example in examples(Recall(alphabet=6), 0, 6, 30, "train"):
-        assert sorted(re.findall(r"(\w)=\d", example.prompt)) == sorted("bcdfgh")
-
-
 def test_filler_stands_anywhere_but_inside_pairs():
     drawn = examples(Recall(filler=12), 0, 3, 60, "train")
     assert all(len(re.findall("[aeiou]", e.prompt)) == 12 for e in drawn)
@@ -88,24 +95,21 @@ def test_a_needle_has_the_length_asked_for(tokens, asked, pairs):
         needle(41, asked)
 
 
-def test_the_asked_pair_is_found_among_filler():
-    for filler in (0, 40):
-        for example in examples(Recall(filler=filler), 5, 9, 40, "train"):
-            values = re.findall(r"=(\d+);", example.prompt)
-            assert values[asked_pair(example)] == example.answer
-
-
-def test_a_chain_is_one_ring():
+def test_each_task_is_drawn_as_its_settings_say():
+    """Keys are distinct, chains a ring, wrong examples outvoted; the asked pair is found among filler."""
+    for example in examples(Recall(alphabet=6), 0, 6, 30, "train"):
+        assert sorted(re.findall(r"(\w)=\d", example.prompt)) == sorted("bcdfgh")
     for example in examples(Chain(letters=9), 0, 9, 20, "train"):
         assert len(set(example.answer)) == 9 + len(">;")
         assert example.answer[-2] == example.answer[0] == example.prompt[-2]  # back where it began
-
-
-def test_wrong_examples_are_outvoted():
     for example in examples(FewShot(kinds=3, wrong=2), 0, 5, 30, "train"):
         *items, question = example.prompt.split(";")
         votes = [item[-1] for item in items if item[0] == question[0]]
         assert (len(items), len(votes), votes.count(example.answer)) == (15, 5, 3)
+    for filler in (0, 40):
+        for example in examples(Recall(filler=filler), 5, 9, 40, "train"):
+            values = re.findall(r"=(\d+);", example.prompt)
+            assert values[asked_pair(example)] == example.answer
 
 
 def test_exact_ignores_white_space_around_an_answer_only():
@@ -115,20 +119,7 @@ def test_exact_ignores_white_space_around_an_answer_only():
         exact(["ab"], wanted)
 
 
-def test_tasks_and_sizes_that_there_are_not_are_refused():
-    for task, options, message in (
-        (Recall, {"alphabet": 1}, r"alphabet=1 must be a whole number in 2\.\.40"),
-        (Recall, {"digits": 0}, "digits=0"),
-        (Recall, {"filler": -1}, "filler=-1"),
-        (Recall, {"asked": 0}, "asked=0"),
-        (Chain, {"values": 41}, r"values=41 must be a whole number in 0\.\.40"),
-        (Chain, {"letters": 41}, r"letters=41 must be a whole number in 2\.\.40"),
-        (FewShot, {"kinds": 10}, r"kinds=10 must be a whole number in 2\.\.9"),
-        (FewShot, {"wrong": -1}, "wrong=-1"),
-        *((task, {"hold_out": 1}, "hold_out=1") for task in (Sorting, Recall, Chain, FewShot)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            task(**options)
+def test_sizes_that_there_are_not_are_refused():
     for task, size, message in (
         (Recall(), 0, r"size=0 must lie in \[1, 40\]"),
         (Recall(alphabet=4), 5, r"size=5 must lie in \[1, 4\]"),
@@ -139,3 +130,78 @@ def test_tasks_and_sizes_that_there_are_not_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             task.example(np.random.default_rng(0), size, "train")
+
+
+PICTURED = {
+    "read": (ReadNumbers(), (1, 5)),
+    "read-scattered": (ReadNumbers(colours=2, digits=2, scattered=True), (2,)),
+    "read-several": (ReadNumbers(asked=3), (3, 5)),
+    "count": (CountShapes(), (0, 6)),
+    "locate": (LocateShape(), (0, 8)),
+}
+
+
+def marks(image: np.ndarray) -> list[tuple[str, str, int, int]]:
+    """Glyph, initial of the colour, row and column of everything that is drawn, row by row."""
+    lit, found = image.max(axis=2) > 140, []
+    for row, column in np.ndindex(CELLS, CELLS):
+        cell = (slice(row * CELL, (row + 1) * CELL), slice(column * CELL, (column + 1) * CELL))
+        rows, columns = np.nonzero(lit[cell])
+        if not len(rows):
+            continue
+        shape = lit[cell][rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+        (glyph,) = [name for name, dots in GLYPHS.items() if np.array_equal(_trimmed(dots), shape)]
+        mean = image[cell][lit[cell]].mean(axis=0)
+        distance = {name[0]: np.abs(mean - colour).sum() for name, colour in COLOURS.items()}
+        found.append((glyph, min(distance, key=distance.__getitem__), row, column))
+    return found
+
+
+def _trimmed(dots: np.ndarray) -> np.ndarray:
+    rows, columns = np.nonzero(dots)
+    return dots[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+
+
+def solve_picture(example: Example) -> str:
+    seen = marks(example.image)
+    numbers = {}
+    for glyph, colour, *_ in seen:
+        numbers[colour] = numbers.get(colour, "") + glyph
+    if asked := re.findall(r"(\w)=\?", example.prompt):
+        return "".join(f"{colour}={numbers[colour]};" for colour in asked)
+    kind, initial = example.prompt.split()
+    if kind == "value":
+        return numbers[initial]
+    shapes = [(row, column) for glyph, _, row, column in seen if glyph[0] == initial]
+    if kind == "count":
+        return str(len(shapes))
+    ((row, column),) = shapes
+    return f"{row + 1}{column + 1}"
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_answers_are_what_the_picture_shows_and_a_function_of_the_seed(name):
+    task, sizes = PICTURED[name]
+    assert isinstance(task, Task)
+    for size, split in itertools.product(sizes, ("train", "held_out")):
+        for example in examples(task, 7, size, 12, split):
+            assert example.answer == solve_picture(example)
+            assert len(example.answer) == task.answer_length(size)
+            assert task.split_of(example) == split
+    one, same, other = (examples(task, seed, sizes[-1], 1, "train")[0] for seed in (3, 3, 4))
+    assert np.array_equal(one.image, same.image)
+    assert one[:2] == same[:2]
+    assert not np.array_equal(one.image, other.image)
+
+
+def test_tasks_and_sizes_that_there_are_not_are_refused():
+    for task, size, message in (
+        (ReadNumbers(asked=3), 2, r"size=2 must lie in \[3, 5\]"),
+        (ReadNumbers(colours=4), 5, r"size=5 must lie in \[1, 4\]"),
+        (CountShapes(most=4), 61, r"size=61 must lie in \[0, 60\]"),
+        (LocateShape(), 64, r"size=64 must lie in \[0, 63\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            examples(task, 0, size, 1, "train")
+    with pytest.raises(ValueError, match="colours=6"):
+        ReadNumbers(colours=6)

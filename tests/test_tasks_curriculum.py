@@ -12,13 +12,8 @@ from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch, tok
 from tests import models
 
 IDS = tokenizer.VOCAB
-SPEC = models.spec(
-    "llada",
-    vocab=len(IDS),
-    mask_id=IDS[tokenizer.MASK],
-    eos_id=IDS[tokenizer.EOS],
-    eot_id=IDS[tokenizer.EOT],
-)
+SPECIAL = {f"{n}_id": IDS[getattr(tokenizer, n.upper())] for n in ("mask", "eos", "eot")}
+SPEC = models.spec("llada", vocab=len(IDS), **SPECIAL)
 PAIRS = Recall(alphabet=20, digits=1)
 
 
@@ -68,14 +63,6 @@ def curriculum(read, bar=0.9, weights=(1.0, 1.0, 1.0), spec=SPEC, **options) -> 
     return Curriculum(stages, read, spec, **{"rehearsal": 0.5, "review_examples": 4} | options)
 
 
-def test_batches_are_a_function_of_memory_and_step(read):
-    source = curriculum(read)
-    memory = source.begin() | {"stage": 2}
-    first, again, other = (source.batch(memory, step) for step in (5, 5, 6))
-    chex.assert_trees_all_equal(first, again)
-    assert first.prompt.shape != other.prompt.shape or (first.prompt != other.prompt).any()
-
-
 def widths(source: Curriculum, stage: int, steps: int = 30) -> list[int]:
     """Of prompts, by which the stages can be told apart."""
     memory = {"stage": stage, "accuracy": 0.0}
@@ -95,6 +82,11 @@ def test_earlier_stages_are_rehearsed_and_all_by_weight_when_they_are_mastered(r
     source = curriculum(read, rehearsal=0.0, first=1)
     assert set(widths(source, source.begin()["stage"], 10)) == {width(3)}
     assert curriculum(read, first=3).begin()["stage"] == 3
+
+    # Batches are a function of memory and step.
+    one, again, other = (source.batch({"stage": 2, "accuracy": 0.0}, step) for step in (5, 5, 6))
+    chex.assert_trees_all_equal(one, again)
+    assert one.prompt.shape != other.prompt.shape or (one.prompt != other.prompt).any()
 
 
 def test_a_stage_ends_when_it_is_mastered(read, model):

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax.nn.parameters import separate
@@ -15,7 +14,6 @@ from dllm_jax.tasks import CountShapes, encode_batch, examples
 from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train
 from dllm_jax.training.loss import draw
 from dllm_jax.vision import Processor, tower
-from tests import llada_v
 from tests.models import tiny
 from tests.test_vision import picture
 
@@ -23,18 +21,13 @@ CONFIG = TrainConfig(steps=2, learning_rate=1e-3, warmup=0, review_every=1, save
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny")
+def model(llada_v_path):
+    return dj.load(llada_v_path, separate_layers=False)
 
 
 @pytest.fixture(scope="module")
-def model(path):
-    return dj.load(path, separate_layers=False)
-
-
-@pytest.fixture(scope="module")
-def processor(path):
-    return Processor.load(path)
+def processor(llada_v_path):
+    return Processor.load(llada_v_path)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,7 @@ def test_the_tower_learns_if_it_is_asked_to(model, batch, trainable, tower_learn
     assert moved(model, run.model) == {"params": decoder_learns, "vision": tower_learns}
 
 
-def test_every_part_of_the_tower_learns_and_a_killed_run_resumes_bit_for_bit(model, batch, tmp_path):
+def test_every_part_of_the_tower_learns(model, batch):
     config = dataclasses.replace(CONFIG, muon=0.01, weight_decay=0.0)
     go = functools.partial(train, model, Batches(lambda step: batch), trainable=True, progress=False)
     whole = go(config).model
@@ -96,29 +89,11 @@ def test_every_part_of_the_tower_learns_and_a_killed_run_resumes_bit_for_bit(mod
     paths = jax.tree_util.tree_leaves_with_path(model.vision)
     for (where, old), new in zip(paths, jax.tree.leaves(whole.vision), strict=True):
         assert bool((new != old).any()) == (where[-1].key not in unused), where
-    go(dataclasses.replace(config, steps=1), directory=tmp_path / "run")
-    resumed = go(config, directory=tmp_path / "run").model
-    assert same((resumed.params, resumed.vision), (whole.params, whole.vision))
-
-
-def test_a_mesh_changes_nothing_but_rounding(model, batch):
-    go = functools.partial(train, model, Batches(lambda step: batch), CONFIG, trainable=True, progress=False)
-    alone, split = go(), go(mesh=jax.make_mesh((2, 2), ("fsdp", "tp")))
-    np.testing.assert_allclose(split.log[-1]["loss"], alone.log[-1]["loss"], rtol=1e-3)
-    for one, other in zip(
-        jax.tree.leaves(alone.model.vision), jax.tree.leaves(split.model.vision), strict=True
-    ):
-        np.testing.assert_allclose(
-            one, other, atol=2e-3
-        )  # of Adam, where a gradient is about 0, up to a step
-    assert split.model.vision["layers"]["vision_q"].sharding.spec == PartitionSpec(None, "fsdp", "tp")
 
 
 def test_a_model_without_a_tower_refuses_images(batch):
     model = tiny("llada")
-    with pytest.raises(
-        ValueError, match=r"the batch has images, but the model \(llada\) has no vision tower"
-    ):
+    with pytest.raises(ValueError, match=r"the batch has images, but the model \(llada\) has no vision"):
         masked_diffusion_loss(model, batch, jax.random.key(0))
 
 

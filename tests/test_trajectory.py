@@ -11,6 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.decoding.stats import Trace
 from tests.models import FAMILIES, random_tokens, separate, tiny
+from tests.policy_cases import matrix
 
 PROMPT, LENGTH, PADS = 5, 8, (0, 2)
 MASK = np.arange(PROMPT) >= np.asarray(PADS)[:, None]
@@ -41,9 +42,7 @@ def by_hand(model: dj.Model, trace: Trace, temperature: float = 1.0) -> tuple[np
     return log_prob, at
 
 
-@pytest.mark.diagonal
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", RUNS)
+@matrix("family, name", FAMILIES, RUNS, today=[("llada", "exact"), ("dream", "blocks")])
 def test_plain_forwards_give_the_same(family, name):
     """Under a cache policy too: the run's canvases, the exact model's probabilities."""
     model, out = tiny(family), run(family, name)
@@ -146,28 +145,18 @@ def test_memory_does_not_grow_with_the_number_of_steps(optimised):
 
 
 @pytest.mark.usefixtures("unannotated")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(run=None), "has no trace"),
-        (dict(run=3), "run=3 must be what generate"),
-        (dict(temperature=0.0), "temperature=0.0 must be"),
-        (dict(chunk=0), "chunk=0 must be"),
-        (dict(most_per_step=0), "most_per_step=0 must be"),
-        (dict(remat=1), "remat=1 must be True or False"),
+def test_bad_input_is_refused():
+    out = run("llada", "exact")
+    foreign = out._replace(trace=out.trace._replace(tokens=jnp.full_like(out.trace.tokens, 60)))
+    small = tiny("llada", vocab=60, mask_id=59, eos_id=2, eot_id=3)
+    for options, message in (
+        (dict(run=out._replace(trace=None)), "has no trace"), (dict(run=3), "run=3 must be what generate"),
+        (dict(temperature=0.0), "temperature=0.0 must be"), (dict(chunk=0), "chunk=0 must be"),
+        (dict(most_per_step=0), "most_per_step=0 must be"), (dict(remat=1), "remat=1 must be True or False"),
         (dict(model=3), "model=3 must be"),
         (dict(prompt_mask=np.ones((2, 99))), "prompt_mask has 99 positions, the run has 13"),
         (dict(prompt_mask=np.ones((3, 5))), r"prompt_mask has shape \(3, 5\); expected \(2, 5\)"),
-        (dict(model=tiny("llada", vocab=60, mask_id=59, eos_id=2, eot_id=3)), None),
-    ],
-)
-def test_bad_input_is_refused(options, message):
-    out = run("llada", "exact")
-    arguments = {"model": tiny("llada"), "run": out} | options
-    if arguments["run"] is None:
-        arguments["run"] = out._replace(trace=None)
-    if message is None:  # the ids of another vocabulary
-        arguments["run"] = out._replace(trace=out.trace._replace(tokens=jnp.full_like(out.trace.tokens, 60)))
-        message = "run.tokens holds id 60"
-    with pytest.raises(ValueError, match=message):
-        dj.trajectory_log_probs(**arguments)
+        (dict(model=small, run=foreign), "run.tokens holds id 60"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            dj.trajectory_log_probs(**{"model": tiny("llada"), "run": out} | options)

@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results.schema import Decoded, Entry
-from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
+from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
@@ -34,9 +34,6 @@ SETTINGS = [
     for policy in (policies.DualCache(), policies.PrefixCache(), policies.DKVDecode(), policies.DKVPrefill())
 ]
 REQUESTS = [Request(f"{i}", (1, 2, i), 4, score=lambda answer: float(answer == "right")) for i in range(64)]
-
-
-# -- bounds ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 1), (3, 8), (64, 64), (201, 256)])
@@ -60,17 +57,6 @@ def test_intervals_of_paired_differences_are_those_of_the_paper(lost, won, asked
     found = evidence.difference(scores.tolist(), others.tolist(), evidence.quantile(0.95, 2))
     low, high = bonett_price(lost, won, asked, scipy.stats.norm.ppf(0.975))
     np.testing.assert_allclose(found, ((won - lost) / asked, max(-1, low), min(1, high)), atol=1e-12)
-
-
-def test_partial_credit_counts_as_it_is():
-    a, b = np.random.default_rng(0).random((2, 20))
-    d = np.r_[a - b, 1, -1]
-    found = evidence.difference(a.tolist(), b.tolist(), 2.0)
-    half = 2 * d.std() / math.sqrt(len(d))
-    np.testing.assert_allclose(found, ((a - b).mean(), d.mean() - half, d.mean() + half), atol=1e-12)
-
-
-# -- the walk, on answers that a journal already holds ------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +193,6 @@ def test_bounds_share_what_may_go_wrong_among_settings_rivals_and_rounds(monkeyp
     assert seen == {(0.9, 4 * 4 * 4), (0.9, 2)}
 
 
-# -- scores and questions -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return Checkpoint("tiny-llada").open()
-
-
 def test_prompts_are_text_messages_or_ids(lm):
     ids = prompt_ids(lm.tokenizer, "ab")
     assert ids == prompt_ids(lm.tokenizer, [{"role": "user", "content": "ab"}])
@@ -249,9 +227,6 @@ def test_what_the_caller_leaves_open_follows_from_the_answers(lm):
     assert {(first, n): Search(first=first).rounds(n) for first, n in rounds} == rounds
 
 
-# -- grids --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "length"), [("llada", 4), ("dream", 32)])
 def test_every_grid_holds_settings_that_a_model_can_decode_with(family, length):
     exact = Decoding(length=length, block=4, steps=length)
@@ -263,18 +238,6 @@ def test_every_grid_holds_settings_that_a_model_can_decode_with(family, length):
     programs = {(type(c.policy), type(c.sampler), c.block, c.steps): c for c in found}
     for one in programs.values():
         one.check(tiny(family), exact, 64)
-
-
-def test_grids_scale_with_the_request():
-    at = lambda prompt, length, block: candidates(
-        None, Decoding(length=length, block=block, steps=length), prompt
-    )
-    short, long = at(64, 4, 4), at(2048, 256, 32)
-    budgets = lambda grid: sorted({c.policy.budget for c in grid if isinstance(c.policy, policies.MaskKV)})
-    assert (budgets(short), budgets(long)) == ([8, 16, 32], [256, 512, 1024])
-    assert {c.block for c in short} == {4}
-    assert {c.block for c in long} == {32, 256}
-    assert {c.steps for c in long} == {64, 128, 256}
 
 
 def test_a_class_stands_for_its_grid_and_a_policy_for_itself():
@@ -289,6 +252,13 @@ def test_a_class_stands_for_its_grid_and_a_policy_for_itself():
     assert threshold.temperature == 0.5
     own = Candidate(policies.SparseDLLM(), samplers.Factor(2.0), 8, 16)
     assert candidates([own, Candidate()], exact, 64) == (own,)
+
+    # Grids scale with the request.
+    asked = (64, 4, 4), (2048, 256, 32)
+    short, long = (candidates(None, Decoding(length=n, block=b, steps=n), prompt) for prompt, n, b in asked)
+    budgets = lambda grid: sorted({c.policy.budget for c in grid if isinstance(c.policy, policies.MaskKV)})
+    assert (budgets(short), budgets(long)) == ([8, 16, 32], [256, 512, 1024])
+    assert ({c.block for c in long}, {c.steps for c in long}) == ({32, 256}, {64, 128, 256})
 
     # End-of-text cannot come last in random order.
     last = dataclasses.replace(exact, sampler=samplers.Confidence(confidence_eos_eot_inf=True))
@@ -348,9 +318,6 @@ def test_time_is_relative_to_the_exact_decoder_and_of_warm_answers():
         MeasuredTime().cost(EXACT, ours[3:], exact[3:])
 
 
-# -- results ------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Mine(policies.DualCache):
     """A policy that the library does not know."""
@@ -385,35 +352,23 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
     assert [described["rows"][i]["cost"]["value"] for i in described["front"]] == [4.0, 5.0, 7.0]
 
 
-# -- bad input ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"accuracy_within": 1}, r"accuracy_within=1 must be a number in \[0, 1\)"),
-        ({"accuracy_within": -0.1}, r"accuracy_within=-0.1 must be a number in \[0, 1\)"),
         ({"objective": "speed"}, "objective='speed' must be one of 'time', 'bytes'"),
-        ({"objective": 3}, "objective=3 must be one of"),
         ({"objective": "time", "accelerator": "b9000"}, "accelerator='b9000' must be one of h100, h200"),
         ({"accelerator": "h100"}, "it needs objective='time', not 'bytes'"),
-        ({"first": 0}, "first=0 must be a whole number of at least 1"),
-        ({"confidence": 1.0}, r"confidence=1.0 must be a number in \(0, 1\)"),
         ({"score": "exact"}, "score='exact' must be a function"),
         ({"questions": []}, "questions=.* must be pairs .* one or more"),
         ({"questions": "what?"}, "questions='what\\?' must be pairs"),
         ({"questions": [("a", 3)]}, r"questions hold .*, 3\): they must be pairs|'a'.* answer being text"),
-        ({"questions": [3]}, "questions hold 3"),
         ({"policies": []}, "nothing but the exact decoder"),
-        ({"policies": [Policy()]}, "nothing but the exact decoder"),
         ({"policies": policies.DualCache()}, r"policies=DualCache\(\) must be a list"),
         ({"policies": ["DualCache"]}, "policies hold 'DualCache', which is no policy"),
         ({"policies": [Candidate(block=3)]}, "candidate Policy.*length=4 must be a multiple of block=3"),
         ({"policies": [policies.DKVGreedy()]}, "candidate DKVGreedy"),
         ({"model": 3}, "model=3 must be"),
-        ({"tokenizer": 3}, "tokenizer=3 must be"),
-        ({"length": 0}, "length=0 must be"),
-        ({"progress": 1}, "progress=1 must be True or False"),
     ],
 )
 def test_bad_arguments_are_refused(lm, unannotated, options, reason):

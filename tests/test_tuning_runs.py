@@ -14,21 +14,17 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import Checkpoint, identity_in_memory
+from dllm_jax.eval.run.checkpoint import identity_in_memory
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.tuning import Candidate, exact_match, search
 from dllm_jax.published.preset import read
 from dllm_jax.tasks import FewShot, examples
+from tests import run_page
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "tuning.md").read_text()
 QUESTIONS = examples(FewShot(), 0, 5, 12, "held_out")
 SETTINGS = [policies.DKVPrefill(), Candidate(steps=2)]
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return Checkpoint("tiny-llada").open()
 
 
 def tuned(lm, **options):
@@ -100,11 +96,7 @@ def test_a_model_in_memory_has_the_identity_of_its_parameters(lm):
 
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    example = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(example) == 1
-    namespace = {}
-    exec(example[0], namespace)
-    assert namespace["out"].tokens.shape == (1, 7)
+    assert run_page("how-to/tuning.md")["out"].tokens.shape == (1, 7)
     assert (tmp_path / "runs/tune/front.png").exists()
     assert "[[settings]]" in capsys.readouterr().out
 

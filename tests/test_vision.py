@@ -1,4 +1,4 @@
-"""Images: views and tokens, the tower against numpy, prompts, and what is refused."""
+"""Images: views and tokens, prompts, and what is refused; the tower is that of recordings (test_goldens)."""
 
 import io
 import warnings
@@ -14,25 +14,13 @@ import dllm_jax as dj
 from dllm_jax import vision
 from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision import AnyRes, Pad, tower
-from dllm_jax.vision.images import normalised, open_image, views_of_config
+from dllm_jax.vision.images import open_image, views_of_config
 from dllm_jax.vision.prompt import PLACE, prompt_ids, rendered
-from tests import llada_v
+from tests import table
 
 PUBLISHED = VisionSpec()
-SIZES = {  # width x height: canvas, rows and columns of the map after scaling, tokens
-    (100, 100): ((384, 384), 27, 27, 1485),
-    (300, 200): ((384, 384), 19, 27, 1261),
-    (500, 375): ((768, 384), 27, 36, 1728),
-    (360, 500): ((384, 768), 38, 27, 1793),
-    (640, 480): ((768, 768), 40, 54, 2929),
-    (1024, 768): ((1152, 768), 46, 62, 3627),
-    (1920, 1080): ((1920, 1152), 40, 72, 3649),
-    (2304, 2304): ((2304, 2304), 54, 54, 3699),
-    (1700, 2200): ((1920, 2304), 61, 47, 3657),
-    (3000, 400): ((2304, 384), 21, 162, 4152),
-    (130, 900): ((384, 1152), 81, 11, 1701),
-    (2304, 20): ((2304, 384), 1, 162, 892),
-}
+# Width and height: canvas, rows and columns of the map after scaling, tokens.
+SIZES = {tuple(size): (tuple(canvas), *rest) for size, (canvas, *rest) in table("image_sizes")["sizes"]}
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
@@ -75,42 +63,24 @@ def test_settings_are_read_from_the_config():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> dj.Model:
-    return dj.load(llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny"))
+def model(llada_v_path) -> dj.Model:
+    return dj.load(llada_v_path)
 
 
-@pytest.mark.parametrize("size", [(70, 25), (40, 90), (90, 88), (12, 7)])
-def test_image_tokens_are_those_of_an_independent_program(model, size):
-    """Tower, projector, stitching, unpadding, downscaling (the third) and newlines."""
-    views = views_of_config("anyres_max_4", llada_v.config()["image_grid_pinpoints"], "here")
-    pixels = views.pixels(picture(*size), model.spec.vision)
-    weights = llada_v.tensors()
-    features = llada_v.tower(weights, normalised(pixels))
-    ours = tower.view_embeddings(model.vision, model.spec.vision, pixels, at_once=4)
-    np.testing.assert_allclose(ours[: len(pixels)], features, atol=1e-4)
-    canvas = views.canvas(size, model.spec.vision)
-    want = llada_v.image_tokens(features, weights["model.image_newline"], size, canvas)
-    merge = views.merge(size, model.spec.vision)
-    tokens = tower.merged(model.vision, ours, merge.source[None], merge.weight[None])[0]
-    np.testing.assert_allclose(tokens, want, atol=1e-4)
-    assert (merge.weight[:, 1:] > 0).any() == (size == (90, 88))
-
-
-def test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features(model, tmp_path):
+def test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features(model, llada_v_path):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 30, 30, 3), np.uint8)
     spec = model.spec.vision
     want = tower.view_embeddings(model.vision, spec, pixels, 5)
     for at_once in (2, 8):
         ours = tower.view_embeddings(model.vision, spec, pixels, at_once)
         np.testing.assert_allclose(ours[:5], want, atol=1e-5)
-    path = llada_v.write(tmp_path / "tiny")
-    stacked = dj.load(path, separate_layers=False)
+    stacked = dj.load(llada_v_path, separate_layers=False)
     np.testing.assert_allclose(tower.view_embeddings(stacked.vision, spec, pixels, 5), want, atol=1e-5)
     mesh = jax.make_mesh((2, 2), ("tp", "fsdp"))
-    split = dj.load(path, mesh=mesh, separate_layers=True)
+    split = dj.load(llada_v_path, mesh=mesh, separate_layers=True)
     assert split.vision["layers"][0]["vision_q"].sharding.spec == PartitionSpec("fsdp", "tp", None)
     np.testing.assert_allclose(tower.view_embeddings(split.vision, spec, pixels, 5), want, atol=1e-5)
-    half = dj.load(path, dtype=jnp.bfloat16)
+    half = dj.load(llada_v_path, dtype=jnp.bfloat16)
     near = tower.view_embeddings(half.vision, spec, pixels, 5)
     assert near.dtype == jnp.bfloat16
     np.testing.assert_allclose(near.astype(np.float32), want, atol=0.15)
@@ -147,16 +117,14 @@ REFUSED = {
     "cannot be decoded": lambda at: broken(at / "cut.png"),
     "cannot be read": lambda at: (at / "text.png").write_text("no image") and at / "text.png",
     "does not exist": lambda at: at / "nothing.png",
-    "more than 89,478,485 pixels": lambda at: bomb(at / "bomb.png"),
-    "cannot be read: ": lambda at: at,
+    "more than 89,478,485 pixels": lambda at: bomb(at / "bomb.png"), "cannot be read: ": lambda at: at,
     "one side is more than 200 times the other": lambda at: Image.new("RGB", (1001, 5)),
     "image has 0 x 5 pixels": lambda at: Image.new("RGB", (0, 5)),
     "image has 3 x 0 pixels": lambda at: np.zeros((0, 3, 3), np.uint8),
     "dtype float32": lambda at: np.zeros((4, 4, 3), np.float32),
     r"shape \(4, 4, 2\)": lambda at: np.zeros((4, 4, 2), np.uint8),
-    "has the mode 'F'": lambda at: Image.new("F", (4, 4)),
-    "image=3 must be": lambda at: 3,
-}
+    "has the mode 'F'": lambda at: Image.new("F", (4, 4)), "image=3 must be": lambda at: 3,
+}  # fmt: skip
 
 
 def test_what_is_no_image_is_refused_by_name(tmp_path):

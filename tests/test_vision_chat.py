@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +12,9 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.block_schedule import find_stop
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
-from tests import llada_v
+from tests import llada_v, run_page
 from tests.models import canvas, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, suited
+from tests.policy_cases import EVERY, KEY, WIDE, matrix, suited
 from tests.test_prompt_embeds import prompts
 from tests.test_vision import picture
 
@@ -26,22 +24,16 @@ TEXT = [{"role": "user", "content": "Hm?"}]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return llada_v.write(tmp_path_factory.mktemp("llada-v") / "tiny")
+def model(llada_v_path):
+    return dj.load(llada_v_path)
 
 
 @pytest.fixture(scope="module")
-def model(path):
-    return dj.load(path)
+def processor(llada_v_path):
+    return Processor.load(llada_v_path, at_once=4)
 
 
-@pytest.fixture(scope="module")
-def processor(path):
-    return Processor.load(path, at_once=4)
-
-
-@pytest.mark.diagonal(every=7)
-@pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
+@matrix("policy", EVERY, today=[(policies.DualCache,)])
 def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, processor, policy):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, samplers.Confidence()))
     options |= dict(key=KEY, trace=True, widths=WIDE)
@@ -93,9 +85,8 @@ def test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing():
 
     # The first step's confidences, from logits: the softmax over what is left.
     tokens = jnp.asarray(np.asarray(ours.trace.tokens)[0])
-    logits = np.array(
-        dj.forward(model, tokens, jnp.asarray(np.pad(mask, ((0, 0), (0, 8)), constant_values=True)))
-    )
+    valid = jnp.asarray(np.pad(mask, ((0, 0), (0, 8)), constant_values=True))
+    logits = np.array(dj.forward(model, tokens, valid))
     logits[..., list(taken)] = -np.inf
     chance = np.exp(logits - logits.max(axis=-1, keepdims=True))
     chance /= chance.sum(axis=-1, keepdims=True)
@@ -106,18 +97,15 @@ def test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing():
 
 
 STOPPED = (samplers.Confidence(), samplers.Threshold(0.2))
+TODAY = [(policies.Policy(), STOPPED[0]), (policies.DualCache, STOPPED[1])]
 
 
-@pytest.mark.diagonal(every=9)
-@pytest.mark.parametrize("sampler", STOPPED, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("policy", EVERY, ids=lambda p: type(p).__name__)
+@matrix("policy, sampler", EVERY, STOPPED, today=TODAY)
 def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     model = tiny("llada")
     ids, mask = prompts(model)
-    options = dict(
-        prompt_mask=mask, length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY
-    )
-    options |= dict(trace=True, widths=WIDE)
+    options = dict(prompt_mask=mask, length=8, block=4, policy=policy, sampler=suited(policy, sampler))
+    options |= dict(key=KEY, trace=True, widths=WIDE)
     plain = dj.generate(model, ids, **options)
     answers, p = np.asarray(plain.trace.tokens)[:, :, ids.shape[1] :], ids.shape[1]
 
@@ -135,20 +123,14 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
             np.testing.assert_array_equal(after[end:], before[end:])
         end = min(end, *np.flatnonzero(after == token), len(after))
     assert not (traced[-1, :end] == model.spec.mask_id).any()
+    absent = next(i for i in range(50) if i not in np.asarray(plain.tokens))
+    never = [[absent], [int(plain.tokens[0, -8])] * 9]
+    np.testing.assert_array_equal(dj.generate(model, ids, stop=never, **options).tokens, plain.tokens)
     final = np.asarray(ours.tokens)[0, p:]
     np.testing.assert_array_equal(final[:end], traced[-1, :end])
     assert (final[end:] == model.spec.eos_id).all()
     assert ours.stats.nfe[0] <= plain.stats.nfe[0]
     assert ours.stats.answer[0] <= end
-
-
-def test_a_stop_that_is_never_there_changes_nothing():
-    model = tiny("llada")
-    ids, mask = prompts(model)
-    run = lambda **stop: dj.generate(model, ids, prompt_mask=mask, length=8, block=4, **stop).tokens
-    plain = np.asarray(run())
-    absent = next(i for i in range(50) if i not in plain)
-    np.testing.assert_array_equal(run(stop=[[absent], [int(plain[0, -8])] * 9]), plain)
 
 
 def test_of_several_stops_the_first_of_the_list_counts():
@@ -171,23 +153,17 @@ def test_of_several_stops_the_first_of_the_list_counts():
     assert find(tokens, 8, (3, 5, 9), (1,) * 9) == 8
 
 
-@pytest.mark.parametrize("stop", ["x", [[]], [3], [["a"]], [[61]], [[59]], 3])
-def test_what_is_no_stop_is_refused(unannotated, stop):
-    with pytest.raises(ValueError, match="stop="):
-        dj.generate(tiny("llada"), [[1, 2]], length=4, stop=stop)
+def test_what_is_no_stop_is_refused(unannotated):
+    for stop in ("x", [[]], [3], [["a"]], [[61]], [[59]], 3):
+        with pytest.raises(ValueError, match="stop="):
+            dj.generate(tiny("llada"), [[1, 2]], length=4, stop=stop)
 
 
-def test_the_page_runs_as_printed(path, tmp_path):
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "how-to" / "vision.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= 3
-    picture(64, 48).save(tmp_path / "chart.png")
-    picture(30, 30).save(tmp_path / "cat.png")
-    namespace: dict = {}
-    for block in blocks:
-        code = block.replace("GSAI-ML/LLaDA-V", str(path)).replace("vocab=126349", f"vocab={llada_v.VOCAB}")
-        for name in ("chart.png", "cat.png"):
-            code = code.replace(name, str(tmp_path / name))
-        exec(code, namespace)
-    assert isinstance(namespace["answer"], str)
-    assert namespace["soft"].tokens.shape[1] == namespace["prompt"].shape[1] + 32
+def test_the_page_runs_as_printed(llada_v_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture(64, 48).save("chart.png")
+    picture(30, 30).save("cat.png")
+    words = {"GSAI-ML/LLaDA-V": str(llada_v_path), "vocab=126349": f"vocab={llada_v.VOCAB}"}
+    names = run_page("how-to/vision.md", words)
+    assert isinstance(names["answer"], str)
+    assert names["soft"].tokens.shape[1] == names["prompt"].shape[1] + 32

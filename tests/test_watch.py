@@ -13,26 +13,21 @@ import jax
 import numpy as np
 import pytest
 import rich.console
-from transformers import AutoTokenizer
 
 import dllm_jax as dj
-from dllm_jax import embedded
 from dllm_jax.decoding.stats import Stats, Trace
 from dllm_jax.decoding.watch.grid import END, grid
 from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.tasks import tokenizer
 from tests.models import tiny
 
 MASK = 9
 # A prompt of two tokens and three masks. The second sequence waits in step 2, and revokes a token in step 3.
 TOKENS = np.array(
     [
-        [[1, 2, 9, 9, 9], [3, 2, 9, 9, 9]],
-        [[1, 2, 9, 4, 9], [3, 2, 6, 9, 9]],
-        [[1, 2, 5, 4, 9], [3, 2, 6, 9, 9]],
-        [[1, 2, 5, 4, 0], [3, 2, 9, 7, 8]],
+        [[1, 2, 9, 9, 9], [3, 2, 9, 9, 9]], [[1, 2, 9, 4, 9], [3, 2, 6, 9, 9]],
+        [[1, 2, 5, 4, 9], [3, 2, 6, 9, 9]], [[1, 2, 5, 4, 0], [3, 2, 9, 7, 8]],
     ]
-)
+)  # fmt: skip
 WIDENED = np.array([[[1, 1, 1]] * 2, [[0, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 1, 1]]], dtype=bool)
 ACTIVE = np.array([[True, True], [True, False], [True, True]])
 COMPUTED = np.array(
@@ -88,6 +83,9 @@ def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
     assert first.layer_age[1].tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 1], [0] * 5]
     assert first.layer_age[2].tolist() == [[2, 2, 0, 1, 0], [2, 2, 0, 1, 0], [1, 1, 0, 1, 0]]
     assert second.layer_age[1].tolist() == [[1, 0, 0, 0, 0], [0] * 5, [0] * 5]
+    still = (trace := recorded().trace)._replace(tokens=np.broadcast_to(trace.tokens[:1], trace.tokens.shape))
+    assert Recording.of(still, 0).mask_id == MASK, "known without a decoded token"
+    assert Recording.of(still, 0).decoded_at.tolist() == [0] * 5
     # What no step has computed has no age.
     none = dict(computed=first.computed & False, widened=first.widened & False)
     never = dataclasses.replace(first, **none)
@@ -95,32 +93,11 @@ def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
     assert never.layer_age.tolist() == [[[-1] * 5] * 3] * 3
 
 
-def test_the_mask_is_known_without_a_decoded_token():
-    trace = recorded().trace
-    still = trace._replace(tokens=np.broadcast_to(trace.tokens[:1], trace.tokens.shape))
-    assert Recording.of(still, 0).mask_id == MASK
-    assert Recording.of(still, 0).decoded_at.tolist() == [0] * 5
-
-
-# -- in a terminal ------------------------------------------------------------------------------------------
-
-
 def test_the_grid_has_a_line_per_step():
     lines = str(grid(Recording.of(recorded().trace, 0), LETTERS)).splitlines()
     assert [line.split() for line in lines] == [
         ["0", *"···"], ["1", "·", "d", "·"], ["2", "e", "d", "·"], ["3", "e", "d", END],
     ]  # fmt: skip
-
-
-def test_a_step_of_a_chain_fits_a_line_of_a_terminal():
-    read = AutoTokenizer.from_pretrained(embedded.path("tiny-llada"))
-    mask, end = (read.convert_tokens_to_ids(name) for name in (tokenizer.MASK, tokenizer.EOT))
-    answer = [*read.encode("b>c;" * 7, add_special_tokens=False), *[end] * 4]
-    tokens, none = np.array([[mask] * 32, answer]), np.full((1, 32), mask)
-    record = Recording(tokens, *2 * [none > 0], none, np.ones((1, 32), np.float32), none[:, :1] < 0, mask)
-    lines = str(grid(record, read)).splitlines()
-    assert [len(line) <= 80 for line in lines] == [True, True]
-    assert lines[-1].split()[-4:] == [END] * 4
 
 
 def printed(width: int, named=LETTERS, **options) -> str:
@@ -134,16 +111,6 @@ def printed(width: int, named=LETTERS, **options) -> str:
 def plain(text: str) -> list[list[str]]:
     """Lines without colours, as words."""
     return [line.split() for line in str(rich.text.Text.from_ansi(text)).splitlines()]
-
-
-def test_what_is_wider_than_the_terminal_is_cut_into_parts_of_steps_that_change_them():
-    lines = plain(printed(9))
-    assert lines == [
-        *[["0", "·", "·"], ["1", "·", "d"], ["2", "e", "d"]],
-        [],
-        *[["0", "·"], ["3", END]],
-    ]
-    assert all(len(line) <= 9 for line in str(rich.text.Text.from_ansi(printed(9))).splitlines())
 
 
 def test_tokens_are_coloured_by_step_or_by_confidence():
@@ -161,9 +128,6 @@ def test_a_terminal_obeys_no_token():
     half = Named("<eos>", *"abc", "\N{REPLACEMENT CHARACTER}", *"efgh", "<mask>")
     half.convert_ids_to_tokens = lambda token: "Ãģ"
     assert plain(printed(200, half))[-1] == ["3", "e", "Ãģ", END]
-
-
-# -- as a page ----------------------------------------------------------------------------------------------
 
 
 class Parts(HTMLParser):
@@ -207,17 +171,17 @@ def test_no_token_or_name_is_markup():
     harmless = Parts(dj.side_by_side({"a": recorded()}, LETTERS))
     page = dj.side_by_side({HOSTILE[1]: recorded()}, Named(*HOSTILE))
     parts = Parts(page)
-    shape = lambda parts: [
-        (tag, attrs, text) for tag, attrs, text in parts.found if attrs.get("id") != "data"
-    ]
+    shape = lambda parts: [found for found in parts.found if found[1].get("id") != "data"]
     assert shape(parts) == shape(harmless)
     assert parts.text == harmless.text
     assert page.isascii() or page.encode("utf-8")  # it can be written to a file
     (panel,) = data(page)
     assert panel["name"] == HOSTILE[1]
-    assert {int(i): text for i, (text, _) in panel["pieces"].items()} == {
-        i: HOSTILE[i] for i in (0, 1, 2, 4, 5, 9)
-    }
+    pieces = {int(i): text for i, (text, _) in panel["pieces"].items()}
+    assert pieces == {i: HOSTILE[i] for i in (0, 1, 2, 4, 5, 9)}
+    one, other = data(dj.side_by_side({"a": recorded(), "b": recorded()}, LETTERS, sequence=1))
+    assert (one["name"], other["name"]) == ("a", "b")
+    np.testing.assert_array_equal(replayed(one), TOKENS[[0, 1, 3], 1])
 
 
 def test_a_page_runs_its_own_script_and_loads_nothing():
@@ -267,13 +231,6 @@ def test_a_page_holds_every_step_of_a_generation():
     assert len(panel["steps"][0]["proposed"]) == 3  # of the block's other masks
 
 
-def test_several_generations_share_a_page():
-    page = dj.side_by_side({"a": recorded(), "b": recorded()}, LETTERS, sequence=1)
-    one, other = data(page)
-    assert (one["name"], other["name"]) == ("a", "b")
-    np.testing.assert_array_equal(replayed(one), TOKENS[[0, 1, 3], 1])
-
-
 def test_numbers_that_json_has_not_are_left_out():
     out = recorded()
     stats = out.stats._replace(cache_ratio=np.array([np.nan, 0]))
@@ -313,9 +270,7 @@ def test_what_cannot_be_shown_is_refused():
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
 def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
     file = tmp_path / "page.html"
-    texts = [
-        text.replace("\ud800", "") for text in HOSTILE
-    ]  # the DOM holds halves of pairs, its dump does not
+    texts = [text.replace("\ud800", "") for text in HOSTILE]  # halves of pairs are in no dump of the DOM
     file.write_text(dj.side_by_side({HOSTILE[3]: recorded()}, Named(*texts)), encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     run = subprocess.run([*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
@@ -325,10 +280,8 @@ def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
     assert not parts.of("img")
     assert HOSTILE[3] in parts.text  # the name, as text
     assert "step 3 of 3" in parts.text
-    assert [attrs["aria-label"].split(":")[0] for attrs, _ in parts.of("canvas")] == [
-        "Map of positions and steps",
-        "Map of positions and layers",
-    ]
+    maps = [attrs["aria-label"].split(":")[0] for attrs, _ in parts.of("canvas")]
+    assert maps == [f"Map of positions and {what}" for what in ("steps", "layers")]
     assert "Layers at step 3" in parts.text
     notes = [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
     assert notes[1] == f"position 3: “{HOSTILE[4]}”, step 1, confidence 0.500"

@@ -229,11 +229,9 @@ Damage = Callable[[Path, random.Random], str]
 Attempt = Callable[[Path, str], Verdict]
 DAMAGES: tuple[Damage, ...] = (value, value, value, key, text, header, header, length, entry, exchange)
 KINDS: dict[str, tuple[Attempt, ...]] = {
-    "llada": (load, load, converted, tokenizer),
-    "dream": (load, converted, tokenizer),
-    "converted": (load, load_verified, exported, tokenizer),
-    "int8": (load, load_verified),
-}
+    "llada": (load, load, converted, tokenizer), "dream": (load, converted, tokenizer),
+    "converted": (load, load_verified, exported, tokenizer), "int8": (load, load_verified),
+}  # fmt: skip
 
 
 def _file(folder: Path, drawn: random.Random, wanted: Callable[[Path], bool] = lambda file: True) -> Path:

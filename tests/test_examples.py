@@ -1,0 +1,231 @@
+"""The examples, their notebook and their pages run; what they draw is what a recording says."""
+
+import ast
+import importlib.util
+import io
+import json
+import pathlib
+import re
+import shutil
+import sys
+import unittest.mock
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+import dllm_jax as dj
+from dllm_jax import __main__ as command
+from dllm_jax import lora
+from dllm_jax.analysis import activations
+from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.demo import chatting, trains
+from dllm_jax.nn.intervention import Place
+from examples import animate, dpo, grpo, see_inside, sft_lora
+from examples.learning import pretrained
+from tests import run_page
+from tests.checkpoints import tiny as tiny_spec
+from tests.checkpoints import write_hf
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "how-to" / "seeing-inside.md").read_text()
+
+
+def test_the_examples_of_the_page_run(capsys):
+    namespace = run_page("how-to/seeing-inside.md")
+    assert namespace["seen"].attention.shape == (3, 2, 1, 4, 28, 28)
+    assert namespace["by_layer"].shape == (5, 1, 28)
+    assert not np.any(namespace["patched"].tokens == namespace["model"].spec.mask_id)
+    assert capsys.readouterr().out
+
+
+def test_the_page_names_everything_that_there_is():
+    for name in (*activations.AXES, *Place.__args__):
+        assert f"`{name}`" in PAGE
+    figures = (ROOT / "examples" / "figures.py").read_text()
+    for name in re.findall(r"^def ([a-z]\w+)\(", figures, re.MULTILINE):
+        assert f"| `{name}(" in PAGE, name
+
+
+def test_the_example_runs(tmp_path, capsys):
+    see_inside.main(figures=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    answer = lambda start: next(line for line in lines if line.startswith(start)).rpartition(" ")[2]
+    one, other = (answer(f"asked {question}") for question in see_inside.QUESTIONS)
+    assert one != other
+    by_layer = [line.rpartition(": ")[2] for line in lines if line.startswith("with the other")]
+    assert len(by_layer) == 5
+    assert by_layer[0] == other  # the embeddings are the other prompt's
+    assert by_layer[-1] == one  # behind the last layer, a prompt's position reaches no other
+    assert len(list(tmp_path.glob("*.png"))) == 5
+
+
+ASKED_BY, ANSWER = 3, "P>L;"
+
+
+def panel(computed: list[str]) -> animate.Panel:
+    """A panel of four steps, which decode the answer from left to right and compute what is marked."""
+    steps = np.array([[mark == "x" for mark in row] for row in computed])
+    tokens = np.full((5, ASKED_BY + 4), 2)
+    for t in range(5):
+        tokens[t, :ASKED_BY], tokens[t, ASKED_BY : ASKED_BY + t] = 1, 3
+    score, widened = np.zeros(steps.shape), np.zeros((4, 1), bool)
+    recording = Recording(tokens, steps, steps, tokens[1:], score, widened, mask_id=2)
+    return animate.Panel("title", recording, [*"abc", *ANSWER])
+
+
+EXACT, CACHED = panel(["x" * 7] * 4), panel(["x" * 7, "...xxxx", "....xxx", ".....xx"])
+
+
+def cells(clock: float) -> np.ndarray:
+    """Which cells of the cached panel's map have the colour of what is computed, read from the picture."""
+    image = np.asarray(animate.picture([EXACT, CACHED], "question", clock))
+    left, top = 2 * animate.MARGIN + EXACT.width, animate.MAP
+    rows, columns = image[top + animate.ROW // 2 :: animate.ROW], slice(left + 3, None, animate.COLUMN)
+    return np.all(rows[:4, columns][:, :7] == animate.NOW, axis=-1)
+
+
+def test_steps_appear_when_their_positions_are_computed():
+    """What a step decodes is dark, not in the colour of what is computed."""
+    expected = CACHED.recording.computed & ~CACHED.recording.changed
+    np.testing.assert_array_equal(CACHED.spent, [0, 7, 11, 14, 16])
+    assert CACHED.stops == "Lyon"
+    for clock, steps in ((6.9, 0), (7, 1), (13.9, 2), (16, 4), (28, 4)):
+        np.testing.assert_array_equal(cells(clock), expected & (np.arange(4) < steps)[:, None])
+
+
+WATCH = Path(__file__).parents[1] / "examples" / "watch.py"
+ASKED = "aob=407;T=211;iez=830;T="
+OPTIONS = ["--length", "4", "--block", "2"]
+
+
+def test_the_example_streams_prints_and_writes_pages(tmp_path, capsys):
+    namespace = {"__name__": "example"}
+    exec(compile(WATCH.read_text(), str(WATCH), "exec"), namespace)
+    namespace["main"](tmp_path)
+    text = capsys.readouterr().out
+    assert text.count("step 4, block 1: 211<|eot_id|>") == 3
+    pages = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
+    assert pages.keys() == {"answer.html", "policies.html"}
+    assert "DKVDecode(refresh_every=8" in pages["policies.html"]
+
+
+def chat(monkeypatch, typed: str, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dllm_jax", "chat", *options])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    return command.main()
+
+
+def test_a_conversation_without_a_terminal_prints_answers_alone(monkeypatch, capsys):
+    assert chat(monkeypatch, f"{ASKED}\n\n{ASKED}\n", "tiny-llada", *OPTIONS, "--policy", "DualCache") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "211"
+    assert second
+
+
+def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
+    conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block=2))
+    ids = conversation.tokenizer.encode("21", add_special_tokens=False)
+    end, mask = conversation.model.spec.eot_id, conversation.model.spec.mask_id
+    tokens = np.array([[0, *ids, end, mask]])
+    new = np.array([[False, True, False, False, False]])
+    snapshot = dj.Snapshot(tokens, new, np.ones(tokens.shape, np.float32), 1, 0, None)
+    picture = conversation._picture(snapshot, 1)
+    assert str(picture) == "21∎░"
+    assert [str(span.style) for span in picture.spans] == ["bold cyan", "dim", "dim"]
+    assert chatting._cost(snapshot, 0.5) == "stopped after 1 steps, 0.5 s"
+
+
+def test_bad_options_of_a_conversation_are_one_line(monkeypatch, capsys):
+    for options, message in (
+        (["nowhere/at/all"], "does not exist"),
+        (["tiny-llada", "--policy", "DualKash"], "DualKash"),
+        (["tiny-llada", "--length", "0"], "length=0 must be"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            chat(monkeypatch, ASKED, *options)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+
+
+FEW = {
+    "sft": (sft_lora.main, dict(steps=2, batch=4, rank=2, review_every=1, questions=4)),
+    "dpo": (dpo.main, dict(steps=2, batch=2, rank=2, review_every=1, questions=4)),
+    "grpo": (grpo.main, dict(steps=2, prompts=2, group=2, updates=1, rank=2, review_every=1, questions=4)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_an_example_runs_and_writes_its_curve(name, tmp_path, capsys):
+    main, options = FEW[name]
+    if name == "sft":
+        options = options | {"adapter": tmp_path / "adapter"}
+    curve = main(**options, out=tmp_path / "results" / "curve.json")
+    written = json.loads((tmp_path / "results" / "curve.json").read_text())
+    assert [row["step"] for row in written["curve"]] == [0, 1, 2]
+    assert written["curve"] == curve.rows
+    assert all(0 <= row["accuracy"] <= 1 for row in curve.rows)
+    assert {"command", "device", "versions", "date", "options"} <= set(written)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    if name == "sft":
+        model, _ = pretrained("tiny-llada")
+        assert lora.options_of(lora.load(model, tmp_path / "adapter")).rank == 2
+    if name == "dpo":
+        assert curve.rows[-1]["loss"] > 0
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_hf(tmp_path / "hf", tiny_spec())
+    rng = np.random.default_rng(0)
+    ids = lambda width: jnp.asarray(rng.integers(1, 20, (2, width)), jnp.int32)
+    names = {"prompts": [ids(6)] * 2, "answers": [ids(4)] * 2, "prompt": ids(6), "answer": ids(4)}
+    words = {'dj.load("GSAI-ML/LLaDA-8B-Instruct")': f"dj.load({str(path)!r})", "=1000": "=2"}
+    run_page("how-to/learning.md", words, names)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert names["policy"].shape == names["counted"].shape == (2, 4)
+
+
+NOTEBOOK = Path(__file__).parent.parent / "examples/quickstart.ipynb"
+
+
+def run_cell(source: str, names: dict):
+    """What a notebook shows of a cell: the value of its last expression."""
+    *body, last = ast.parse(TransformerManager().transform_cell(source)).body
+    shown = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body + [last] * (not shown), []), "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shown else None
+
+
+def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
+    book, drawn = nbformat.read(NOTEBOOK, as_version=4), []
+    nbformat.validate(book)
+    assert not any(cell.get("outputs") for cell in book.cells), "it is kept without outputs"
+    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf().axes[0].images))
+    names: dict = {}
+    shown = [run_cell(cell.source, names) for cell in book.cells if cell.cell_type == "code"]
+    assert any(isinstance(value, str) and trains.ANSWER in value for value in shown), "it answers"
+    assert any(drawn), "the picture is drawn"
+    text = capsys.readouterr().out
+    assert "DualCache" in text
+    assert "positions computed" in text
+    plt.close("all")
+
+
+@pytest.mark.parametrize(("gpu", "wanted"), [(None, ""), ("/usr/bin/nvidia-smi", " jax[cuda12]")])
+def test_the_first_cell_installs_what_is_missing_and_what_a_gpu_needs(monkeypatch, gpu, wanted):
+    """Where the package is there, as in the other test, it does nothing."""
+    first = next(cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: gpu)
+    shell = unittest.mock.Mock()
+    namespace = {"get_ipython": lambda: shell}
+    exec(TransformerManager().transform_cell(first.source), namespace)
+    shell.run_line_magic.assert_called_once_with("pip", "install --quiet {wanted}")
+    assert namespace["wanted"] == f"git+https://github.com/dllm-jax/dllm_jax{wanted}"

@@ -1,0 +1,280 @@
+"""Dream's schedule, EB-Sampler, KLASS and PC-Sampler: what is each one's own."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.published import expressions
+from dllm_jax.samplers import (
+    KLASS,
+    Candidates,
+    Confidence,
+    DreamSchedule,
+    PCSampler,
+    Threshold,
+    TokenFrequencies,
+    transfer,
+)
+from dllm_jax.samplers.eb import bounded_prefix
+from dllm_jax.samplers.klass import kl_divergence
+from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
+from dllm_jax.testing.runs import assert_same_run
+from tests import numpy_sampler as plain
+from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
+from tests.policy_cases import KEY
+
+
+def dream_counts(masks: int, steps: int, eps: float = 1e-3) -> list[int]:
+    """Positions per step when every step decodes what the schedule says."""
+    sampler, left, counts = DreamSchedule(eps=eps), masks, []
+    scores = jnp.zeros((1, masks))
+    c = canvas(np.ones((1, masks)), steps=steps)
+    run = jax.jit(lambda c: jnp.sum(sampler.transfer(candidates(scores, jnp.arange(masks)[None]), c, None)))
+    for step in range(steps):
+        tokens = jnp.where(jnp.arange(masks) < left, c.spec.mask_id, 0)[None].astype(jnp.int32)
+        now = dataclasses.replace(c, tokens=tokens, block_step=jnp.asarray([step], jnp.int32))
+        counts.append(int(run(now)))
+        left -= counts[-1]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("masks", "steps", "expected"),
+    [
+        (32, 32, [0] + [1] * 30 + [2]), (32, 16, [1] + [2] * 14 + [3]), (32, 8, [3] + [4] * 6 + [5]),
+        (30, 12, [2] * 7 + [3] * 4 + [4]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_dream_counts_known_from_the_reference(masks, steps, expected):
+    assert dream_counts(masks, steps) == expected
+
+
+@pytest.mark.parametrize(("steps", "eps"), [(1, 1e-3), (7, 1e-3), (12, 0.1), (32, 0.5)])
+def test_dream_fractions(steps, eps):
+    exact = [float(plain.dream_fraction(i, steps, eps)) for i in range(steps)]
+    ours = transfer.dream_fractions(steps, eps)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, exact, rtol=3e-5)
+    assert ours[-1] == 1
+
+
+def test_dream_times_round_as_torch_does():
+    """torch.linspace(1, 1e-3, 8) bit for bit; two entries differ from a rounded float64 grid."""
+    recorded = "0x1.0p+0 0x1.b6ee28p-1 0x1.6ddc4ep-1 0x1.24ca74p-1 0x1.b7713ap-2 0x1.254d88p-2 "
+    recorded += "0x1.2653aep-3 0x1.0624dep-10"
+    expected = [float.fromhex(x) for x in recorded.split()]
+    assert transfer.dream_times(7, 1e-3).tolist() == expected
+    assert (np.linspace(1, 1e-3, 8).astype(np.float32) != np.float32(expected)).sum() == 2
+
+
+C = 8
+counted = jax.jit(bounded_prefix)
+# Multiples of 1/64, so that float32 is exact and ties are real ties.
+entries = st.tuples(st.one_of(st.none(), st.integers(0, 64)), st.integers(0, 128))
+
+
+def arrays(row):
+    score = [[-np.inf if s is None else s / 64 for s, _ in row]]
+    return jnp.asarray(score, jnp.float32), jnp.asarray([[h / 64 for _, h in row]], jnp.float32)
+
+
+@settings(max_examples=40)
+@given(st.lists(entries, min_size=C, max_size=C), st.sampled_from([0.0, 0.25, 1.0, 2.5, 20.0]))
+def test_the_prefix_is_the_largest_that_keeps_to_the_bound(row, gamma):
+    scores = {i: s / 64 for i, (s, _) in enumerate(row) if s is not None}
+    entropies = {i: h / 64 for i, (_, h) in enumerate(row)}
+    expected = plain.bounded_count(scores, entropies, gamma) if scores else 0
+    assert int(counted(*arrays(row), gamma)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("entropies", "gamma", "count"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], 2.0, 3),  # three without one of them: two
+        ([3.0, 0.5, 0.5, 0.5], 1.0, 3),  # the largest is the first: 0.5 + 0.5
+        ([0.5, 0.5, 3.0, 0.5], 1.0, 3),  # the largest comes later
+        ([0.0, 0.0, 0.0, 0.0], 0.0, 4),  # certain of all
+        ([2.0, 1.0, 1.0, 1.0], 0.0, 1),  # one position alone keeps to every bound
+    ],
+)
+def test_prefix_examples(entropies, gamma, count):
+    score = jnp.asarray([[0.9, 0.8, 0.7, 0.6]])
+    assert int(counted(score, jnp.asarray([entropies]), gamma)[0]) == count
+
+
+def test_the_running_maximum_is_each_sequence_s_own():
+    """The released code takes it along the batch, so that sequences change each other."""
+    score = jnp.asarray([[0.9, 0.8], [0.9, 0.8]])
+    entropy = jnp.asarray([[1.0, 1.0], [9.0, 9.0]])
+    np.testing.assert_array_equal(counted(score, entropy, 2.0), [2, 1])
+
+
+@families("dream")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])  # draws tokens, but not their number
+def test_bounds_from_one_token_per_step_to_one_step_per_block(temperature, family):
+    several = (samplers.EBSampler(gamma, temperature=temperature) for gamma in (0.0, 5.0, 1e6))
+    least, some, most = (generated(family, policies.DualCache(), sampler=s, key=KEY) for s in several)
+    np.testing.assert_array_equal(least.stats.nfe, 8)
+    np.testing.assert_array_equal(most.stats.nfe, 2)
+    assert (np.asarray(some.stats.nfe) > 2).all()
+    assert (np.asarray(some.stats.nfe) < 8).any()
+
+
+V = 61
+SOME = KLASS(confidence_threshold=0.06, divergence=0.5)  # several at once in tiny models, not all
+
+
+def test_divergences_equal_numpy():
+    rng = np.random.default_rng(0)
+    p, before = (np.stack([plain.softmax(3 * rng.standard_normal(V)) for _ in range(4)]) for _ in range(2))
+    p[0, :5] = 0  # as filters leave it
+    ours = kl_divergence(jnp.asarray(p, jnp.float32), jnp.asarray(before, jnp.float32))
+    expected = [plain.divergence(*pair) for pair in zip(p, before, strict=True)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-4)
+    assert np.isinf(kl_divergence(jnp.asarray(p[:1], jnp.float32), jnp.zeros((1, V))))
+
+
+def decided(sampler, memory, at, logits, score):
+    index = jnp.arange(at.layout.length, dtype=jnp.int32)[None]
+    index = jnp.where(at.masked & at.active[:, None], index, at.layout.length)
+    token = jnp.zeros_like(index)
+    return sampler.decide(Candidates(index, token, score, logits), memory, at, None)
+
+
+def test_a_position_is_stable_after_as_many_predictions_as_the_history_and_one():
+    at = canvas(np.ones((1, 3)))
+    sampler = KLASS(confidence_threshold=0.5, divergence=0.1, history=2)
+    same, score = jnp.zeros((1, 3, V)), jnp.asarray([[0.9, 0.8, 0.4]])
+    memory, seen = sampler.init(at), []
+    for _ in range(4):
+        chosen, memory, _ = decided(sampler, memory, at, same, score)
+        seen.append(np.flatnonzero(chosen[0]).tolist())
+    assert seen == [[0], [0], [0, 1], [0, 1]]  # the surest alone, until predictions have been the same twice
+    moved = same.at[0, 0, 7].set(9.0)
+    chosen, memory, _ = decided(sampler, memory, at, moved, score)
+    assert np.flatnonzero(chosen[0]).tolist() == [1]
+    chosen, memory, _ = decided(sampler, memory, at, moved, score)
+    assert np.flatnonzero(chosen[0]).tolist() == [1], "the history still holds the change"
+
+
+@families("dream")
+def test_without_any_divergence_allowed_the_surest_is_decoded(family):
+    strict, one_by_one, some = (
+        generated(family, sampler=sampler) for sampler in (KLASS(divergence=0.0), Threshold(1.0), SOME)
+    )
+    assert_same_run(strict.trace, one_by_one.trace)
+    assert (np.asarray(some.stats.nfe) < 8).any()
+
+
+def test_predictions_of_later_blocks_count():
+    """The second block's masks were predicted along with the first, so some are stable at its first step."""
+    model = tiny("llada")
+    prompt, _ = prompts(model, (9,))
+    every = KLASS(confidence_threshold=0.0, divergence=1e6)
+    options = dict(length=8, block=4, sampler=every)
+    np.testing.assert_array_equal(dj.generate(model, prompt, **options).stats.nfe, 4)  # 1, 1, 2; 4
+    np.testing.assert_array_equal(
+        dj.generate(model, prompt, policy=policies.DualCache(), **options).stats.nfe, 5
+    )  # the second block is predicted once before its own steps: 1, then its history is complete
+
+
+def test_what_is_remembered_is_not_copied_in_the_loop(optimised):
+    text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
+    shape = f"f32[2,{PROGRAM.response},{V}]"
+    assert shape in text
+    assert not cache_copies_in_loops(text, shape)
+
+
+EVEN = TokenFrequencies(np.full(61, 1 / 61))
+
+
+def test_equal_frequencies_give_the_order_of_confidence():
+    calibrated, plain = (generated(sampler=s) for s in (PCSampler(EVEN, decay=0.0), Confidence()))
+    assert_same_run(calibrated.trace, plain.trace)
+    scored = np.isfinite(plain.trace.score)
+    ours, theirs = (np.asarray(out.trace.score)[scored] for out in (calibrated, plain))
+    np.testing.assert_allclose(ours, theirs * math.log(61), rtol=1e-5)
+
+
+def test_far_positions_keep_their_order():
+    """The weight exp(-decay i) itself would be 0 in float32 at all of them."""
+    length = 1000
+    masked = np.arange(length)[None] >= 900
+    score = jnp.where(masked, jnp.asarray(np.linspace(0.2, 1, length))[None], -jnp.inf)
+    score = score.at[0, 905].set(5.0)
+    at = canvas(masked, steps=length)
+    at = dataclasses.replace(at, block_masks=jnp.asarray([2 * length]))
+    offered = candidates(score, jnp.arange(length)[None])
+    chosen = PCSampler(frequencies(), decay=0.25).transfer(offered, at, None)
+    np.testing.assert_array_equal(np.flatnonzero(chosen[0]), [900, 905])
+
+
+@families("dream")
+def test_a_large_decay_decodes_from_left_to_right_also_in_padded_batches(family):
+    trace = generated(family, sampler=PCSampler(frequencies(), decay=50.0), block=8).trace
+    for step in range(8):
+        decoded = np.asarray(trace.tokens[step + 1] != trace.tokens[step])
+        np.testing.assert_array_equal(np.argwhere(decoded), [[0, 9 + step], [1, 9 + step]])
+
+
+def test_counts_become_fractions_and_unseen_tokens_count_once():
+    table = TokenFrequencies.of_counts({0: 6, 2: 4}, vocab=4)
+    np.testing.assert_allclose(table.values, [0.6, 0.1, 0.4, 0.1])
+    assert table.values.dtype == np.float32
+    assert TokenFrequencies([0.25, 0.75]) == TokenFrequencies(jnp.asarray([0.25, 0.75]))
+    assert hash(TokenFrequencies([0.25, 0.75])) == hash(TokenFrequencies((0.25, 0.75)))
+    assert TokenFrequencies([0.25, 0.75]) != TokenFrequencies([0.5, 0.5])
+
+
+def test_a_table_from_a_file_is_written_as_text_and_read_back(tmp_path):
+    path = tmp_path / "table.npy"
+    np.save(path, np.asarray(frequencies().values))
+    sampler = expressions.sampler(f"PCSampler(TokenFrequencies({str(path)!r}); decay=0.5)")
+    assert sampler == PCSampler(frequencies(), decay=0.5)
+    assert expressions.sampler(expressions.call(sampler)) == sampler
+    np.save(path, np.asarray(EVEN.values))
+    with pytest.raises(ValueError, match=r"sha256='[0-9a-f]{16}': the frequencies have"):
+        expressions.sampler(expressions.call(sampler))
+    assert repr(PCSampler(EVEN)) != repr(PCSampler(frequencies())), "records could not tell them apart"
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_what_is_no_table_is_refused():
+    for table, message in (
+        ([[0.5, 0.5]], "must be numbers by token id"), ([], "must be numbers by token id"),
+        (["a"], "must be numbers by token id"), ([0.5, -0.1], r"that of token 1 is -0\.1"),
+        ([0.5, 7], r"that of token 1 is 7\.0: for counts, see of_counts"),
+        ([0.5, math.nan], "that of token 1 is nan"), ([0.0, 0.0], "not all 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            TokenFrequencies(table)
+    for counts, message in (
+        ({4: 1}, r"counts\[4\]=1: expected ids in 0\.\.3"), ({0: -1}, r"counts\[0\]=-1"),
+        ({}, "no occurrence"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            TokenFrequencies.of_counts(counts, vocab=4)
+    with pytest.raises(ValueError, match="frequencies of 60 tokens do not fit a vocabulary of 61"):
+        dj.generate(tiny("llada"), [[1, 2]], length=4, sampler=PCSampler(frequencies(60)))
+
+
+def test_files_that_hold_no_table_are_refused(tmp_path):
+    (tmp_path / "text.npy").write_text("0.5 0.5")
+    (tmp_path / "empty.npy").write_bytes(b"")
+    for name in ("text.npy", "empty.npy"):
+        with pytest.raises(ValueError, match=f"{name} is no .npy file"):
+            TokenFrequencies(tmp_path / name)
+    np.savez(tmp_path / "several.npz", a=np.ones(2), b=np.ones(2))
+    with pytest.raises(ValueError, match="holds several arrays"):
+        TokenFrequencies(tmp_path / "several.npz")
+    with pytest.raises(FileNotFoundError):
+        TokenFrequencies(tmp_path / "missing.npy")
