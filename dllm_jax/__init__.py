@@ -28,6 +28,7 @@ from dllm_jax import vision
 from dllm_jax.state.inputs import EMBEDDED
 from dllm_jax.state.layout import Layout
 from dllm_jax.decoding.generate import generate, infill
+from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain
 from dllm_jax.decoding.chat import chat
@@ -85,6 +86,7 @@ __all__ = [
     "explain",
     "forward",
     "generate",
+    "generate_many",
     "hidden_states",
     "infill",
     "load",

@@ -162,7 +162,7 @@ def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch
     write(folder, [asked | {"answer": a} for asked, a in zip(QUESTIONS, [*answers, "~"], strict=True)])
     (tmp_path / "two").mkdir()
     (tmp_path / "one" / "journal.jsonl").rename(tmp_path / "two" / "journal.jsonl")
-    monkeypatch.setattr(runner_module, "generate", refuse)
+    monkeypatch.setattr(runner_module, "generate_many", refuse)
     assert run_here(tmp_path / "two") == 0
     again = record.read(tmp_path / "two" / "images-Policy.json")
     assert [row["score"] for row in again["requests"]] == [*right, 0]
@@ -208,7 +208,7 @@ def test_whatever_an_answer_depends_on_is_in_its_key(llada_v_path, folder):
 
 
 def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, folder, monkeypatch):
-    """A question without images is answered as a runner for text does, in a batch of its own.
+    """A question without images is answered as a runner for text does, among them.
 
     Stops end the decoding as in the released code, the end of turn being the last of them.
     """
@@ -217,12 +217,13 @@ def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, fo
     request = pictured.pictured("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
     text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
-    generate = runner_module.generate
-    spy = lambda *args, **options: found.append(options.get("stop")) or generate(*args, **options)
-    monkeypatch.setattr(runner_module, "generate", spy)
+    generate = runner_module.generate_many
+    seen = lambda asked: found.append(asked.get("stop")) or asked
+    spy = lambda model, prompts, **options: generate(model, map(seen, prompts), **options)
+    monkeypatch.setattr(runner_module, "generate_many", spy)
     mine, other = pictured.run([text, request])
     assert other["error"] is None
-    assert found == [None, [lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]]]
+    assert found == [[lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]], None]
     plain = Runner(lm, pictured.decoding)
     assert (mine["key"], mine["answer"]) == (plain.key(text), plain.run([text])[0]["answer"])
 

@@ -9,10 +9,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding import placement, step
+from dllm_jax.decoding import step
 from dllm_jax.decoding.group import coming, group_size, taking_part
 from dllm_jax.decoding.request import prepare
-from dllm_jax.testing.runs import assert_same_run, of_sequence
+from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.models import prompts, separate, tiny
 from tests.policy_cases import short
 from tests.replay.stepping import states
@@ -30,29 +30,22 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def groups_of(monkeypatch):
-    return lambda size: monkeypatch.setattr(placement, "group_size", lambda *_: size)
-
-
 @pytest.mark.parametrize(("policy", "sampler", "size"), CASES, ids=short)
-def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size, groups_of):
+def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size):
     model = separate(tiny("llada")) if size == 1 else tiny("llada")
     prompt, mask = prompts(model, (9, 5, 7))
     keys = jax.random.split(jax.random.key(1), 3)
     options = dict(length=LENGTH, block=4, policy=policy, sampler=sampler, trace=True)
     draws = lambda of: dict(key=keys[of]) if sampler.draws else {}
-    groups_of(size)
-    batch = dj.generate(model, prompt, prompt_mask=mask, **draws(slice(None)), **options)
+    batch = dj.generate(model, prompt, prompt_mask=mask, group=size, **draws(slice(None)), **options)
     assert len(set(batch.stats.nfe.tolist())) > 1 or isinstance(sampler, samplers.KLASS | samplers.WINO)
     for i, width in enumerate(mask.sum(axis=1)):
         alone = dj.generate(model, prompt[i : i + 1, -width:], **draws(slice(i, i + 1)), **options)
         assert_same_run(of_sequence(batch.trace, i, width + LENGTH), alone.trace, computed=True)
-        for ours, theirs in zip(batch.stats, alone.stats, strict=True):
-            np.testing.assert_allclose(ours[i], theirs[0], rtol=1e-6)
+        assert_same_stats(batch.stats, alone.stats, sequence=i)
 
 
-def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(groups_of, monkeypatch):
+def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(monkeypatch):
     widths = set()
 
     def network(generation, tokens, canvas, rows, cache):
@@ -61,11 +54,11 @@ def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(groups_of, monke
 
     step_network = step.network
     monkeypatch.setattr(step, "network", network)
-    groups_of(1)
     model = tiny("llada")
     prompt, _ = prompts(model, (9, 9, 9))
-    dj.generate(model, prompt, length=LENGTH, block=6, policy=P.DualCache())
+    out = dj.generate(model, prompt, length=LENGTH, block=6, policy=P.DualCache(), group=1)
     assert widths == {(True, 1), (False, 3)}
+    np.testing.assert_allclose(out.stats.executed, out.stats.computed, err_msg="nobody computes for others")
 
 
 def test_no_sequence_waits_for_the_blocks_of_others():
@@ -101,4 +94,4 @@ def test_the_size_of_a_group_saturates_the_device():
     layout = lambda length: dj.Layout(length - 32, 32, 32, 32)
     sizes = [group_size(P.DualCache(), layout(n), of) for of in ("cpu", "gpu") for n in (64, 1280)]
     assert sizes == [1, 1, 8, 1]
-    assert group_size(P.Policy(), layout(64), "gpu") is None, "every step of the exact decoder is a full one"
+    assert group_size(P.Policy(), layout(1280), "gpu") == 4, "every step of the exact decoder is a full one"

@@ -46,17 +46,18 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
     # The kill left the header, 14 answers (the first round, two of the second), and half a line.
     path.write_bytes(b"".join(lines[:15]) + lines[15][:40])
     calls = []
-    generate = runner_module.generate
-    spy = lambda *args, **options: calls.append(1) or generate(*args, **options)
+    generate = runner_module.generate_many
+    seen = lambda asked: calls.append(1) or asked
+    spy = lambda model, prompts, **options: generate(model, map(seen, prompts), **options)
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "generate", spy)
+        patch.setattr(runner_module, "generate_many", spy)
         assert tuned(lm, journal=path) == whole
     assert sorted(Journal(path).entries) == sorted(json.loads(line)["key"] for line in lines[1:])
-    assert len(calls) == 6  # batches of four: the exact decoder's other two, ..., in all 22 answers
+    assert len(calls) == 22
 
     # Nothing is answered a third time, nor by more questions or other policies of the same run.
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "generate", None)
+        patch.setattr(runner_module, "generate_many", None)
         assert tuned(lm, journal=path) == whole
         assert tuned(lm, journal=path, policies=SETTINGS[:1]).rows == whole.rows[:2]
         with pytest.raises(ValueError, match=r"score of an answer=7\.0 must be a number in \[0, 1\]"):
@@ -122,7 +123,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     # The same questions from a file are the same requests: the journal answers them.
     lines = [json.dumps(q._asdict()) for q in examples(FewShot(), 0, 5, 16, "held_out")]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(runner_module, "generate", None)
+    monkeypatch.setattr(runner_module, "generate_many", None)
     assert run(monkeypatch, [*words[3:], "--questions", "mine.jsonl"]) == 0
     again = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert again["rows"] == result["rows"]

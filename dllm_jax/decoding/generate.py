@@ -37,6 +37,7 @@ def generate(
     stop: Stops = (),
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
+    group: int | None = None,
     buckets: ladders.Ladder | None = None,
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
@@ -79,6 +80,8 @@ def generate(
         that is found counts, and later only the first of the list can move the end further to the left.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
+      group: how many sequences a full step runs, instead of as few as fill the device
+        (`dllm_jax.decoding.group`); changes speed and memory, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
         lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
         padding is taken off on the host: the call returns when the tokens are there.
@@ -117,6 +120,7 @@ def generate(
         stop=stop,
         trace=trace,
         widths=widths,
+        group=group,
         buckets=buckets,
         nonfinite=nonfinite,
         interventions=interventions,
@@ -137,6 +141,7 @@ def infill(
     noise: Noise | None = None,
     trace: bool = False,
     widths: tuple[int, ...] | None = None,
+    group: int | None = None,
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
     progress: bool = False,
@@ -160,6 +165,7 @@ def infill(
       noise: as in `generate`.
       trace: as in `generate`.
       widths: as in `generate`.
+      group: as in `generate`.
       nonfinite: as in `generate`.
       interventions: as in `generate`.
       progress: as in `generate`.
@@ -181,6 +187,7 @@ def infill(
         noise=noise,
         trace=trace,
         widths=widths,
+        group=group,
         nonfinite=nonfinite,
         interventions=interventions,
     )

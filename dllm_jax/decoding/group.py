@@ -6,6 +6,7 @@ than need one only takes longer. So each begins its blocks when it has come so f
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,26 @@ from dllm_jax.decoding.generation import Generation, State
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.widths import narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
+from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, stream
 from dllm_jax.state.layout import Layout
 
 
-def group_size(policy: Policy, layout: Layout, platform: str) -> int | None:
-    """How many sequences a full step runs: as many as it takes to saturate the device. None runs all.
-
-    Where every step is a full one, it runs all sequences, each of which has something to do.
+def group_size(policy: Policy, layout: Layout, platform: str) -> int:
+    """How many sequences a full step runs: as many as it takes to saturate the device.
 
     Args:
-      policy: without reuse, there are no partial steps.
+      policy: without reuse every step is a full one, so that groups are never short of sequences: four times
+        as many read the weights once.
       layout: the geometry.
       platform: of the devices, as jax calls it.
     """
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
     positions = 32 if platform == "cpu" else 512
-    return -(-positions // layout.length) if policy.reuses else None
+    return -(-positions // layout.length) * (1 if policy.reuses else 4)
 
 
 def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]:
@@ -95,31 +96,54 @@ def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
 
 def state_of(generation: Generation, state: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
-    plan = generation.plan
-    both = streams_of(who, plan)
-    own = lambda tree: jax.tree.map(lambda array: taken(array, who, 0), tree)
-    return State(
-        own(state.canvas),
-        jax.tree.map(lambda array, axis: taken(array, both, axis), state.cache, axes),
-        taken(state.need, both, 0),
-        own(state.record._replace(trace=None))._replace(trace=state.record.trace),
-        own(state.memory),
+    places = {1: who, generation.plan.streams: streams_of(who, generation.plan)}
+    few = by_array(
+        lambda copies, axis, array: taken(array, places[copies], axis), generation.plan, axes, untraced(state)
     )
+    return few._replace(record=few.record._replace(trace=state.record.trace))
 
 
 def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of all sequences after a step of the group's."""
-    plan = generation.plan
-    both = streams_of(who, plan)
-    own = lambda whole, new: jax.tree.map(lambda array, part: put(array, part, who, 0), whole, new)
-    record = own(state.record._replace(trace=None), few.record._replace(trace=None))
-    put_streams = lambda array, part, axis: put(array, part, both, axis)
+    places = {1: who, generation.plan.streams: streams_of(who, generation.plan)}
+    whole = by_array(
+        lambda copies, axis, array, part: put(array, part, places[copies], axis),
+        generation.plan,
+        axes,
+        untraced(state),
+        untraced(few),
+    )
+    return whole._replace(record=whole.record._replace(trace=few.record.trace))
+
+
+def untraced(state: State) -> State:
+    """The state without its trace."""
+    return state._replace(record=state.record._replace(trace=None))
+
+
+def by_array(function: Callable[..., Array], plan: Plan, axes: Cache, *states: State) -> State:
+    """A state made of others array by array.
+
+    Args:
+      function: of how many entries a sequence has side by side (one, or one per stream), along which axis,
+        and of the arrays.
+      plan: whose states they are.
+      axes: of `axes_of_sequences`.
+      *states: of any numbers of sequences.
+    """
+    own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
+    of_streams = functools.partial(function, plan.streams)
+    records = [state.record for state in states]
+    traces = [record.trace._replace(steps=None) for record in records if record.trace is not None]
+    record = own(*(record._replace(trace=None) for record in records))
+    if records[0].trace is not None:  # [t b ..], and the number of steps
+        record = record._replace(trace=own(*traces, axis=1)._replace(steps=records[0].trace.steps))
     return State(
-        own(state.canvas, few.canvas),
-        jax.tree.map(put_streams, state.cache, few.cache, axes),
-        put(state.need, few.need, both, 0),
-        record._replace(trace=few.record.trace),
-        own(state.memory, few.memory),
+        own(*(state.canvas for state in states)),
+        jax.tree.map(of_streams, axes, *(state.cache for state in states)),
+        of_streams(0, *(state.need for state in states)),
+        record,
+        own(*(state.memory for state in states)),
     )
 
 
@@ -130,9 +154,17 @@ def streams_of(who: Int[Array, "g"], plan: Plan) -> Int[Array, "streams_g"]:
 
 def taken(array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int) -> Shaped[Array, "..."]:
     """The array of these sequences; of a single one by a slice, which XLA makes in place of a gather."""
-    if len(who) == 1:
-        return jax.lax.dynamic_slice_in_dim(array, who[0], 1, axis)
-    return jnp.take(array, who, axis=axis, mode="clip")
+    if len(who) > 1:
+        return jnp.take(array, who, axis=axis, mode="clip")
+    one = lambda array, at: jax.lax.dynamic_slice_in_dim(array, at, 1, axis)
+    if array.ndim < 3:
+        return one(array, who[0])
+
+    # On CPUs XLA would fuse the slice of a cache into whatever reads it, and copy the whole cache lest the
+    # step's writes come first. It fuses no branch.
+    none = lambda array, at: jnp.zeros_like(one(array, at))
+    apart = lambda array, at: jax.lax.cond(at >= 0, one, none, array, at)
+    return jax.lax.platform_dependent(array, who[0], cpu=apart, default=one)
 
 
 def put(
@@ -144,9 +176,8 @@ def put(
     return array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
 
 
-def axes_of_sequences(generation: Generation, batch: int) -> Cache:
+def axes_of_sequences(model: Model, plan: Plan, batch: int) -> Cache:
     """The axis of sequences of each array of the cache, in its place: the one that grows with the batch."""
-    model, plan = generation.model, generation.plan
 
     def empty(batch: int) -> Cache:
         cache = plan.policy.init(model.spec, plan.layout, batch, model.dtype)

@@ -42,7 +42,7 @@ def end(canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     return dataclasses.replace(canvas, done=canvas.done | ~finite)
 
 
-def report(finite: Bool[Array, "b"], how: NonFinite, stacklevel: int):
+def report(finite: Bool[host.AnyArray, "b"], how: NonFinite, stacklevel: int):
     """Tells which sequences ended for want of finite logits; waits for the generation unless `how` is ignore.
 
     Nothing is told inside of a traced program, whose values are not known.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Key, PyTree, Shaped
+from jaxtyping import Array, Key, PyTree
 
 from dllm_jax.decoding.group import group_size
 from dllm_jax.decoding.nonfinite import NonFinite
@@ -75,14 +75,16 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     split = by_sequence(model, mesh, arrays, axes)
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
     # Groups are of sequences that lie on the same devices.
-    if model.rules.batch_ways(mesh) == 1:
+    if plan.group is None and model.rules.batch_ways(mesh) == 1:
         plan = dataclasses.replace(plan, group=group_size(plan.policy, plan.layout, _platform(model)))
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
 
-def collect(placed: Placed, tokens: Array, stats: Stats, trace: Trace | None) -> Output:
+def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> Output:
     """The output without what was added: sequences that a mesh needed, positions of a bucket.
+
+    Of arrays on the host, arrays on the host.
 
     Args:
       placed: the request.
@@ -177,6 +179,11 @@ def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree
     return jax.tree.map(lambda array, axis: _on_devices(array, mesh, where(axis)), arrays, axes)
 
 
+def not_split(model: Model, mesh: AnyMesh | None, arrays: PyTree) -> PyTree:
+    """Arrays of a request on the devices, the same on all of a mesh."""
+    return by_sequence(model, mesh, arrays, jax.tree.map(lambda array: NOT_SPLIT, arrays))
+
+
 def _platform(model: Model) -> str:
     """What the program will run on, as jax calls it; the default in a traced program, which does not know."""
     sharding = None if isinstance(model.params["embed"], Tracer) else model.params["embed"].sharding
@@ -222,14 +229,16 @@ def numbers(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
     return jax.tree.map(put, tree)
 
 
-def part(array: Shaped[Array, "..."], *index: slice, batch: int) -> Shaped[Array, "..."]:
+def part(array: Any, *index: slice, batch: int) -> Any:
     """`array[index]`; waits for the array and takes it to the host and back, unless that is all of it.
 
     Args:
-      array: of one device, or split by sequence over a mesh, as the result then is.
+      array: of one device, or split by sequence over a mesh, or on the host, as the result then is.
       *index: of its axes.
       batch: which axis is that of sequences; a result with fewer of them is replicated over the mesh.
     """
+    if isinstance(array, np.ndarray):
+        return array[index]
     sizes = zip(index, array.shape, strict=False)
     if all(s.indices(size) == (0, size, 1) for s, size in sizes):
         return array

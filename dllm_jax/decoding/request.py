@@ -72,6 +72,7 @@ class GenerateOptions:
     stop: Stops = ()
     trace: bool = False
     widths: tuple[int, ...] | None = None
+    group: int | None = None
     buckets: ladders.Ladder | None = None
     nonfinite: NonFinite = "warn"
     interventions: Sequence[Intervention] = ()
@@ -80,6 +81,7 @@ class GenerateOptions:
         check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
         check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
         check_argument("nonfinite", self.nonfinite, NonFinite)
+        check_argument("group", self.group, PositiveInt | None)
         for name in ("stop_at_eos", "trace"):
             check_argument(name, getattr(self, name), bool)
 
@@ -105,6 +107,14 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Any) -> Request:
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
+
+
+def repeated(request: Request, count: int) -> Request:
+    """The request of a single sequence for several of it."""
+    more = lambda array: (
+        jnp.repeat(array, count, 0) if isinstance(array, jax.Array) else np.repeat(array, count, 0)
+    )
+    return request._replace(inputs=jax.tree.map(more, request.inputs))
 
 
 def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | None, **options: Any) -> Request:
@@ -153,6 +163,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
         sampler=sampler,
         layout=layout,
         widths=step_widths(asked.policy, spec, layout, asked.widths),
+        group=asked.group,
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,
         constants=constants(asked.policy, "policy") + constants(sampler, "sampler"),

@@ -15,6 +15,9 @@ class Stats(NamedTuple):
     Attributes:
       nfe: network forwards the sequence took part in.
       computed: positions fed through the network, summed over forwards.
+      executed: positions that the device ran for it, selected ones and those that a program of static shape
+        runs along: the rows of each forward, shared among the sequences that took part. It depends on the
+        batch, as nothing else here does.
       widened: positions recomputed beyond those selected (`Cache.extra_positions`), averaged over layers,
         summed over forwards.
       cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
@@ -27,6 +30,7 @@ class Stats(NamedTuple):
 
     nfe: Int[Array, "b"]
     computed: Int[Array, "b"]
+    executed: Float[Array, "b"]
     widened: Float[Array, "b"]
     cache_ratio: Float[Array, "b"]
     refreshes: Int[Array, "b"]
@@ -67,6 +71,7 @@ class Record(NamedTuple):
 
     Attributes:
       computed: see `Stats`.
+      executed: see `Stats`.
       widened: see `Stats`.
       refreshes: see `Stats`.
       finite: see `Stats`.
@@ -75,6 +80,7 @@ class Record(NamedTuple):
     """
 
     computed: Int[Array, "b"]
+    executed: Float[Array, "b"]
     widened: Float[Array, "b"]
     refreshes: Int[Array, "b"]
     finite: Bool[Array, "b"]
@@ -98,13 +104,14 @@ class Record(NamedTuple):
         finite = jnp.ones(zeros.shape, bool)
         unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
-        return Record(zeros, widened, zeros, finite, trace, unknown)
+        return Record(zeros, zeros.astype(jnp.float32), widened, zeros, finite, trace, unknown)
 
     def add(
         self,
         before: Canvas,
         after: Canvas,
         computed: Bool[Array, "b l"],
+        rows: Int[Array, ""] | int,
         read: Bool[Array, "b l"],
         extra: Float[Array, "b n"] | None,
         finite: Bool[Array, "b"],
@@ -117,6 +124,7 @@ class Record(NamedTuple):
           before: the canvas before the step.
           after: the canvas after it.
           computed: positions fed through the network.
+          rows: that the program ran, of all sequences.
           read: positions that those attended to.
           extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
@@ -130,6 +138,7 @@ class Record(NamedTuple):
             extra = jnp.zeros((len(counted), before.spec.layers))
         return Record(
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
+            executed=self.executed + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
             widened=self.widened + jnp.mean(extra, axis=1),
             refreshes=self.refreshes + everything.astype(jnp.int32),
             finite=self.finite & finite,
@@ -164,6 +173,7 @@ class Record(NamedTuple):
         return Stats(
             nfe=canvas.step,
             computed=self.computed,
+            executed=self.executed,
             widened=self.widened,
             cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,

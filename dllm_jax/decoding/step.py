@@ -112,7 +112,7 @@ def step(generation: Generation, width: int | None, state: State) -> State:
     size = of_full_step(plan, len(part))
     if width is not None or size == len(part):
         return _step(generation, width, _of(state, part, plan))
-    who, axes = first(part, state.canvas, size), axes_of_sequences(generation, len(state.need))
+    who, axes = first(part, state.canvas, size), axes_of_sequences(generation.model, plan, len(state.need))
     few = _of(state_of(generation, state, who, axes), part[who], plan)
     after = _step(constants_of(generation, who), None, few, who)
 
@@ -170,8 +170,9 @@ def _step(
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = counted(cache, plan.streams)
+    ran = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
     read = stream(policy.reads(state.cache, streams) & streams.valid, 0, plan.streams)
-    record = state.record.add(canvas, after, own.mask(), read, extra, finite, proposal, who)
+    record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, who)
     return State(after, cache, needed(generation, cache, after), record, memory)
 
 

@@ -4,12 +4,14 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import GenerateOptions, prepare
+from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 
@@ -22,7 +24,7 @@ class Compiled(NamedTuple):
 
     Attributes:
       prompt: prompt positions, a rung of the ladder.
-      batch: sequences.
+      batch: sequences, or slots.
       seconds: wall time of tracing and compiling it; near 0 if it was ready before.
       temporary: bytes the program needs besides arguments and results, as the compiler reports them.
     """
@@ -33,17 +35,21 @@ class Compiled(NamedTuple):
     temporary: int
 
 
-def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options: Any) -> list[Compiled]:
-    """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running anything.
+def warmup(
+    model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, slots: int | None = None, **options: Any
+) -> list[Compiled]:
+    """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running a step.
 
         dj.warmup(model, dj.buckets.geometric(64, 1024), length=128, block=32, policy=dj.policies.DualCache())
 
-    Later calls of `generate` with the same options and batch size start at once.
+    Later calls of `generate` with the same options and batch size start at once; with `slots`, those of
+    `generate_many` with as many.
 
     Args:
       model: the model that will be used; its shapes, dtype and sharding count.
       ladder: the rungs to compile for.
       batch: sequences per request.
+      slots: of `generate_many`, whose programs are compiled instead, by a request of padding alone.
       **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
 
     Raises:
@@ -56,7 +62,10 @@ def warmup(model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, **options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
     if unknown := sorted(options.keys() - OPTIONS):
         raise ValueError(f"{', '.join(unknown)}: warmup takes {', '.join(sorted(OPTIONS))}")
-    return [_compile(model, rung, batch, options) for rung in ladder.rungs]
+    if slots is None:
+        return [_compile(model, rung, batch, options) for rung in ladder.rungs]
+    count = check_argument("slots", slots, PositiveInt)
+    return [_compile_slots(model, rung, count, options) for rung in ladder.rungs]
 
 
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
@@ -65,6 +74,20 @@ def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     start = time.perf_counter()
     placed = place(model, prepare(model, prompt, buckets=Ladder((rung,)), **options))
     program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
+    return Compiled(rung, batch, time.perf_counter() - start, _temporary(program))
+
+
+def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compiled:
+    start = time.perf_counter()
+    request = prepare(model, [[]], buckets=Ladder((rung,)), **options)
+    nothing = request.inputs._replace(valid=np.zeros_like(request.inputs.valid))
+    slots = Slots(model, request, count)
+    slots.enter(0, request._replace(inputs=nothing))
+    slots.run()
+    slots.ended()
+    return Compiled(rung, count, time.perf_counter() - start, _temporary(slots.program()))
+
+
+def _temporary(program: jax.stages.Compiled) -> int:
     memory = program.memory_analysis()
-    temporary = memory.temp_size_in_bytes if memory is not None else -1
-    return Compiled(rung, batch, time.perf_counter() - start, temporary)
+    return memory.temp_size_in_bytes if memory is not None else -1

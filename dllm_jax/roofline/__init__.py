@@ -15,6 +15,8 @@ queries, softmax, norms, sampling, launches, collectives. What a policy decides 
 `Assumed`.
 """
 
+from dllm_jax.roofline.flight import Throughput as Throughput
+from dllm_jax.roofline.flight import throughput as throughput
 from dllm_jax.roofline.hardware import HARDWARE as HARDWARE
 from dllm_jax.roofline.hardware import Hardware as Hardware
 from dllm_jax.roofline.predict import MemoryUse as MemoryUse

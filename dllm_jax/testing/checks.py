@@ -34,6 +34,7 @@ from dllm_jax.testing.models import cast, prompts, separate, tiny
 from dllm_jax.testing.runs import (
     assert_close_scores,
     assert_same_run,
+    assert_same_stats,
     compilations,
     finite,
     of_sequence,
@@ -139,7 +140,7 @@ def separate_layers_decode_as_stacked_ones(of: Subject):
     """A list of layers stores and computes what a stack of them does."""
     ours = of.run(model=separate(of.model), widths=WIDE)
     assert_same_run(ours.trace, of.batch.trace, computed=True)
-    _assert_same_stats(ours, of.batch)
+    assert_same_stats(of.batch.stats, ours.stats)
 
 
 def half_precision_decodes_everything(of: Subject):
@@ -210,7 +211,7 @@ def batch_mates_change_nothing(of: Subject):
     # Alone, without padding: another program, and another canvas length.
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
     assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
-    _assert_same_stats(alone, of.batch, sequence=1)
+    assert_same_stats(of.batch.stats, alone.stats, sequence=1)
     assert bool(partial_steps(of.batch)) == of.policy.reuses, "every step computed every position"
 
 
@@ -246,7 +247,7 @@ def widths_change_nothing(of: Subject):
     other = of.run(widths=(2, 9))
     assert_same_run(other.trace, of.batch.trace, computed=True)
     assert_close_scores(other.trace, of.batch.trace, atol=1e-5)
-    _assert_same_stats(other, of.batch)
+    assert_same_stats(of.batch.stats, other.stats)
 
 
 def guidance_has_streams_of_its_own(of: Subject):
@@ -381,9 +382,3 @@ def _primitives(jaxpr: Any) -> set[str]:
 def _assert_nothing_masked(of: Subject, out: Output):
     left = np.argwhere(np.asarray(out.tokens) == of.model.spec.mask_id)
     assert not len(left), f"sequence {left[0][0]}, position {left[0][1]}: still masked at the end"
-
-
-def _assert_same_stats(ours: Output, theirs: Output, sequence: int | None = None):
-    for name, a, b in zip(ours.stats._fields, ours.stats, theirs.stats, strict=True):
-        b = b if sequence is None else b[sequence : sequence + 1]
-        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"stats.{name}")

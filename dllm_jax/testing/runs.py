@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.stats import Trace
+from dllm_jax.decoding.stats import Stats, Trace
 
 
 def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = False):
@@ -57,6 +57,23 @@ def assert_close_scores(ours: Trace | None, theirs: Trace | None, atol: float):
             f"step {step}, sequence {sequence}, position {position}: confidence "
             f"{a[step, sequence, position]} instead of {b[step, sequence, position]}"
         )
+
+
+def assert_same_stats(ours: Stats, theirs: Stats, sequence: int | None = None):
+    """The sequences cost the same, whatever the device ran for their batch mates (`Stats.executed`).
+
+    Args:
+      ours: statistics.
+      theirs: others.
+      sequence: which one of ours theirs are those of; None compares all.
+
+    Raises:
+      AssertionError: a statistic that differs.
+    """
+    for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+        a = a if sequence is None else a[sequence : sequence + 1]
+        if name != "executed":
+            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"stats.{name}")
 
 
 def finite(score: Any) -> Float[np.ndarray, "..."]:

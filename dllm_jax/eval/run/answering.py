@@ -2,8 +2,7 @@
 
 import abc
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import rich.console
@@ -39,11 +38,19 @@ class Answering(abc.ABC, Generic[Item]):
 
     @abc.abstractmethod
     def _shape(self, item: Item) -> Any:
-        """What is static in a program; batches come in ascending order of it."""
+        """What is static in a program; items come in ascending order of it."""
 
     @abc.abstractmethod
-    def _answer(self, chunk: list[tuple[str, Item]]) -> list[Entry]:
-        """The entries of items of one shape, at most a batch, given with their hashes."""
+    def _answers(self, pairs: list[tuple[str, Item]], at_once: int) -> Iterator[list[Entry]]:
+        """The entries of items, given with their hashes, a few at a time as they are there.
+
+        Args:
+          pairs: in ascending order of shape.
+          at_once: how many are computed together.
+
+        Raises:
+          one of `FAILURES`: there are no more entries.
+        """
 
     def run(
         self,
@@ -77,29 +84,33 @@ class Answering(abc.ABC, Generic[Item]):
             console = rich.console.Console(stderr=True)
             with rich.progress.Progress(console=console, disable=not self.progress, transient=True) as bar:
                 task = bar.add_task(type(self).__name__, total=len(pairs))
-                for _, alike in itertools.groupby(pairs, key=of_pair):
-                    for chunk in iter(lambda: list(itertools.islice(alike, self.decoding.batch)), []):  # noqa: B023
-                        entries = self._each(chunk)
-                        journal.add(entries)
-                        finished(entries)
-                        bar.advance(task, len(chunk))
+                for entries in self._each(pairs, self.decoding.batch) if pairs else ():
+                    journal.add(entries)
+                    finished(entries)
+                    bar.advance(task, len(entries))
         except BaseException:
             # A run that ends here adds no more: what goes on from it, in this process even, may.
             journal.close()
             raise
         return [journal.entries[key] for key, _ in keyed]
 
-    def _each(self, chunk: list[tuple[str, Item]]) -> list[Entry]:
-        """The chunk's entries; if the chunk fails, its items are tried one by one."""
+    def _each(self, pairs: list[tuple[str, Item]], at_once: int) -> Iterator[list[Entry]]:
+        """Their entries; if some fail, those without an entry are tried one by one."""
+        left = dict(pairs)
         try:
-            return self._answer(chunk)
+            for entries in self._answers(pairs, at_once):
+                for entry in entries:
+                    del left[entry["key"]]
+                yield entries
         except FAILURES as error:
             # One of them may be at fault, or all of them together too much for the device's memory.
-            if len(chunk) > 1:
-                return [found for pair in chunk for found in self._each([pair])]
-            reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            return [Entry(key=chunk[0][0], answer=None, error=reason.splitlines()[0])]
+            if len(pairs) == 1 and at_once == 1:
+                yield [failure(key, error) for key in left]
+            for pair in left.items() if len(pairs) > 1 or at_once > 1 else ():
+                yield from self._each([pair], 1)
 
-    def filled(self, items: Sequence[Any]) -> list[Any]:
-        """The items, filled up to a batch with copies of the first one."""
-        return [*items, *[items[0]] * (self.decoding.batch - len(items))]
+
+def failure(key: str, error: Exception) -> Entry:
+    """The entry of an item that has no answer."""
+    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    return Entry(key=key, answer=None, error=reason.splitlines()[0])

@@ -2,9 +2,11 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -63,12 +65,23 @@ class Likelihood(Answering[Pair]):
             raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
 
     @override
+    def _answers(self, pairs: list[tuple[str, Pair]], at_once: int) -> Iterator[list[Entry]]:
+        shapes = itertools.groupby(pairs, key=lambda pair: self._shape(pair[1]))
+        alike = [list(group) for _, group in shapes]
+        chunks = [each[i : i + at_once] for each in alike for i in range(0, len(each), at_once)]
+        if len(chunks) == 1:
+            yield self._answer(chunks[0])
+            return
+        for chunk in chunks:  # one that fails takes no other along
+            yield from self._each(chunk, at_once)
+
     def _answer(self, chunk: list[tuple[str, Pair]]) -> list[Entry]:
-        """Padding is not counted among the positions computed."""
+        """The entries of a batch of one shape; padding is not counted among the positions computed."""
         for _, pair in chunk:
             self._check(*pair)
         start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(chunk[0][1])
-        pairs = self.filled([pair for _, pair in chunk])
+        pairs = [pair for _, pair in chunk]
+        pairs += pairs[:1] * (self.decoding.batch - len(pairs))
         prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
         answer = np.asarray([a for _, a in pairs], np.int32)
         # Every pair has masks of its own, whatever batch it is in.

@@ -1,31 +1,31 @@
-"""Decodes requests in batches of similar length, with costs and a journal; prompts may have images.
+"""Decodes requests in flight, `decoding.batch` at a time, with costs and a journal; prompts may have images.
 
-Prompts are padded on the left to a multiple of `bucket` tokens and batches are filled up, so that few
-programs are compiled. Every sequence has its own random key: an answer does not depend on its batch.
+Prompts are padded on the left to a multiple of `bucket` tokens, so that few programs are compiled. Every
+sequence has its own random key: an answer does not depend on what is in flight beside it.
 """
 
+import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.schema import Costs, Decoded, Entry
-from dllm_jax.eval.run.answering import NOT_FINITE, Answering
+from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
-from dllm_jax.state.inputs import padded_together
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
 
@@ -83,13 +83,13 @@ class Runner(Answering[Request]):
     """A model with settings, ready to answer; each request overrides `length`.
 
     Questions about images are answered as the released code of LLaDA-V does: decoding ends where a stop text
-    appears (`stop` of `generate`), the end of turn being the last of every request's. Times of answers are of
-    decoding alone: images are opened and go through the tower before.
+    appears (`stop` of `generate`), the end of turn being the last of every request's. Images are opened, and
+    go through the tower, while answers before them are decoded.
 
     Attributes:
-      warm_up: the first batch of each shape runs twice, and the second time counts: no answer is cold.
+      warm_up: the first request of each shape runs twice, and the second time counts: no answer is cold.
       processor: makes prompts of questions about images; see `with_images`.
-      compiled: shapes of batches that have been decoded, in which no time is of compilation any more.
+      compiled: shapes of requests that have been decoded, in which no time is of compilation any more.
     """
 
     warm_up: bool = False
@@ -157,52 +157,85 @@ class Runner(Answering[Request]):
         return item.length, rounded_up(len(item.prompt), self.decoding.bucket), *stop
 
     @override
-    def _answer(self, chunk: list[tuple[str, Request]]) -> list[Entry]:
-        requests, shape = [request for _, request in chunk], self._shape(chunk[0][1])
-        (length, width, *_), limit = shape, self.decoding.max_positions
-        sizes = [len(request.prompt) for request in requests]
-        if not all(sizes):
-            raise ValueError("the prompt is empty")
-        if limit is not None and (taken := max(sizes) + length) > limit:
-            raise ValueError(f"prompt and response take {taken} positions; max_positions={limit}")
-        options: dict[str, Any] = dict(
-            **self._inputs(requests, width),
-            key=self._keys([key for key, _ in chunk]) if self.decoding.sampler.draws else None,
+    def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
+        refused = {key: error for key, request in pairs if (error := self._refusal(request))}
+        if refused:
+            yield [failure(key, error) for key, error in refused.items()]
+        # Longest first: shorter prompts then fill slots that the last of the longer ones leave.
+        pairs = [pair for pair in reversed(pairs) if pair[0] not in refused]
+        if not pairs:
+            return
+        shapes = [self._shape(request) for _, request in pairs]
+        answer = functools.partial(
+            generate_many,
+            self.lm.model,
+            slots=at_once,
+            buckets=Ladder(tuple(sorted({width for _, width, *_ in shapes}))),
+            errors="return",
             nonfinite="ignore",  # each such sequence becomes a failure, below
-            **self.decoding.at(length).options(),
+            **{name: self.decoding.options()[name] for name in ("policy", "sampler", "stop_at_eos")},
         )
-        # Where times matter, the first batch of a shape compiles the program before the clock starts.
-        if self.warm_up and shape not in self.compiled:
-            jax.block_until_ready(generate(self.lm.model, **options))
-            self.compiled.add(shape)
-        # Arrays on the host end the clock: until then the device may still compute.
-        start = time.perf_counter()
-        out = generate(self.lm.model, **options)
-        tokens, stats = jax.device_get((out.tokens, out.stats))
-        seconds, cold = (time.perf_counter() - start) / len(chunk), shape not in self.compiled
-        self.compiled.add(shape)
-        texts = self._texts(requests, tokens[: len(chunk), width:])
-        return [
-            Decoded(key=key, answer=text, error=None, **costs(stats, i, seconds, cold))
-            if stats.finite[i]
-            else Entry(key=key, answer=None, error=NOT_FINITE)
-            for i, ((key, _), text) in enumerate(zip(chunk, texts, strict=True))
-        ]
+        # Where times matter, the first request of each shape compiles its programs before the clock starts.
+        new = {shape: i for i, shape in enumerate(shapes) if shape not in self.compiled}
+        if self.warm_up:
+            for i in new.values():
+                list(answer([self._asked(*pairs[i])]))
+            new = {}
 
-    def _inputs(self, requests: Sequence[Request], width: int) -> dict[str, Any]:
-        """The arguments of `generate` that the prompts of a batch make, padded to a width."""
-        if requests[0].conversation is None or self.processor is None:
-            prompts = self.filled([request.prompt for request in requests])
-            prompt, mask = padded_together(prompts, self.lm.model.spec.eos_id, width)
-            return {"prompt": prompt, "prompt_mask": mask}
-        # The tower runs once per question; copies fill up the batch.
-        messages = [request.conversation.messages for request in requests if request.conversation]
-        made = self.processor.encode(self.lm.model, messages, Ladder((width,)))
-        rows = np.asarray(self.filled(range(len(messages))))
-        ids, mask, embeds = jax.block_until_ready(tuple(made))
-        encode = lambda text: list(self.lm.tokenizer.encode(text, add_special_tokens=False))
-        stop = [encode(text) for text in requests[0].stop]
-        return {"prompt": ids[rows], "prompt_mask": mask[rows], "prompt_embeds": embeds[rows], "stop": stop}
+        # An answer's seconds are those since the one before: together, those that all took. The first ones in
+        # the slots have waited for their program.
+        start, found, count = time.perf_counter(), list[Entry](), collections.Counter[Any]()
+        for i, out in answer(self._asked(key, request) for key, request in pairs):
+            (key, request), shape, now = pairs[i], shapes[i], time.perf_counter()
+            count[shape] += 1
+            cold = shape in new and count[shape] <= at_once
+            found.append(self._entry(key, request, out, now - start, cold))
+            start = now
+            if len(found) == at_once:
+                yield found
+                found = []
+        self.compiled.update(shapes)
+        if found:
+            yield found
+
+    def _refusal(self, request: Request) -> ValueError | None:
+        """Why these settings cannot answer a request."""
+        limit, taken = self.decoding.max_positions, len(request.prompt) + request.length
+        if not request.prompt:
+            return ValueError("the prompt is empty")
+        if limit is not None and taken > limit:
+            return ValueError(f"prompt and response take {taken} positions; max_positions={limit}")
+        try:
+            self.decoding.at(request.length)
+        except ValueError as error:
+            return error
+        return None
+
+    def _asked(self, key: str, request: Request) -> dict[str, Any]:
+        """A request as `generate_many` takes it."""
+        options = self.decoding.at(request.length).options()
+        asked = {name: options[name] for name in ("length", "block", "steps")} | {"prompt": request.prompt}
+        # A random key from the request's hash, of which the seed is part.
+        if self.decoding.sampler.draws:
+            asked["key"] = jax.random.key(np.uint32(int(key[:8], 16)))[None]
+        if request.conversation is not None and self.processor is not None:
+            ladder = Ladder((self._shape(request)[1],))
+            made = self.processor.encode(self.lm.model, [request.conversation.messages], ladder)
+            encode = lambda text: list(self.lm.tokenizer.encode(text, add_special_tokens=False))
+            ids, mask, embeds = made
+            asked |= {"prompt": ids, "prompt_mask": mask, "prompt_embeds": embeds}
+            asked["stop"] = [encode(text) for text in request.stop]
+        return asked
+
+    def _entry(self, key: str, request: Request, out: Any, seconds: float, cold: bool) -> Entry:
+        """The entry of a request: its answer and costs, or why there is none."""
+        if isinstance(out, Exception):
+            return failure(key, out)
+        if not out.stats.finite[0]:
+            return Entry(key=key, answer=None, error=NOT_FINITE)
+        response = out.tokens[:, out.tokens.shape[1] - request.length :]
+        (text,) = self._texts([request], response)
+        return Decoded(key=key, answer=text, error=None, **costs(out.stats, 0, seconds, cold))
 
     def _texts(self, requests: Sequence[Request], responses: np.ndarray) -> list[str]:
         """The answers in the responses of a batch, Int[b r].
@@ -218,15 +251,9 @@ class Runner(Answering[Request]):
         decode = lambda ids: self.lm.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
         return [decode(ids[:length]) for ids, length in zip(responses, lengths, strict=True)]
 
-    def _keys(self, keys: list[str]):
-        """A random key per sequence, from the request's hash; the seed is part of it."""
-        # Sequences that fill up a batch draw too, whatever they like.
-        seeds = self.filled([int(key[:8], 16) for key in keys])
-        return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-
 
 def costs(stats: Stats, sequence: int, seconds: float, cold: bool) -> Costs:
-    """Costs of one sequence of a batch."""
+    """Costs of one sequence of several."""
     of = lambda name: getattr(stats, name)[sequence].item()
     return {
         "forwards": of("nfe"),

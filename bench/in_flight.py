@@ -1,0 +1,183 @@
+"""Requests in flight against batches in order of arrival: what the device executes, and requests per second.
+
+    python -m bench.in_flight --json bench/results/in_flight_cpu.json
+
+Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
+1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. "lockstep" are batches
+whose full steps run all sequences. Then a thousand requests, with everything that may go wrong.
+"""
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Array, Bool
+from transformers import AutoTokenizer
+
+import dllm_jax as dj
+from bench.shared import runner
+from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.policies import DualCache, Policy
+from dllm_jax.samplers import Sampler, Threshold
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.tasks import Chain, FewShot, Sorting, examples
+from dllm_jax.testing.runs import compilations
+
+SLOTS, COUNT = 8, 64
+MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
+LADDER = dj.buckets.Ladder(tuple(range(16, 129, 16)))
+COLUMNS: runner.Columns = {
+    "requests": lambda r: r["set"],
+    "policy": lambda r: r["policy"],
+    "executed / selected: lockstep": lambda r: f"{r['executed']['lockstep']:.2f}",
+    "batches": lambda r: f"{r['executed']['batches']:.2f}",
+    "in flight": lambda r: f"{r['executed']['in flight']:.2f}",
+    "requests per second over lockstep: batches": lambda r: f"{r['speed']['batches']:.2f}",
+    "in flight ": lambda r: f"{r['speed']['in flight']:.2f}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned(Sampler):
+    """Decodes nothing; blocks and answers end after numbers of steps that the prompt's first token plans.
+
+    Attributes:
+      even: the same numbers for all.
+    """
+
+    even: bool = False
+
+    def transfer(self, candidates, canvas, noise) -> Bool[Array, "b c"]:
+        return jnp.zeros(candidates.score.shape, bool)
+
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:  # noqa: F821
+        block = (canvas.block_start - canvas.layout.prompt) // canvas.layout.block
+        first = jnp.argmax(canvas.valid, axis=1)
+        seed = jnp.take_along_axis(canvas.tokens, first[:, None], axis=1)[:, 0]
+        draw = lambda salt, most: 1 + (seed * 31 + salt * 17 + (seed * salt) % 7 * 5) % most
+        blocks = 4 if self.even else draw(1, 8)
+        return (block >= blocks) | (canvas.block_step >= (8 if self.even else draw(2 + block, 32)))
+
+    def max_steps(self, layout: dj.Layout) -> int:
+        return 32 * layout.response // layout.block
+
+
+def mixed(tokenizer: Any) -> list[list[int]]:
+    """The mixed prompts, in an order of arrival drawn from a seed."""
+    drawn = [e for task, size in MIXED for e in examples(task, 0, size, 1 + COUNT // len(MIXED), "held_out")]
+    np.random.default_rng(0).shuffle(drawn)
+    return [list(chat_ids(tokenizer, [{"role": "user", "content": e.prompt}])) for e in drawn[:COUNT]]
+
+
+def rows(turns: int):
+    """A row per set and policy."""
+    path = dj.embedded.path("tiny-llada")
+    model, asked = dj.load(path), mixed(AutoTokenizer.from_pretrained(path))
+    planned = [[10 + i % 90, *range(10, 33)] for i in np.random.default_rng(1).permutation(COUNT)]
+    tasks = dict(length=32, block=8, sampler=Threshold(0.9), stop_at_eos=True)
+    sets = {
+        "tasks of tiny-llada": (asked, tasks),
+        "planned": (planned, dict(length=64, block=8, sampler=Planned())),
+        "all alike": (planned, dict(length=32, block=8, sampler=Planned(even=True))),
+    }
+    for name, (prompts, options) in sets.items():
+        for policy in (Policy(), DualCache()):
+            ways = ways_of(model, prompts, options | dict(policy=policy))
+            yield {"set": name, "policy": type(policy).__name__, **compared(ways, turns)}
+
+
+def ways_of(model: dj.Model, prompts: list, options: dict) -> dict[str, Callable[[], list[Any]]]:
+    """Three ways to answer all prompts, each until the answers are on the host."""
+
+    def batches(group: int | None):
+        starts = range(0, len(prompts), SLOTS)
+        return [
+            jax.device_get(dj.generate(model, prompts[i : i + SLOTS], group=group, **options)) for i in starts
+        ]
+
+    def in_flight():
+        return [out for _, out in dj.generate_many(model, prompts, slots=SLOTS, buckets=LADDER, **options)]
+
+    return {"lockstep": lambda: batches(SLOTS), "batches": lambda: batches(None), "in flight": in_flight}
+
+
+def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, Any]:
+    """Executed positions over selected ones, and requests per second over the first way's, in turns."""
+    total = lambda outs, name: float(sum(np.sum(getattr(out.stats, name)) for out in outs))
+    executed = {
+        name: total(outs := way(), "executed") / total(outs, "computed") for name, way in ways.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    base = middle[next(iter(ways))]
+    return {"executed": executed, "speed": {n: base / t for n, t in middle.items()}, "seconds": times}
+
+
+def thousand() -> dict[str, Any]:
+    """A thousand requests of all lengths, some refused, taken back, interrupted, or without finite logits."""
+    model = dj.load(dj.embedded.path("tiny-llada"))
+    spoilt = model.params["embed"].at[3].set(jnp.nan)  # the token 3 ends its sequence
+    model = dataclasses.replace(model, params=model.params | {"embed": spoilt})
+    rng, ladder = np.random.default_rng(2), dj.buckets.geometric(16, 128)
+    options: dict[str, Any] = dict(
+        length=16, block=8, policy=DualCache(), sampler=Threshold(0.9), stop_at_eos=True
+    )
+    asked: list[list[int]] = [rng.integers(10, 100, size=n).tolist() for n in rng.integers(1, 129, size=1000)]
+    kinds = np.array(rng.choice(["good", "refused", "not finite"], p=[0.9, 0.05, 0.05], size=1000))
+    for prompt, kind in zip(asked, kinds, strict=True):
+        prompt[0] = {"good": prompt[0], "refused": 10**6, "not finite": 3}[kind]
+
+    def read():
+        for i, prompt in enumerate(asked):
+            if i % 100 == 50:
+                broken[0] = True
+            yield prompt
+
+    dj.warmup(model, ladder, slots=SLOTS, **options)
+    broken, found, held, gone = [False], {}, [], set()
+    answers = dj.generate_many(
+        model, read(), slots=SLOTS, buckets=ladder, errors="return", nonfinite="raise", **options
+    )
+    with compilations() as compiled:
+        for index, answer in answers:
+            found[index] = type(answer).__name__
+            if broken[0]:  # an answer that nobody waits for any more
+                broken[0] = False
+                answers.cancel(taken := index + 5)
+                gone |= {taken} - found.keys()
+            held.append(sum(array.nbytes for array in jax.live_arrays()))
+            del answer
+    gc.collect()
+    named = {"good": "Output", "refused": "ValueError", "not finite": "FloatingPointError"}
+    wrong = [i for i, kind in enumerate(kinds) if i not in gone and found.get(i) != named[str(kind)]]
+    return {"requests": 1000, "taken back": len(gone), "lost or wrong": len(wrong), "compiled": len(compiled),
+            "megabytes": [max(held[:200]) / 1e6, max(held[-200:]) / 1e6]}  # fmt: skip
+
+
+def main(turns: int = 5, json: runner.JsonFile = None):
+    """Prints the table, and what became of the thousand requests.
+
+    Args:
+      turns: of each way, one after the other; medians count.
+      json: results go here.
+    """
+    where = runner.provenance("float32")
+    done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
+    print(found := thousand())
+    runner.write(json, where | {"rows": done, "thousand": found})
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,330 @@
+"""`generate_many`: many prompts in flight; a sequence that has ended makes room for the next one.
+
+    for index, out in dj.generate_many(model, prompts, slots=8, length=128, block=32):
+        ...
+
+Requests of one shape and plan share the slots of one program (`decoding.slots`). What is here is the host's
+part: which request enters when, and that none is lost whatever interrupts it.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Key
+
+from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.nonfinite import NonFinite, report
+from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.request import GenerateOptions, Keys, Request, prepare, typed_key
+from dllm_jax.decoding.slots import Slots
+from dllm_jax.nn.model import Model
+from dllm_jax.options import PositiveInt, check_argument, shown
+
+if TYPE_CHECKING:
+    import rich.progress
+
+OF_A_REQUEST = ("prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop")
+OF_ALL = {field.name for field in dataclasses.fields(GenerateOptions)}
+OF_ALL -= {"prompt_mask", "prompt_embeds", "noise", "buckets", "key"}
+TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
+AHEAD = 4  # requests per slot that are read before there is a slot for them
+
+NONE: Any = object()  # in the place of a prompt
+Errors = Literal["raise", "return"]
+
+
+class Waiting(NamedTuple):
+    """A request that is read and not answered.
+
+    Attributes:
+      index: its number, from 0, in the order in which requests are read.
+      options: its own and those of all.
+      request: checked and padded, of one sequence.
+      lane: what it shares with the requests of its program.
+    """
+
+    index: int
+    options: dict[str, Any]
+    request: Request
+    lane: Any
+
+    @property
+    def prompt(self) -> int:
+        """Positions of its prompt, padded."""
+        return self.request.plan.layout.prompt
+
+
+def generate_many(
+    model: Model,
+    prompts: Iterable[Any],
+    *,
+    slots: int = 8,
+    errors: Errors = "raise",
+    buckets: ladders.Ladder | None = ladders.DEFAULT,
+    key: Keys | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> "Answers":
+    """Answers many prompts, several at a time, and yields each answer as soon as it is there.
+
+    Tokens, trace and statistics but `executed` of every request are those of `generate(model, [prompt], ..)`,
+    whatever is in flight beside it. A sequence that ends makes room for the next one between two steps, and
+    none waits for another; while the caller looks at answers, the devices go on.
+
+    Prompts are padded to rungs of a ladder. Those of one rung, and of the same static options, are in flight
+    together, and shorter ones on that rung when no other waits for a slot that is free; those of another rung
+    follow when the slots are empty, at the latest after `TURN` times as many requests as there are slots.
+
+    Args:
+      model: from `load`.
+      prompts: any iterable, such as a generator: `AHEAD` prompts per slot are read ahead. Each one is the
+        token ids of one prompt, or a dict of them as "prompt" and any of `OF_A_REQUEST`, which go before the
+        options of all.
+      slots: sequences that are in flight at a time.
+      errors: what becomes of a request that is refused, or ends for want of finite logits with
+        nonfinite="raise": "raise" raises its error, which names its index, when its turn has come, and the
+        iterator goes on after it; "return" yields the error in the place of an output.
+      buckets: as in `generate`; None compiles a program for each length of prompts.
+      key: a jax.random key; request i draws by `jax.random.fold_in(key, i)` unless it has a key of its own.
+      progress: draw a bar on standard error.
+      **options: of `generate`, for all requests, but for `prompt_mask`, `prompt_embeds` and `noise`.
+
+    Returns:
+      an iterator over (index, Output of one sequence, whose arrays are NumPy's), in the order in which they
+      are answered. It may be
+      interrupted (`KeyboardInterrupt`) and goes on where it was; `close()`, or the end of its `with` block,
+      frees the slots; `cancel(index)` takes a request back.
+
+    Raises:
+      ValueError: at the call, options that no request could have; inside of `jit`.
+      TypeError: an option that `generate` does not have.
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, options))):
+        raise ValueError("generate_many cannot be traced: call it outside of jit, vmap and grad")
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
+    if unknown := sorted(options.keys() - OF_ALL):
+        raise TypeError(f"{', '.join(unknown)}: for all requests there are {', '.join(sorted(OF_ALL))}")
+    if buckets is not None:
+        ladders.check_ladder("buckets", buckets)
+    options |= {"buckets": buckets}
+    # What no request could ask for is refused here, by the shortest of prompts.
+    draws = GenerateOptions(**options).sampler.draws
+    prepare(model, [[model.spec.eos_id]], **options, **({"key": jax.random.key(0)} if draws else {}))
+    return Answers(
+        model,
+        iter(prompts),
+        check_argument("slots", slots, PositiveInt),
+        check_argument("errors", errors, Errors),
+        None if key is None else typed_key(key),
+        options,
+        _bar(prompts) if check_argument("progress", progress, bool) else None,
+    )
+
+
+class Answers(Iterator[tuple[int, Output | Exception]]):
+    """The answers of `generate_many`, an iterator that nothing but its end or `close` ends."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Iterator[Any],
+        slots: int,
+        errors: Errors,
+        key: Key[Array, ""] | None,
+        options: dict[str, Any],
+        bar: "rich.progress.Progress | None" = None,
+    ):
+        self._model, self._prompts, self._count = model, prompts, slots
+        self._errors, self._key, self._options, self._bar = errors, key, options, bar
+        self._nonfinite: NonFinite = GenerateOptions(**options).nonfinite
+        self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is
+
+        # Every request that has no answer is open; those of them in no slot wait.
+        self._open: dict[int, Waiting] = {}
+        self._waiting: collections.deque[Waiting] = collections.deque()
+        self._held: dict[int, Waiting] = {}  # by slot
+        self._answered: collections.deque[tuple[int, Output | Exception]] = collections.deque()
+        self._slots: Slots | None = None
+        self._lane: Any = None
+        self._entered = 0  # requests that have entered in the turn of this lane
+
+    def __next__(self) -> tuple[int, Output | Exception]:
+        while not self._answered:
+            if not self._goes_on():
+                self.close()
+                raise StopIteration
+        index, answer = self._answered.popleft()
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
+        if isinstance(answer, Output):
+            try:
+                report(answer.stats.finite, self._nonfinite, stacklevel=2)
+            except FloatingPointError as error:
+                answer = error
+        if isinstance(answer, Exception) and self._errors == "raise":
+            kind = FloatingPointError if isinstance(answer, FloatingPointError) else ValueError
+            raise kind(f"request {index}: {answer}") from answer
+        return index, answer
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *error: object):
+        self.close()
+
+    def close(self):
+        """Frees the slots; requests that have no answer yet get none."""
+        self._prompts = iter(())
+        for held in (self._open, self._waiting, self._held, self._answered):
+            held.clear()
+        self._slots = self._lane = None
+        if self._bar is not None:
+            self._bar.stop()
+
+    def cancel(self, index: int):
+        """Takes a request back that was read and not yielded: it is never yielded, and its slot is free."""
+        self._open.pop(index, None)
+        self._waiting = collections.deque(w for w in self._waiting if w.index != index)
+        self._held = {slot: w for slot, w in self._held.items() if w.index != index}
+        self._answered = collections.deque(pair for pair in self._answered if pair[0] != index)
+
+    # -- a round: sequences that have ended leave, others enter, steps run ------------------------------
+
+    def _goes_on(self) -> bool:
+        """Runs a round; False if there is nothing left to do. What interrupts it loses no request."""
+        try:
+            self._leave()
+            if not self._waiting:
+                self._read_ahead()
+            self._enter()
+            self._read_ahead()  # while the devices work
+            return bool(self._held or self._waiting or self._answered)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _leave(self):
+        """Sequences that have ended become answers, and their slots free; waits for the devices."""
+        if self._slots is None or (seen := self._slots.ended()) is None:
+            return
+        for slot, held in list(self._held.items()):
+            if not seen.goes_on[slot]:
+                self._answer(held.index, self._slots.output(slot, held.request, seen))
+                del self._held[slot]
+
+    def _read_ahead(self):
+        """Reads prompts until enough of them wait, or have been refused."""
+        while len(self._waiting) + len(self._answered) < AHEAD * self._count:
+            try:
+                # What was read before an interrupt is not read again.
+                self._item = next(self._prompts) if self._item is NONE else self._item
+            except StopIteration:
+                return
+            try:
+                waiting = self._prepared(self._read, self._item)
+            except (ValueError, TypeError) as error:
+                self._answer(self._read, error)
+            else:
+                self._open[waiting.index] = waiting
+                self._waiting.append(waiting)
+            self._read, self._item = self._read + 1, NONE
+
+    def _prepared(self, index: int, item: Any) -> Waiting:
+        """A request as it was read, checked."""
+        given = dict(item) if isinstance(item, Mapping) else {"prompt": item}
+        if unknown := sorted(given.keys() - {"prompt", *OF_A_REQUEST}):
+            raise ValueError(f"{', '.join(unknown)}: a request has prompt and {', '.join(OF_A_REQUEST)}")
+        if "prompt" not in given:
+            raise ValueError(f"{shown(item)} has no prompt")
+        options = self._options | given
+        if self._key is not None and "key" not in given:
+            options["key"] = jax.random.fold_in(self._key, index)
+        if np.ndim(given["prompt"]) == 1:
+            options["prompt"] = [given["prompt"]]
+        return self._checked(index, options)
+
+    def _checked(self, index: int, options: dict[str, Any]) -> Waiting:
+        """A request by its options, and its lane: what is static in the program that answers it."""
+        request = prepare(self._model, **options)
+        if len(request.inputs.tokens) != 1:
+            raise ValueError(f"a request is one prompt; this one has {len(request.inputs.tokens)}")
+
+        # Interventions are the slots' in common, and a bucket moves them.
+        inputs, plan = request.inputs, request.plan
+        kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
+        lane = jax.tree.structure((inputs, plan)), kinds, request.extra if plan.interventions else 0
+        return Waiting(index, options, request, lane)
+
+    def _enter(self):
+        """Requests of the lane enter slots that are free, and steps run."""
+        if not self._held and self._waiting:
+            oldest, self._entered = self._waiting[0], 0
+            if self._slots is None or oldest.lane != self._lane:
+                self._slots = None  # frees the memory of the slots before
+                self._slots, self._lane = Slots(self._model, oldest.request, self._count), oldest.lane
+        if self._slots is None:
+            return
+        for slot in sorted(set(range(self._slots.count)) - self._held.keys()):
+            if (waiting := self._next()) is None:
+                break
+            self._slots.enter(slot, waiting.request)
+            self._held[slot] = waiting
+            self._waiting = collections.deque(w for w in self._waiting if w.index != waiting.index)
+            self._entered += 1
+        if self._held:
+            self._slots.run()
+
+    def _next(self) -> Waiting | None:
+        """The request that enters next: the oldest of the lane, unless it is another lane's turn."""
+        turn_is_over = self._entered >= TURN * self._count
+        for mine in self._waiting:
+            if mine.lane == self._lane and not (turn_is_over and mine is not self._waiting[0]):
+                return mine
+        return None if turn_is_over else self._shorter()
+
+    def _shorter(self) -> Waiting | None:
+        """The oldest request of a shorter rung, on the rung of the slots, which it costs nothing to share."""
+        if self._slots is None or self._options["buckets"] is None:
+            return None
+        rung = ladders.Ladder((self._slots.prompt,))
+        for waiting in self._waiting:
+            if waiting.prompt < self._slots.prompt:
+                longer = self._checked(waiting.index, waiting.options | {"buckets": rung})
+                if longer.lane == self._lane:
+                    return longer
+        return None
+
+    def _answer(self, index: int, answer: Output | Exception):
+        self._answered.append((index, answer))
+        self._open.pop(index, None)
+
+    def _recover(self):
+        """Requests that an interrupt has caught between two places wait again."""
+        if self._slots is None or self._slots.lost:
+            self._slots, self._held = None, {}
+        elsewhere = {held.index for held in self._held.values()} | {index for index, _ in self._answered}
+        self._waiting = collections.deque(w for i, w in sorted(self._open.items()) if i not in elsewhere)
+
+
+def _bar(prompts: Iterable[Any]) -> "rich.progress.Progress":
+    """A bar of answers on standard error; of how many is known if the prompts have a length."""
+    import rich.console  # slow, and used by this alone
+    import rich.progress as bars
+
+    columns = (
+        bars.TextColumn("answered"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    bar = bars.Progress(*columns, console=rich.console.Console(stderr=True))
+    bar.add_task("", total=len(prompts) if isinstance(prompts, Sized) else None)
+    bar.start()
+    return bar

@@ -1,0 +1,301 @@
+"""Requests in flight: each is answered as if it were alone, whatever is beside it and whatever interrupts."""
+
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding import generate_many, slots
+from dllm_jax.decoding.nonfinite import NonFiniteWarning
+from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
+from tests.models import in_int8, separate, tiny
+from tests.policy_cases import short
+from tests.test_nonfinite import POISON, poisoned
+
+P, SOME = policies, samplers.Threshold(0.25)
+RANDOM = samplers.Threshold(0.25, cfg_scale=0.5, temperature=0.3)
+LADDER = dj.buckets.Ladder((6, 12))
+KEY = jax.random.key(3)
+SHORT = dict(length=8, block=4, sampler=SOME, buckets=LADDER)
+
+
+def some_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 40, size=n).tolist() for n in rng.integers(1, longest + 1, size=count)]
+
+
+def assert_alone(model: dj.Model, prompt: list[int], out: dj.Output, **options):
+    """The output is that of the prompt alone, on the rung that holds it."""
+    alone = dj.generate(model, [prompt], **options)
+    np.testing.assert_array_equal(out.tokens, alone.tokens)
+    assert_same_stats(out.stats, alone.stats)
+    if alone.trace is not None:
+        assert_same_run(out.trace, alone.trace, computed=True)
+
+
+CASES = [
+    ("llada", P.DualCache(), RANDOM, {}),
+    ("dream", P.MaskKV(budget=4), SOME, {}),
+    ("dream", P.Policy(), samplers.KLASS(), dict(stop_at_eos=True)),
+    pytest.param("llada", P.D2Cache(p=0.2), SOME, {}, marks=pytest.mark.exhaustive),
+    pytest.param("llada", P.ElasticCache(), samplers.KLASS(), {}, marks=pytest.mark.exhaustive),
+    pytest.param("llada", P.DualCache(), samplers.WINO(), {}, marks=pytest.mark.exhaustive),
+    pytest.param("llada", P.DKVPD(), samplers.RandomOrder(), {}, marks=pytest.mark.exhaustive),
+    pytest.param("llada", P.SparseDLLM(), SOME, dict(suffix=[7, 8]), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("family", "policy", "sampler", "more"), CASES, ids=short)
+def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
+    model, asked = tiny(family), some_prompts(7)
+    options = SHORT | dict(policy=policy, sampler=sampler, trace=True) | more
+    key = KEY if sampler.draws else None
+    found = dict(dj.generate_many(model, asked, slots=3, key=key, **options))
+    assert sorted(found) == list(range(7))
+    for i, prompt in enumerate(asked):
+        own = {} if key is None else dict(key=jax.random.fold_in(key, i))
+        assert_alone(model, prompt, found[i], **options, **own)
+
+
+@pytest.mark.parametrize("model", [separate(tiny("llada")), in_int8(tiny("llada"))], ids=["separate", "int8"])
+def test_models_of_every_form(model):
+    asked = some_prompts(4, longest=6)
+    options = SHORT | dict(policy=P.DualCache())
+    for i, out in dj.generate_many(model, asked, slots=2, **options):
+        assert_alone(model, asked[i], out, **options)
+
+
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
+    responses=st.lists(st.sampled_from((4, 8)), min_size=9, max_size=9),
+    count=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_any_prompts_in_any_number_of_slots(lengths, responses, count, seed):
+    """And they come in the order in which they end, each once."""
+    model, rng = tiny("llada"), np.random.default_rng(seed)
+    asked = [rng.integers(0, 40, size=n).tolist() for n in lengths]
+    each = [dict(prompt=p, length=n) for p, n in zip(asked, responses, strict=False)]
+    options = SHORT | dict(policy=P.DualCache())
+    found = dict(dj.generate_many(model, iter(each), slots=count, **options))
+    assert sorted(found) == list(range(len(asked)))
+    for i, one in enumerate(each):
+        assert_alone(model, one["prompt"], found[i], **options | dict(length=one["length"]))
+
+
+def test_requests_have_options_of_their_own():
+    model, asked = tiny("llada"), some_prompts(4, longest=6)
+    options = SHORT | dict(policy=P.DualCache(), sampler=RANDOM)
+    plain = dj.generate(model, [asked[1]], key=jax.random.key(8), **options)
+    stop = [np.asarray(plain.tokens)[0, -6:-4].tolist()]
+    each = [
+        dict(length=4, key=jax.random.key(7)), dict(stop=stop, key=jax.random.key(8)),
+        dict(suffix=[9, 9], key=jax.random.key(9)), dict(block=2, steps=4, key=jax.random.key(9)),
+    ]  # fmt: skip
+    given_ = [dict(prompt=prompt) | own for prompt, own in zip(asked, each, strict=True)]
+    found = dict(dj.generate_many(model, given_, slots=2, **options))
+    for i, own in enumerate(each):
+        assert_alone(model, asked[i], found[i], **options | own)
+    assert (found[1].tokens != np.asarray(plain.tokens)).any(), "the stop must have ended it"
+
+
+def test_embeddings_of_its_own():
+    model = tiny("llada")
+    embeds = jax.random.normal(KEY, (3, 5, model.spec.width))
+    each = [dict(prompt=[1, dj.EMBEDDED, 2, dj.EMBEDDED, 3], prompt_embeds=one) for one in embeds]
+    options = SHORT | dict(policy=P.DualCache())
+    for i, out in dj.generate_many(model, each, slots=2, **options):
+        assert_alone(model, each[i]["prompt"], out, prompt_embeds=embeds[i], **options)
+
+
+# -- nothing of the one before, and nothing that others cost ---------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [P.DualCache(), P.ElasticCache(), P.MaskKV(budget=4)], ids=short)
+def test_nothing_of_the_sequence_before_can_be_read(policy, monkeypatch):
+    """What the slots hold is NaN when a sequence enters: none of it is left."""
+    enter = slots.enter
+
+    def poison(array):
+        return jnp.full_like(array, jnp.nan) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    def entering(model, inputs, plan, state, new, slot):
+        return enter(model, inputs, plan, jax.tree.map(poison, state), new, slot)
+
+    monkeypatch.setattr(slots, "enter", entering)
+    model, asked = tiny("llada"), some_prompts(3, longest=6)
+    options = SHORT | dict(policy=policy)
+    for i, out in dj.generate_many(model, asked, slots=1, **options):
+        assert_alone(model, asked[i], out, **options)
+
+
+def test_the_device_runs_for_those_who_need_it():
+    model, asked = tiny("llada"), some_prompts(32, longest=6)
+    options = SHORT | dict(length=16)
+    ratio = lambda outs: sum(o.stats.executed.sum() for o in outs) / sum(o.stats.computed.sum() for o in outs)
+    flight = [out for _, out in dj.generate_many(model, asked, slots=4, group=4, **options)]
+    batches = [dj.generate(model, asked[i : i + 4], group=4, **options) for i in range(0, 32, 4)]
+    assert ratio(flight) < 1.1 < 1.2 < ratio(batches)
+
+
+def test_no_program_is_compiled_for_the_hundredth_request():
+    model, options = tiny("llada"), SHORT | dict(policy=P.DualCache())
+    dj.warmup(model, LADDER, slots=3, **{k: v for k, v in options.items() if k != "buckets"})
+    with compilations() as compiled:
+        assert len(list(dj.generate_many(model, some_prompts(100), slots=3, **options))) == 100
+    assert not compiled
+
+
+def test_prompts_are_read_as_they_are_needed():
+    read = itertools.count()
+    endless = ((next(read) and [1, 2]) or [3, 4] for _ in itertools.count())
+    answers = dj.generate_many(tiny("llada"), endless, slots=2, **SHORT)
+    assert [index for index, _ in itertools.islice(answers, 5)]
+    assert next(read) <= 5 + 2 + 2 * generate_many.AHEAD + 2
+    answers.close()
+    assert list(answers) == []
+
+
+def test_a_rare_length_is_not_starved():
+    """Nine long prompts stand behind a short one, and as many short ones follow as anybody reads."""
+    endless = itertools.chain([[1]], [list(range(9))], itertools.repeat([2]))
+    found = dj.generate_many(tiny("llada"), endless, slots=1, **SHORT | dict(length=4))
+    order = [index for index, _ in itertools.islice(found, generate_many.TURN + 3)]
+    assert 1 in order
+
+
+def test_shorter_prompts_fill_slots_that_would_be_idle():
+    asked = [list(range(9)), [1], [2], [3]]
+    model, options = tiny("llada"), SHORT | dict(policy=P.DualCache())
+    with mock.patch.object(generate_many, "Slots", side_effect=slots.Slots) as of_a_rung:
+        found = dict(dj.generate_many(model, asked, slots=4, **options))
+    assert of_a_rung.call_count == 1
+    for i, prompt in enumerate(asked):
+        assert_alone(model, prompt, found[i], **options)
+
+
+# -- interrupts and refusals -----------------------------------------------------------------------------
+
+
+def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
+    model, asked = tiny("llada"), [[1], [10**6], dict(prompt=[2], lenght=4), [3] * 13, [[1], [2]], [4]]
+    found = dict(dj.generate_many(model, asked, slots=2, errors="return", **SHORT))
+    messages = {i: str(found[i]) for i in range(1, 5)}
+    assert "vocabulary" in messages[1]
+    assert "lenght" in messages[2]
+    assert "exceeds the highest rung, 12" in messages[3]
+    assert "one prompt" in messages[4]
+    assert all(isinstance(found[i], dj.Output) for i in (0, 5))
+
+    answers, answered = dj.generate_many(model, asked, slots=2, **SHORT), []
+    refused = []
+    while len(answered) + len(refused) < 6:
+        try:
+            answered.append(next(answers)[0])
+        except ValueError as error:
+            refused.append(str(error))
+    assert sorted(answered) == [0, 5]
+    assert all(f"request {i}: " in "".join(refused) for i in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(slots=0), ValueError, "slots=0"),
+        (dict(errors="ignore"), ValueError, "errors='ignore'"),
+        (dict(noise=None), TypeError, "noise"),
+        (dict(block=3), ValueError, "block"),
+        (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO verifies"),
+        (dict(group=0), ValueError, "group=0"),
+    ],
+)
+def test_options_that_no_request_could_have_are_refused_at_the_call(options, error, message):
+    with pytest.raises(error, match=message):
+        dj.generate_many(tiny("llada"), [[1]], **SHORT | options)
+
+
+def test_prompts_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="must be an iterable of prompts"):
+        dj.generate_many(tiny("llada"), "text", **SHORT)
+
+
+def test_a_sequence_without_finite_logits_ends_alone():
+    model, asked = poisoned("llada"), [[1, 2], [POISON, 3], [4]]
+    with pytest.warns(NonFiniteWarning):
+        found = dict(dj.generate_many(model, asked, slots=3, **SHORT))
+    assert [bool(found[i].stats.finite[0]) for i in range(3)] == [True, False, True]
+    returned = dict(dj.generate_many(model, asked, slots=2, nonfinite="raise", errors="return", **SHORT))
+    assert isinstance(returned[1], FloatingPointError)
+    np.testing.assert_array_equal(returned[2].tokens, found[2].tokens)
+    with pytest.raises(FloatingPointError, match="request 1: "):
+        list(dj.generate_many(model, asked, nonfinite="raise", **SHORT))
+
+
+@pytest.mark.parametrize("where", ["prepare", "enter", "until_one_ends", "vacant", "output"])
+@pytest.mark.parametrize("loses", [False, True], ids=["before", "after"])
+def test_an_interrupt_anywhere_loses_nothing(where, loses, monkeypatch):
+    """Also when a program has taken the state, and what it gave back is lost."""
+    calls, at = itertools.count(), 2 if where != "vacant" else 0
+    owner = {"prepare": generate_many, "output": slots.Slots}.get(where, slots)
+    run = getattr(owner, where)
+
+    def interrupted(*args, **options):
+        strikes = next(calls) == at
+        if strikes and not loses:
+            raise KeyboardInterrupt
+        found = run(*args, **options)
+        if strikes:
+            raise KeyboardInterrupt
+        return found
+
+    model, asked = tiny("llada"), some_prompts(6)
+    options = SHORT | dict(policy=P.DualCache())
+    whole = dict(dj.generate_many(model, asked, slots=2, **options))
+    answers, found = dj.generate_many(model, asked, slots=2, **options), {}
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for index, out in answers:
+            found[index] = out
+    found |= dict(answers)
+    assert sorted(found) == sorted(whole)
+    for index, out in found.items():
+        np.testing.assert_array_equal(out.tokens, whole[index].tokens)
+
+
+def test_a_request_is_taken_back():
+    model, asked = tiny("llada"), some_prompts(6, longest=6)
+    with dj.generate_many(model, asked, slots=2, **SHORT) as answers:
+        first, _ = next(answers)
+        gone = [i for i in range(6) if i != first][:3]
+        for index in gone:
+            answers.cancel(index)
+        assert {index for index, _ in answers} == set(range(6)) - {first, *gone}
+
+
+def test_the_bar_counts_answers(capsys):
+    list(dj.generate_many(tiny("llada"), some_prompts(3, longest=6), progress=True, **SHORT))
+    assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("axes", ["dp=2", "dp=2 tp=2"])
+def test_slots_are_split_over_devices(axes):
+    from tests.test_mesh import mesh_of, on_mesh, one_device
+
+    model, asked = one_device("llada"), some_prompts(5)
+    placed = on_mesh(model, mesh_of(axes))
+    options = SHORT | dict(policy=P.DualCache())
+    found = dict(dj.generate_many(placed, asked, slots=3, **options))
+    with compilations() as compiled:
+        again = dict(dj.generate_many(placed, asked, slots=3, **options))
+    assert not compiled
+    for i, prompt in enumerate(asked):
+        assert_alone(model, prompt, found[i], **options)
+        np.testing.assert_array_equal(again[i].tokens, found[i].tokens)
