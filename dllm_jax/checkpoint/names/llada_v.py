@@ -39,8 +39,8 @@ NAMES = (
     *_linear(BLOCK + "mlp.fc2", "fc2", "M F"),
     # Not read by the model; kept so that a checkpoint comes back whole.
     *_linear(TOWER + "post_layernorm", "post_norm", "M"),
-    *_linear("model.mm_projector.0", "projector_in", "e M"),
-    *_linear("model.mm_projector.2", "projector_out", "m e"),
+    *_linear("model.mm_projector.0", "projector_in", "E M"),
+    *_linear("model.mm_projector.2", "projector_out", "m E"),
     TensorName("model.image_newline", "newline", "m"),
 )
 REQUIREMENTS = (
