@@ -27,6 +27,7 @@ from dllm_jax import vision
 # Decoding
 from dllm_jax.state.inputs import EMBEDDED
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import Sliding
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.compare import compare
@@ -74,6 +75,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Output",
+    "Sliding",
     "Snapshot",
     "abstract",
     "analysis",

@@ -42,6 +42,7 @@ DRAWN = {
     "EvictPrompt": dict(budget=8),
     "ElasticCache": dict(window=4),
     "D2Cache": dict(k=4),
+    "SlidingCache": dict(window=2),
     "SuffixDropout": dict(keep=dj.policies.NearAndLast(near=2, last=1)),
     "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
 }

@@ -133,6 +133,9 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.WindowDiffusion(window=2, active=2, refresh_every=1), ONE_TOKEN_PER_STEP,
         policies.WindowDiffusion(active=4), family="dream",
     ),
+    policies.SlidingCache: PolicyCase(
+        policies.SlidingCache(window=2), policies.SlidingCache(), ONE_STEP_PER_BLOCK, policies.SlidingCache()
+    ),
     policies.SuffixDropout: PolicyCase(
         policies.SuffixDropout(keep=policies.GaussianDropout(window=6, sigma=2.0)),
         policies.SuffixDropout(policies.Policy(), policies.NearAndLast(8)), ONE_TOKEN_PER_STEP,

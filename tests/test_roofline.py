@@ -87,6 +87,7 @@ SCHEDULED = [
     p.ElasticCache(window=2, gamma=-1.0), p.D2Cache(k=3, p=0.3), p.EvictPrompt(budget=3),
     p.SPACache(prompt_every=6, response_every=3),
     p.WindowDiffusion(window=6, active=2, refresh_every=5), p.SuffixDropout(keep=p.NearAndLast(2)),
+    p.SlidingCache(window=2),
 ]  # fmt: skip
 
 

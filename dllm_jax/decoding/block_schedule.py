@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_eos, masks_in_block
+from dllm_jax.state.layout import Layout
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
@@ -20,13 +21,17 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 
     def next_block(canvas: Canvas) -> Canvas:
         moves = remaining(canvas) & ~canvas.active
+        # A sliding block that has nothing to do is the last.
+        by = canvas.layout.block if canvas.layout.sliding is None else canvas.layout.length
         moved = dataclasses.replace(
             canvas,
-            block_start=canvas.block_start + canvas.layout.block * moves,
+            block_start=canvas.block_start + by * moves,
             block_step=jnp.where(moves, 0, canvas.block_step),
         )
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
         return settle(dataclasses.replace(moved, block_masks=masks))
+
+    canvas = canvas if canvas.layout.sliding is None else slid(canvas)
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
@@ -35,6 +40,35 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     if canvas.stop is not None:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
     return jax.lax.while_loop(lambda c: jnp.any(remaining(c) & ~c.active), next_block, settle(canvas))
+
+
+def slid(canvas: Canvas) -> Canvas:
+    """The canvas with its blocks at their first masks, and with new rounds where the last ones are over."""
+    layout, masks = canvas.layout, canvas.masked & canvas.response
+    first = jnp.where(jnp.any(masks, axis=1), jnp.argmax(masks, axis=1), layout.end)
+
+    # A round is over when as many tokens have been decoded since its first step as a block has positions.
+    began = (canvas.step - canvas.block_step)[:, None]
+    over = jnp.sum(canvas.decoded_at >= began, axis=1) >= layout.block
+    block_step = jnp.where(over & (canvas.block_step > 0), 0, canvas.block_step)
+    return dataclasses.replace(canvas, block_start=first.astype(jnp.int32), block_step=block_step)
+
+
+def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
+    """Raises ValueError if the block slides and the policy, or the sampler, rests on blocks that stay."""
+    if layout.sliding is None:
+        return
+    if not policy.only_sets:
+        raise ValueError(
+            f"block={layout.sliding!r} slides, but {type(policy).__name__} stores or drops positions by the "
+            "block in which a round begins: use a policy that only says which positions are computed, such "
+            "as SlidingCache(), DualCache() or DKVDecode()"
+        )
+    if sampler.verifies:
+        raise ValueError(
+            f"block={layout.sliding!r} slides, but {type(sampler).__name__} verifies a block as a whole: use "
+            "another sampler, such as Threshold()"
+        )
 
 
 def remaining(canvas: Canvas) -> Bool[Array, "b"]:
@@ -53,7 +87,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     A block with masks goes on after its schedule if the policy offered fewer positions than the schedule
     wanted; Elastic-Cache may leave masks behind an end-of-text for good.
     """
-    schedule_over = canvas.block_step >= canvas.layout.steps_per_block
+    schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
     nothing_offered = ~jnp.any(offered(policy, canvas), axis=1)
     return sampler.finished(canvas) | (schedule_over & nothing_offered)
 

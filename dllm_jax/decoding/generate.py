@@ -17,6 +17,7 @@ from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import inputs
+from dllm_jax.state.sliding import Sliding
 
 
 def generate(
@@ -27,7 +28,7 @@ def generate(
     prompt_embeds: inputs.Embeds | None = None,
     suffix: inputs.Ids | None = None,
     length: int = 128,
-    block: int | None = None,
+    block: int | Sliding | None = None,
     steps: int | None = None,
     policy: Policy = Policy(),
     sampler: Sampler = Confidence(),
@@ -62,6 +63,7 @@ def generate(
         up to them; they end the output. None means none.
       length: response positions.
       block: positions decoded together, left to right; default `length` (non-autoregressive order).
+        `Sliding(32)` slides over the response instead.
       steps: denoising steps in all, a multiple of length / block; by default and sensibly at most `length`
         (one token each). Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`,
         `KLASS`, `WINO`; `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its

@@ -82,7 +82,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.
     everywhere = sampler.allow_mask_token or response_scored
-    upper_bound = layout.response if everywhere else layout.block
+    upper_bound = layout.response if everywhere else layout.widest_block
     scored = scored if rule is None else scored | rule.asked(canvas)
     candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
     if verify:

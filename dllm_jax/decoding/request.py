@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.block_schedule import check_schedule
 from dllm_jax.decoding.closures import constants
 from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.plan import Inputs, Plan
@@ -32,6 +33,7 @@ from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sample
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import Sliding
 from dllm_jax.traced import fixed_at
 
 Stops = Sequence[Sequence[int]]
@@ -62,7 +64,7 @@ class GenerateOptions:
     prompt_embeds: inputs.Embeds | None = None
     suffix: inputs.Ids | None = None
     length: int = 128
-    block: int | None = None
+    block: int | Sliding | None = None
     steps: int | None = None
     policy: Policy = Policy()
     sampler: Sampler = Confidence()
@@ -158,6 +160,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
         inputs.warn_of_idle_steps(layout.steps, layout.response - layout.suffix, stacklevel=4)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
+    check_schedule(layout, asked.policy, sampler)
     plan = Plan(
         policy=asked.policy,
         sampler=sampler,

@@ -18,6 +18,7 @@ from dllm_jax.policies.parts.suffix_sets import GaussianDropout as GaussianDropo
 from dllm_jax.policies.parts.suffix_sets import NearAndLast as NearAndLast
 from dllm_jax.policies.parts.suffix_sets import UniformDropout as UniformDropout
 from dllm_jax.policies.parts.value_proxy import ValueProxy as ValueProxy
+from dllm_jax.policies.sliding_cache import SlidingCache as SlidingCache
 from dllm_jax.policies.spa_cache import SPACache as SPACache
 from dllm_jax.policies.sparse_dllm import SparseDLLM as SparseDLLM
 from dllm_jax.policies.suffix_dropout import SuffixDropout as SuffixDropout
@@ -40,4 +41,5 @@ ALL: tuple[Policy, ...] = (
     EvictPrompt(),
     WindowDiffusion(),
     SuffixDropout(),
+    SlidingCache(),
 )

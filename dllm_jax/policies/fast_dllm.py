@@ -53,4 +53,4 @@ class DualCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        return (layout.block,)
+        return halvings(layout.widest_block, smallest=layout.block)[:3]

@@ -83,6 +83,8 @@ class SuffixDropout(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        if layout.sliding is not None:
+            raise ValueError(f"block={layout.sliding!r} slides, but SuffixDropout keeps a set for each block")
         under = self.policy.init(spec, layout, batch, dtype)
         return under._replace(layers=super().init(spec, layout, batch, dtype).layers)
 

@@ -122,7 +122,7 @@ class Sampler(Options, abc.ABC):
         policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`
         masks are a result like any other token.
         """
-        schedule_over = canvas.block_step >= canvas.layout.steps_per_block
+        schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
         return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.eligible, axis=1)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:

@@ -80,7 +80,7 @@ class DreamSchedule(Sampler):
         # Steps beyond the schedule, for masks that the policy did not offer in time, take the last fraction,
         # 1.
         steps = canvas.layout.steps_per_block
-        fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.block_step, steps - 1)]
+        fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.schedule_step, steps - 1)]
 
         # "origin": each position on its own, so that the number of decoded tokens is random.
         score, index = candidates.score, candidates.index

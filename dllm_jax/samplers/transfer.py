@@ -17,8 +17,8 @@ def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
     # K = block masks // steps, and one more in each of the first (block masks mod steps) steps.
     steps = canvas.layout.steps_per_block
     remainder = canvas.block_masks % steps
-    beyond = canvas.block_step >= steps
-    one_more = jnp.where(beyond, remainder > 0, canvas.block_step < remainder)
+    beyond = canvas.schedule_step >= steps
+    one_more = jnp.where(beyond, remainder > 0, canvas.schedule_step < remainder)
     return canvas.block_masks // steps + one_more.astype(jnp.int32)
 
 

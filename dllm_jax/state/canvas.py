@@ -168,7 +168,20 @@ class Canvas:
     @property
     def block_end(self) -> Int[Array, "b 1"]:
         """The first position behind the current block."""
-        return (self.block_start + self.layout.block)[:, None]
+        if (sliding := self.layout.sliding) is None:
+            return (self.block_start + self.layout.block)[:, None]
+
+        # DSB: the end goes on by what is decoded, wherever it is.
+        decoded = jnp.sum(self.decoded_at >= 0, axis=1, dtype=jnp.int32)
+        end = jnp.minimum(self.layout.prompt + sliding.block + decoded, self.layout.end)
+        if sliding.longest is not None:
+            end = jnp.minimum(end, self.block_start + sliding.longest)
+        return end[:, None]
+
+    @property
+    def schedule_step(self) -> Int[Array, "b"]:
+        """Steps of the sampler's schedule that are over: of the block, or of all if it slides."""
+        return self.block_step if self.layout.sliding is None else self.step
 
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
         """Which positions each computed position may attend to; None where that is all of them.
@@ -207,8 +220,9 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
 
 
 def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
-    """How many positions of the current block are masked, per sequence."""
-    return jnp.sum(canvas.masked & canvas.block, axis=1, dtype=jnp.int32)
+    """How many positions of the current block are masked, per sequence; of all, if it slides."""
+    block = canvas.block if canvas.layout.sliding is None else canvas.response
+    return jnp.sum(canvas.masked & block, axis=1, dtype=jnp.int32)
 
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:

@@ -1,8 +1,10 @@
 """The static geometry of one generation."""
 
 import dataclasses
+from typing import Annotated
 
-from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument
+from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, check_argument
+from dllm_jax.state.sliding import Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,10 +15,11 @@ class Layout(Options):
       prompt: prompt positions (0 for infilling, where masks may be anywhere).
       response: response positions; the canvas is prompt + response.
       block: positions decoded together; blocks go left to right. block == response is the
-        non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive.
+        non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive. That of `sliding`, if given.
       steps: denoising steps in all, for samplers with a fixed schedule.
       padded: some sequences have left padding, so attention needs a mask.
       suffix: positions at the end of the response that hold given text from the start; no block has them.
+      sliding: the schedule of a block that slides; None has fixed blocks.
     """
 
     prompt: NonNegativeInt
@@ -25,6 +28,7 @@ class Layout(Options):
     steps: PositiveInt
     padded: bool = False
     suffix: NonNegativeInt = 0
+    sliding: Annotated[Sliding | None, NoneMeans("fixed blocks")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -32,6 +36,10 @@ class Layout(Options):
             raise ValueError(
                 f"suffix={self.suffix} must be below response={self.response}, which it is part of"
             )
+
+        # A sliding block has one schedule for the whole response.
+        if self.sliding is not None:
+            return
 
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
         length = self.response - self.suffix
@@ -48,15 +56,17 @@ class Layout(Options):
         cls,
         prompt: int,
         length: int,
-        block: int | None = None,
+        block: int | Sliding | None = None,
         steps: int | None = None,
         padded: bool = False,
         suffix: int = 0,
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
         check_argument("length", length, PositiveInt)
-        block, steps = (length if n is None else n for n in (block, steps))
-        return cls(prompt, length + suffix, block, steps, padded, suffix)
+        steps = length if steps is None else steps
+        if isinstance(block, Sliding):
+            return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
+        return cls(prompt, length + suffix, length if block is None else block, steps, padded, suffix)
 
     @property
     def length(self) -> int:
@@ -65,8 +75,14 @@ class Layout(Options):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
-        return (self.response - self.suffix) // self.block
+        """Number of blocks; a sliding one is one."""
+        return 1 if self.sliding is not None else (self.response - self.suffix) // self.block
+
+    @property
+    def widest_block(self) -> int:
+        """Upper bound of the positions of a block."""
+        longest = self.block if self.sliding is None else self.sliding.longest or self.response
+        return min(longest, self.response)
 
     @property
     def end(self) -> int:

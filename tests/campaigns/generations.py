@@ -64,6 +64,7 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
         "rollout_layers": (None, 1),
     },
+    p.SlidingCache: {"window": (0, 2, 50)},
     p.SuffixDropout: {
         "policy": (p.Policy(), p.PrefixCache(), p.DualCache(), p.DKVDecode(refresh_every=2)),
         "keep": (p.GaussianDropout(4, 2.0), p.UniformDropout(4, 2), p.NearAndLast(2, 1)),

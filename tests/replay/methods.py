@@ -185,7 +185,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "elastic": elastic.elastic, "d2cache": d2cache.d2cache, "maskkv": maskkv.maskkv,
     "maskkv-scores": maskkv.scores, "evict-baselines": maskkv.baselines,
     "window-diffusion": of_2026.window_diffusion, "dpad": of_2026.dpad,
-    "sampler-prophet": of_2026.prophet,
+    "sampler-prophet": of_2026.prophet, "dsb": of_2026.dsb, "dsb-cache": of_2026.dsb,
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     "llada-moe-forward": block.forward, "llada-moe-generate": block.llada_moe,

@@ -11,8 +11,9 @@ from dllm_jax import policies, samplers
 from dllm_jax.policies.parts.suffix_sets import SuffixSet
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import Sliding
 from tests.replay.case import Case
-from tests.replay.compare import exactly
+from tests.replay.compare import Skipped, exactly
 
 
 def window_diffusion(case: Case):
@@ -65,6 +66,32 @@ def prophet(case: Case):
     rule = samplers.EarlyCommit(s["answer_start"], s["answer_length"], **levels)
     shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
     compare_sets(case, sampler=samplers.Confidence(early_commit=rule), **shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleasedFactor(samplers.Factor):
+    """Fast-dLLM's factor rule as released: where only the last candidate fails, it is decoded too."""
+
+    @override
+    def transfer(self, candidates: samplers.Candidates, canvas: Canvas, noise) -> Bool[Array, "b c"]:
+        some = candidates.score > -jnp.inf
+        chosen = super().transfer(candidates, canvas, noise)
+        all_but_one = jnp.sum(chosen, axis=1) == jnp.sum(some, axis=1) - 1
+        return jnp.where(all_but_one[:, None], some, chosen)
+
+
+def dsb(case: Case):
+    """DSB's sliding block, without a cache or with its own."""
+    s = case.settings
+    if s["status"] == "optional":
+        raise Skipped(s["status_reason"])
+    s.only("suffix_window", 0)
+    longest, window = s["max_block_length"], s["prefix_window"]
+    s.describes("threshold")  # None where there is a factor
+    block = Sliding(s["block_length"], None if longest == -1 else longest)
+    decides = samplers.Threshold(s["threshold"]) if s["factor"] is None else ReleasedFactor(s["factor"])
+    policy = policies.Policy() if window is None else policies.SlidingCache(window)
+    compare_sets(case, policy=policy, sampler=decides, length=s["gen_length"], block=block)
 
 
 def compare_sets(case: Case, **options):

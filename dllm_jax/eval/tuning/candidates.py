@@ -22,6 +22,7 @@ IN_PARALLEL = (
     p.PrefixCache,
     p.DualCache,
     p.SparseDLLM,
+    p.SlidingCache,
     p.SuffixDropout,
 )  # walked with `Threshold` too
 IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)  # walked in one block too

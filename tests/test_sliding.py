@@ -1,0 +1,102 @@
+"""The sliding block: where it lies, rounds, limits and refusals; DSB's traces are replayed (test_goldens)."""
+
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies
+from dllm_jax.policies import SlidingCache
+from dllm_jax.samplers import WINO, Confidence, DreamSchedule, Threshold
+from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
+from tests.models import FAMILIES, families, generated, prompts, tiny
+from tests.policy_cases import short
+
+SHAPE = dict(length=24, lengths=(9, 6))
+GREEDY, CONST = dj.Sliding(6), dj.Sliding(6, longest=6)
+SEVERAL = Threshold(0.1)
+
+
+@families("llada")
+@pytest.mark.parametrize("block", [GREEDY, CONST, dj.Sliding(4, longest=7)], ids=repr)
+@pytest.mark.parametrize("sampler", [SEVERAL, Confidence(), DreamSchedule()], ids=short)
+def test_masks_are_decoded_up_to_where_the_number_of_tokens_says(block, sampler, family):
+    trace = generated(family, sampler=sampler, block=block, **SHAPE).trace
+    tokens, mask_id = np.asarray(trace.tokens), tiny(family).spec.mask_id
+    for step, sequence in np.argwhere(np.asarray(trace.active)):
+        masked = tokens[step, sequence] == mask_id
+        begin, decoded = np.argmax(masked), 24 - masked.sum()
+        end = min(9 + block.block + decoded, 33, begin + (block.longest or 99))
+        scored = np.flatnonzero(np.isfinite(trace.score[step, sequence]))
+        np.testing.assert_array_equal(scored, np.flatnonzero(masked & (np.arange(33) < end)))
+    assert not (tokens[-1] == mask_id).any()
+
+
+@families("dream")
+@pytest.mark.parametrize("sampler", [SEVERAL, Confidence(), DreamSchedule()], ids=short)
+def test_a_block_as_long_as_the_response_is_one_block(sampler, family):
+    sliding, one = (
+        generated(family, sampler=sampler, block=block, **SHAPE).trace for block in (dj.Sliding(24), 24)
+    )
+    assert_same_run(sliding, one)
+    near = generated(family, sampler=sampler, block=GREEDY, **SHAPE).trace
+    assert not np.array_equal(near.tokens, one.tokens[: len(near.tokens)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_begins_whenever_a_block_of_tokens_is_decoded(family):
+    policy = SlidingCache(window=3)
+    trace = generated(family, policy, sampler=SEVERAL, block=GREEDY, **SHAPE).trace
+    mask_id, shifted = tiny(family).spec.mask_id, tiny(family).spec.shifted
+    tokens, valid = np.asarray(trace.tokens), np.arange(33) >= [[0], [3]]
+    for sequence in range(2):
+        since = 0
+        for step in np.flatnonzero(trace.active[:, sequence]):
+            computed = np.asarray(trace.computed[step, sequence])
+            masked = tokens[step, sequence] == mask_id
+            begin, end = np.argmax(masked), min(9 + 6 + 24 - masked.sum(), 33)
+            if since == 0:
+                assert computed[valid[sequence]].all()
+            else:
+                moved = begin - np.argmax(tokens[step - 1, sequence] == mask_id)
+                first = min(begin - max(moved, 3), begin - shifted)
+                np.testing.assert_array_equal(np.flatnonzero(computed), np.arange(first, end - shifted))
+            since += (masked & (tokens[step + 1, sequence] != mask_id)).sum()
+            since = 0 if since >= 6 else since
+
+
+UNDER = (SlidingCache(3), policies.DualCache(), policies.DKVDecode(refresh_every=2))
+
+
+@families("llada")
+@pytest.mark.parametrize("policy", UNDER, ids=short)
+def test_each_sequence_slides_by_itself(policy, family):
+    """Sequences of a batch take other numbers of steps, and equal themselves alone."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    options = dict(policy=policy, sampler=SEVERAL, block=CONST, length=24, trace=True)
+    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert batch.stats.nfe[0] != batch.stats.nfe[1]
+    for sequence, width in enumerate((9, 6)):
+        alone = dj.generate(model, prompt[sequence : sequence + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, sequence, width + 24), alone.trace, computed=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_window_and_with_fixed_blocks_it_is_the_dual_cache(family):
+    ours, near, dual = (
+        generated(family, policy, block=6, **SHAPE).trace
+        for policy in (SlidingCache(0), SlidingCache(5), policies.DualCache())
+    )
+    assert_same_run(ours, dual, computed=True)
+    assert np.abs(finite(near.score) - finite(dual.score)).max() > 1e-4
+
+
+def test_what_rests_on_blocks_that_stay_is_refused():
+    for policy in (policies.SparseDLLM(), policies.D2Cache(), policies.SuffixDropout()):
+        with pytest.raises(ValueError, match=rf"block=Sliding\(block=6.* slides, but {short(policy)}"):
+            generated(policy=policy, block=GREEDY, **SHAPE)
+    with pytest.raises(ValueError, match="slides, but WINO verifies a block as a whole"):
+        generated(sampler=WINO(), block=GREEDY, **SHAPE)
+    for options in (dict(block=0), dict(longest=0)):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            dj.Sliding(**options)
