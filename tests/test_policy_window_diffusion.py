@@ -1,5 +1,7 @@
 """Window-Diffusion: what is computed, read and decoded in a phase; its traces are replayed (test_goldens)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,11 @@ def test_partial_steps_decode_the_leftmost_masks_and_compute_what_predicts_them(
         left = tokens[began + 1, sequence] == mask_id
         read = (~left | (np.cumsum(left) <= 4)) & (np.arange(len(left)) >= 9 - OPTIONS["lengths"][sequence])
         np.testing.assert_array_equal(trace.read[step, sequence], read)
+
+
+def test_kernels_leave_the_same_positions_out():
+    by_kernels = dataclasses.replace(tiny("llada"), implementation="pallas")
+    policy = WindowDiffusion(window=4, active=3, refresh_every=5)
+    ours, xla = (generated(model, policy, **OPTIONS).trace for model in (by_kernels, tiny("llada")))
+    assert_same_run(ours, xla, computed=True)
+    np.testing.assert_allclose(finite(ours.score), finite(xla.score), atol=1e-5)

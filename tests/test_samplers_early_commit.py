@@ -44,10 +44,10 @@ def gaps(model: dj.Model, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
 @families("dream")
 @pytest.mark.parametrize("answer", [None, 5])
 def test_a_sequence_commits_in_the_first_step_whose_gap_reaches_the_threshold(answer, family):
-    model, late = tiny(family), 0.0
+    model, shape = tiny(family), dict(length=20, block=4)
     _, mask = prompts(model, (9, 6))
-    valid = np.pad(mask, ((0, 0), (0, 12)), constant_values=True)
-    alone = np.asarray(generated(family, **SHAPE).trace.tokens)
+    valid = np.pad(mask, ((0, 0), (0, 20)), constant_values=True)
+    alone = np.asarray(generated(family, **shape).trace.tokens)
 
     # The mean gap of each step and sequence, of the answer or of what is masked.
     found = np.zeros((len(alone) - 1, 2))
@@ -57,16 +57,17 @@ def test_a_sequence_commits_in_the_first_step_whose_gap_reaches_the_threshold(an
             asked[:, 9 + answer : 9 + answer + 3] = True
         found[step] = np.where(asked, gaps(model, tokens, valid), 0).sum(axis=1) / asked.sum(axis=1)
 
-    # Between the gaps of the second third: sequences commit there, or in the last third, which is easy.
-    middle = np.sort(found[3:7].max(axis=0))[0] - 1e-3
-    rule = EarlyCommit(answer, positions=3, early=1e9, middle=float(middle), late=late)
-    ours = generated(family, sampler=Confidence(early_commit=rule), **SHAPE)
+    # The largest gap of the second third: one sequence commits there, the other where the last third begins.
+    middle = found[6:13].max() - 1e-3
+    rule = EarlyCommit(answer, positions=3, early=1e9, middle=float(middle), late=0.0)
+    ours = generated(family, sampler=Confidence(early_commit=rule), **shape)
+    assert len(set(ours.stats.nfe.tolist())) == 2
     for sequence in range(2):
-        progress = np.arange(1, 13) / 12
-        level = np.where(progress < 0.33, 1e9, np.where(progress < 0.67, middle, late))
+        progress = np.arange(1, 21) / 20
+        level = np.where(progress < 0.33, 1e9, np.where(progress < 0.67, middle, 0.0))
         at = int(np.argmax(found[:, sequence] >= level))
         assert ours.stats.nfe[sequence] == at + 1
-        trace = of_sequence(ours.trace, sequence, 21)
+        trace = of_sequence(ours.trace, sequence, 29)
         np.testing.assert_array_equal(trace.tokens[: at + 1, 0], alone[: at + 1, sequence])
         masked = alone[at, sequence] == model.spec.mask_id
         np.testing.assert_array_equal(trace.tokens[-1, 0, masked], trace.proposed[-1, 0, masked])

@@ -41,7 +41,7 @@ class SlidingCache(Policy):
         moved = canvas.block_start - jnp.maximum(start, canvas.layout.prompt)
         reach = canvas.block_start - jnp.maximum(moved, self.window)
         near = ~canvas.suffix & (canvas.position >= reach[:, None])
-        return canvas.block_begins | canvas.sources(canvas.block) | near
+        return canvas.block_begins | near | canvas.sources(canvas.block)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

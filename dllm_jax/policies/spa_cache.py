@@ -110,11 +110,9 @@ class SPACache(DLLMCache):
         canvas: Canvas,
     ) -> LayerCache:
         """Keys, values and proxies of the whole response, and of the prompt at its refreshes."""
-        renewed = stale | (rows.index >= canvas.layout.prompt)
-        k = layer.qk(x, rows.index)[1]
-        cache = cache.write(rows.last(cache.read().v.shape[1]).where(renewed), k=k, v=value)
+        cache = super().renew(layer, x, value, stale, cache, rows, canvas)
         if self.proxy is None:
             return cache
-        return cache.write(
-            rows.last(cache.read().mlp.shape[1]).where(renewed), proxy=self.proxy(layer, value)
-        )
+        renewed = stale | (rows.index >= canvas.layout.prompt)
+        tail = rows.last(cache.read().mlp.shape[1])
+        return cache.write(tail.where(renewed), proxy=self.proxy(layer, value))
