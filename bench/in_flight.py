@@ -25,6 +25,7 @@ import dllm_jax as dj
 from bench.shared import runner
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.policies import DualCache, Policy
+from dllm_jax.roofline import HARDWARE, throughput
 from dllm_jax.samplers import Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.tasks import Chain, FewShot, Sorting, examples
@@ -166,8 +167,25 @@ def thousand() -> dict[str, Any]:
             "megabytes": [max(held[:200]) / 1e6, max(held[-200:]) / 1e6]}  # fmt: skip
 
 
+def predicted() -> list[dict[str, Any]]:
+    """Sequences per second by the roofline: LLaDA-8B, prompts of 1024, 1 to 8 blocks of 1 to 32 steps."""
+    rng, spec, layout = (
+        np.random.default_rng(0),
+        dj.presets.model_spec("llada-8b"),
+        dj.Layout(1024, 256, 32, 256),
+    )
+    requests = [rng.integers(1, 33, size=n).tolist() for n in rng.integers(1, 9, size=512)]
+    return [
+        {"hardware": chip, "policy": type(policy).__name__, "slots": slots}
+        | throughput(spec, policy, layout, requests, slots, HARDWARE[chip])._asdict()
+        for chip in ("h100", "h200", "v6e")
+        for policy in (Policy(), DualCache())
+        for slots in (8, 32, 64)
+    ]
+
+
 def main(turns: int = 5, json: runner.JsonFile = None):
-    """Prints the table, and what became of the thousand requests.
+    """Prints the table, what became of the thousand requests, and what the roofline predicts.
 
     Args:
       turns: of each way, one after the other; medians count.
@@ -176,7 +194,9 @@ def main(turns: int = 5, json: runner.JsonFile = None):
     where = runner.provenance("float32")
     done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
     print(found := thousand())
-    runner.write(json, where | {"rows": done, "thousand": found})
+    forecast = predicted()
+    print(runner.table(tuple(forecast[0]), "llrrr", [[str(v)[:5] for v in row.values()] for row in forecast]))
+    runner.write(json, where | {"rows": done, "thousand": found, "predicted": forecast})
 
 
 if __name__ == "__main__":
