@@ -22,7 +22,6 @@ IN_PARALLEL = (
     p.PrefixCache,
     p.DualCache,
     p.SparseDLLM,
-    p.SlidingCache,
     p.SuffixDropout,
 )  # walked with `Threshold` too
 IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)  # walked in one block too
@@ -126,7 +125,6 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         p.EvictPrompt: [p.EvictPrompt(budget=budget) for budget in budgets],
         p.SuffixDropout: [
             p.SuffixDropout(keep=p.NearAndLast(window)),
-            p.SuffixDropout(p.PrefixCache(), p.NearAndLast(window)),
             p.SuffixDropout(keep=p.GaussianDropout(max(1, length // 2))),
         ],
         p.WindowDiffusion: [p.WindowDiffusion(2 * window, window, every) for every in (4, 8, 16)],
