@@ -5,7 +5,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from dllm_jax import ModelSpec
 
@@ -156,3 +156,11 @@ def write_tokenizer(path: Path, spec: ModelSpec):
     }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def weights(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Dtype, shape and bits of every tensor of a directory by its name."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        found |= {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in load_file(file).items()}
+    return found

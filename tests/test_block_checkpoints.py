@@ -13,17 +13,10 @@ from safetensors.numpy import load_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert, export, save_hf
-from tests.checkpoints import rewrite, save_sharded, write_tokenizer
+from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0",)
-
-
-def weights(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found = {}
-    for file in path.glob("*.safetensors"):
-        found |= {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in load_file(file).items()}
-    return found
 
 
 def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: int = 1) -> Path:

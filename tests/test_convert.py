@@ -2,9 +2,8 @@
 
 import dataclasses
 import hashlib
-import importlib.util
+import importlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,7 @@ import dllm_jax as dj
 from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.dtypes import SUPPORTED
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from tests.checkpoints import save_sharded, tensors, tiny, write_hf
-
-ROOT = Path(__file__).parent.parent
-
-
-def weights(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found = {}
-    for file in path.glob("*.safetensors"):
-        found |= {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in load_file(file).items()}
-    return found
+from tests.checkpoints import save_sharded, tensors, tiny, weights, write_hf
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -182,11 +172,9 @@ def test_damaged_converted_directories(tmp_path):
 
 def run_script(name: str, *arguments) -> int:
     """Runs a script of convert/ with these command line arguments; returns its exit code."""
-    specification = importlib.util.spec_from_file_location(name, ROOT / "convert" / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    main = importlib.import_module(f"convert.{name}").main
     try:
-        tyro.cli(module.main, args=[str(argument) for argument in arguments])
+        tyro.cli(main, args=[str(argument) for argument in arguments])
     except SystemExit as end:
         return end.code
     return 0

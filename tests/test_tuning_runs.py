@@ -1,9 +1,7 @@
 """Tuning that decodes: resumed after a kill, timed, from the command line; the page and the example run."""
 
 import dataclasses
-import importlib.util
 import json
-import pathlib
 import re
 import shlex
 
@@ -19,10 +17,10 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.tuning import Candidate, exact_match, search
 from dllm_jax.published.preset import read
 from dllm_jax.tasks import FewShot, examples
-from tests import run_page
+from examples import tune
+from tests import DOCS, run_page
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "how-to" / "tuning.md").read_text()
+PAGE = (DOCS / "how-to" / "tuning.md").read_text()
 QUESTIONS = examples(FewShot(), 0, 5, 12, "held_out")
 SETTINGS = [policies.DKVPrefill(), Candidate(steps=2)]
 
@@ -131,9 +129,6 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_runs(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("example_tune", ROOT / "examples" / "tune.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.main(methods=("DKVPrefill",), links=2, count=2, out=tmp_path)
+    tune.main(methods=("DKVPrefill",), links=2, count=2, out=tmp_path)
     assert "dj.generate" in capsys.readouterr().out
     assert {"tune.toml", "tune.png", "journal.jsonl"} <= {path.name for path in tmp_path.iterdir()}
