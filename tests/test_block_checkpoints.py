@@ -12,11 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 import dllm_jax as dj
+from dllm_jax import lora
 from dllm_jax.checkpoint import convert, export, save_hf
+from dllm_jax.checkpoint.config import MaskTokenWarning, read_config
+from dllm_jax.checkpoint.families import config_to_spec
 from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
-NEW = ("llada-moe-tiny-dense0",)
+NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
+pytestmark = pytest.mark.filterwarnings("ignore::dllm_jax.checkpoint.config.MaskTokenWarning")
 
 
 def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: int = 1) -> Path:
@@ -93,6 +97,27 @@ REFUSED = {
         ({"qk_layernorm": False}, "qk_layernorm=False is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling=.* is not supported"),
     ],
+    "llada2-tiny-dense2": [
+        ({"n_group": 5}, "count=12 experts must be a multiple of groups=5"),
+        ({"num_experts_per_tok": 9}, "per_token=9 must be at most 8, the experts of its groups"),
+        ({"score_function": "softmax"}, "score_function='softmax' is not supported"),
+        ({"use_qkv_bias": True}, "use_qkv_bias=True is not supported"),
+        ({"rotary_dim": 4}, "rotary_dim=4 is not supported; supported: 8"),
+        ({"first_k_dense_replace": 4}, "must be some of the layers 0 to 3"),
+        ({"use_sliding_window": True}, "sliding_window=4096 is not supported"),
+        ({"num_experts": None}, "required key 'num_experts' is null"),
+    ],
+    "sdar-tiny-tied": [
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters=.* is not supported"),
+        ({"num_experts": 8}, "num_experts=8 is not supported"),
+        ({"block_size": -1}, "block_size=-1 must be"),
+        ({"mask_token_id": None}, "required key 'mask_token_id' is null"),
+    ],
+    "fast-dllm-v2-tiny-tied": [
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types=.* must all be 'full_attention'"),
+        ({"bd_size": None}, "required key 'bd_size' is null"),
+    ],
 }
 
 
@@ -104,3 +129,61 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, name, changes, message):
     rewrite(source / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         dj.load(source)
+
+
+def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
+    """Unless listed, every so many layers; what a dense SDAR's file lacks it names."""
+    source = copied("sdar-tiny-tied", tmp_path / "hf")
+    experts = dict(model_type="sdar_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    experts |= dict(norm_topk_prob=True, decoder_sparse_step=1)
+    rewrite(source / "config.json", **experts, mlp_only_layers=[1])
+    config = lambda: config_to_spec(read_config(source / "config.json"))
+    assert (config().family, config().experts.dense, config().experts.renormalised) == (
+        "sdar-moe",
+        (1,),
+        True,
+    )
+    rewrite(source / "config.json", decoder_sparse_step=2, mlp_only_layers=None)
+    assert config().experts.dense == (0, 2)
+    with pytest.raises(
+        ValueError, match=r"missing: model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight \[48, 8\]"
+    ):
+        dj.load(source)
+    rewrite(source / "config.json", mlp_only_layers="1")
+    with pytest.raises(ValueError, match="mlp_only_layers='1' must be a list of layers"):
+        dj.load(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected"),
+    [
+        ("sdar-tiny-tied", dict(vocab_size=151936), dict(mask_id=151669, eot_id=151645, block_size=4)),
+        (
+            "fast-dllm-v2-tiny-tied",
+            dict(vocab_size=152064),
+            dict(mask_id=151665, eot_id=151645, block_size=32),
+        ),
+        ("llada2-tiny-dense2", {}, dict(mask_id=300, block_size=32, rope_width=8)),
+    ],
+)
+def test_what_published_configs_do_not_say(tmp_path, name, sizes, expected):
+    config = json.loads((MODELS / name / "config.json").read_text()) | sizes
+    absent = ("mask_token_id", "block_size") if sizes else ("block_size",)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
+    spec = config_to_spec(read_config(tmp_path / "config.json"))
+    assert {field: getattr(spec, field) for field in expected} == expected
+
+
+def test_a_mask_that_nobody_names_is_warned_of():
+    with pytest.warns(MaskTokenWarning, match="the last id, 319, stands in for it"):
+        assert dj.load(MODELS / "fast-dllm-v2-tiny-tied").spec.mask_id == 319
+
+
+def test_adapters_of_fused_matrices_stay_in_memory(tmp_path):
+    model = lora.attach(dj.load(MODELS / "llada2-tiny-dense2"), lora.LoRA(rank=2), jax.random.key(0))
+    with pytest.raises(ValueError, match=r"query_key_value.weight of llada2-moe holds several of q, v"):
+        lora.save(model, tmp_path / "adapter")
+    assert (
+        weights(save_hf(lora.merge(model), tmp_path / "merged")).keys()
+        == weights(MODELS / "llada2-tiny-dense2").keys()
+    )

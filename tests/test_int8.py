@@ -21,6 +21,7 @@ from dllm_jax.nn import int8, parameters
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
+from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.training import TrainConfig, prepare
 from tests.checkpoints import save_sharded, tiny, write_hf
 from tests.policy_cases import matrix
@@ -42,10 +43,13 @@ def bound(matrix: Int8Matrix, array, axes, outputs):
     assert (far <= scale / 2 * (1 + 1e-4)).all()
 
 
+WITH_EXPERTS = tiny("dream", experts=ExpertSpec(count=4, per_token=2, hidden=24, shared=16))
+
+
 @pytest.mark.parametrize("leaf", OUTPUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_number_is_within_half_a_scale_of_its_channel(monkeypatch, leaf, dtype):
-    axes, outputs, spec = AXES[leaf].removeprefix("n"), OUTPUTS[leaf], tiny("dream")
+    axes, outputs, spec = AXES[leaf].removeprefix("n"), OUTPUTS[leaf], WITH_EXPERTS
     rng = np.random.default_rng(0)
     wide = rng.standard_normal(shape(spec, axes)) * 10.0 ** rng.uniform(-3, 1, shape(spec, axes))
     array = np.asarray(jnp.asarray(wide, dtype))

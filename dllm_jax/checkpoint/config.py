@@ -14,6 +14,10 @@ KINDS = get_type_hints(ModelSpec, include_extras=True)
 KINDS_OF_EXPERTS = get_type_hints(ExpertSpec, include_extras=True)
 
 
+class MaskTokenWarning(UserWarning):
+    """A config.json names no mask token, and none is known of a model of its size."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Requirement:
     """A key whose value changes the arithmetic, of which only some values are supported.

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import dream, llada, llada_moe, llada_v
+from dllm_jax.checkpoint.names import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, llada_v, sdar
 from dllm_jax.checkpoint.names.table import Family, Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
@@ -13,6 +13,10 @@ FAMILIES = {
     "dream": dream.FAMILY,
     "llada-v": llada_v.FAMILY,
     "llada-moe": llada_moe.FAMILY,
+    "llada2-moe": llada2_moe.FAMILY,
+    "sdar": sdar.FAMILY,
+    "sdar-moe": sdar.FAMILY_MOE,
+    "fast-dllm-v2": fast_dllm_v2.FAMILY,
 }
 # Relatives of the models, which would be read as these: quantised files, and experts where there are none.
 QUANTISED = Requirement("quantization_config", (None,))

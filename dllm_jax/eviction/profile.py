@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
-from dllm_jax.nn.mask import key_mask
+from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.options import PositiveInt, Profile, check_argument
@@ -35,12 +35,13 @@ def importance(
     """
     (batch, length), spec = valid.shape, model.spec
     position = jnp.broadcast_to(jnp.arange(length), valid.shape)
+    mask = block_causal(key_mask(valid), spec, position, valid, length)
 
     def run(layer: Layer, carry):
         x, profile = carry
         # The exact layer over the full canvas, opened between its two branches.
         q, k = layer.qk(x, position)
-        after = x + layer.out(attention(q, k, layer.value(x), key_mask(valid))[0])
+        after = x + layer.out(attention(q, k, layer.value(x), mask)[0])
         similarity = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
         return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
 

@@ -133,10 +133,19 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
 
 
 def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
-    """The Hugging Face modules of these matrices, in the order of the checkpoint's tensors."""
+    """The Hugging Face modules of these matrices, in the order of the checkpoint's tensors.
+
+    Raises:
+      ValueError: several of them are one module, as LLaDA2's queries, keys and values.
+    """
     every = units(spec, family_of(spec).names)
     entries = [(unit.layer, entry) for unit in every for entry in unit.entries if entry.leaf in names]
     entries = [(layer, entry) for layer, entry in entries if not entry.by_expert]
+    if fused := [entry for _, entry in entries if entry.behind]:
+        raise ValueError(
+            f"{fused[0].name} of {spec.family} holds several of {', '.join(names)}: PEFT's files have one "
+            "update of it, and this library one of each; save the merged model (lora.merge, save_hf)"
+        )
     return {(entry.leaf, layer): entry.name.removesuffix(".weight") for layer, entry in entries}
 
 

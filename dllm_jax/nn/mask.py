@@ -55,3 +55,16 @@ def block_causal(
     end = first + ((position - first) // spec.block_size + 1) * spec.block_size
     causal = (jnp.arange(length) < end[..., None])[:, None]
     return causal if mask is None else mask & causal
+
+
+def require_full_attention(spec: ModelSpec, what: str):
+    """Refuses a block-causal model for what lets all queries of a step read the same keys.
+
+    Raises:
+      ValueError: the model attends within blocks.
+    """
+    if spec.block_size:
+        raise ValueError(
+            f"{what} lets all positions of a step attend to the same keys; {spec.family} attends causally "
+            f"between blocks of block_size={spec.block_size}"
+        )

@@ -71,7 +71,7 @@ AXES: dict[str, str] = {
 }
 # The parameters of a vision tower and of what stands behind it.
 VISION = tuple(AXES)[tuple(AXES).index("patch") :]
-# Of the matrices: the axes they produce. What is left is summed over.
+# Of the matrices: the axes they produce. What is left is summed over. Updates are drawn by their number here.
 OUTPUTS: dict[str, str] = {
     "q": "hd",
     "k": "kd",
@@ -80,13 +80,13 @@ OUTPUTS: dict[str, str] = {
     "gate": "f",
     "up": "f",
     "down": "m",
+    "head": "v",
     "expert_gate": "ei",
     "expert_up": "ei",
     "expert_down": "em",
     "shared_gate": "j",
     "shared_up": "j",
     "shared_down": "m",
-    "head": "v",
 }
 # Checkpoints may store these in another dtype than the rest, and keep it; models hold them in float32.
 WIDE = ("router_bias",)

@@ -209,7 +209,9 @@ class ModelSpec(Options):
                 continue
             if not isinstance(inner, Mapping):
                 raise ValueError(f"{name}={inner!r} must be an object with the fields of {kind.__name__}")
-            nested[name] = kind(**inner)
+            # JSON has no tuples.
+            read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.items()}
+            nested[name] = kind(**read)
         return cls(**{**fields, **nested})
 
     @property

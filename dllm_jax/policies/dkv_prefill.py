@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import key_mask
+from dllm_jax.nn.mask import key_mask, require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -31,6 +31,7 @@ class DKVPrefill(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the prompt positions that are never recomputed."""
+        require_full_attention(spec, "DKVPrefill")
         slots = max(layout.prompt - spec.shifted, 0)
         return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import Mask, key_mask
+from dllm_jax.nn.mask import Mask, key_mask, require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
 from dllm_jax.policies.base import Policy
@@ -53,6 +53,7 @@ class SparseDLLM(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for the pairs of the first block; with side="prefix" later blocks keep fewer."""
+        require_full_attention(spec, "SparseDLLM")
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt, TracedFraction
 from dllm_jax.samplers import scores
@@ -68,6 +69,7 @@ class WINO(UntilDone):
                 f"WINO verifies a token by the output of its own position, and the head of {spec.family} is "
                 "shifted: its left neighbour predicts it. Use another sampler, such as Threshold"
             )
+        require_full_attention(spec, "WINO")
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

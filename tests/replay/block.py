@@ -16,6 +16,7 @@ from dllm_jax.nn.parameters import separate
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 
+FORWARD = [f"{name}-forward" for name in ("llada-moe", "llada2", "sdar", "sdar-moe", "fast-dllm-v2")]
 SETTINGS = "moe_layers", "routing_margin", "rows_where_groups_change_the_choice"  # how a recording came out
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.checkpoint.config import MaskTokenWarning
 from dllm_jax.eval.benchmarks.longbench import metrics
 from dllm_jax.eval.benchmarks.longbench.tasks import TASKS
 from dllm_jax.samplers.transfer import dream_times
@@ -188,7 +189,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "sampler-prophet": of_2026.prophet, "dsb": of_2026.dsb, "dsb-cache": of_2026.dsb,
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
-    "llada-moe-forward": block.forward, "llada-moe-generate": block.llada_moe,
+    "llada-moe-generate": block.llada_moe, **dict.fromkeys(block.FORWARD, block.forward),
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),
     **dict.fromkeys(("parallel-threshold", "fast-dllm-prefix", "fast-dllm-dual"), fast_dllm),
     **dict.fromkeys(("prefix-cache", "certainty-prior"), research_dllm),
@@ -207,5 +208,6 @@ def replay(case: Case):
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", IdleStepsWarning)  # some recorded schedules have such steps
+        warnings.simplefilter("ignore", MaskTokenWarning)  # a single pass needs no mask
         METHODS[case.method](case)
     case.check_everything_was_read()

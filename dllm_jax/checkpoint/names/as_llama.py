@@ -3,7 +3,11 @@
 The table has all that any of them has: which lines a checkpoint has, its spec says.
 """
 
+from typing import Any
+
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
+from dllm_jax.nn.spec import ModelSpec
 
 LAYER = "model.layers.{n}."
 EXPERT = LAYER + "mlp.experts.{e}."
@@ -52,3 +56,31 @@ KEYS = {
     "tied": "tie_word_embeddings",
     "positions": "max_position_embeddings",
 }
+REQUIREMENTS = (
+    Requirement("hidden_act", ("silu",), needed=True),
+    Requirement("rope_scaling", (None,)),
+    Requirement("rope_parameters", (None,)),  # newer spelling of rope_theta and rope_scaling in one
+)
+
+
+def check(config: Config, requirements: tuple[Requirement, ...] = ()):
+    """Raises ValueError unless these and `REQUIREMENTS` are met, and no layer attends within a window."""
+    # A window counts only where it is both set and switched on.
+    window = config.read("use_sliding_window", bool, default=False)
+    of_window = (Requirement("sliding_window", (None,)),) if window else ()
+    config.check((*REQUIREMENTS, *requirements, *of_window))
+    kinds = config.values.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ValueError(f"{config.where}: layer_types={kinds!r} must all be 'full_attention'")
+
+
+def template(spec: ModelSpec, architecture: str) -> dict[str, Any]:
+    """The keys that hold no field, for a model that never had a config.json."""
+    return {
+        "architectures": [architecture],
+        "attention_dropout": 0.0,
+        "bos_token_id": spec.eos_id,
+        "pad_token_id": spec.eos_id,
+        "use_sliding_window": False,
+        "use_cache": False,
+    }

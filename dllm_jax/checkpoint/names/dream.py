@@ -7,11 +7,6 @@ from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.table import Family
 from dllm_jax.nn.spec import ModelSpec
 
-REQUIREMENTS = (
-    Requirement("hidden_act", ("silu",), needed=True),
-    Requirement("rope_scaling", (None,)),
-    Requirement("rope_parameters", (None,)),  # newer spelling of rope_theta and rope_scaling in one
-)
 END_OF_TURN = {152064: 151645}  # <|im_end|>
 
 
@@ -21,9 +16,7 @@ def read(config: Config) -> ModelSpec:
     Raises:
       ValueError: naming the key, its value and what is supported.
     """
-    # A window counts only where it is both set and switched on.
-    window = config.read("use_sliding_window", bool, default=False)
-    config.check((*REQUIREMENTS, Requirement("sliding_window", (None,))) if window else REQUIREMENTS)
+    as_llama.check(config)
     found = config.fields(as_llama.KEYS)
     config.check((Requirement("head_dim", (found["head"], None)),))
 
@@ -42,14 +35,7 @@ def read(config: Config) -> ModelSpec:
 
 def template(spec: ModelSpec) -> dict[str, Any]:
     """The other keys of a Dream config.json, for a model that never had one."""
-    return {
-        "architectures": ["DreamModel"],
-        "attention_dropout": 0.0,
-        "bos_token_id": spec.eos_id,
-        "pad_token_id": spec.eos_id,
-        "use_sliding_window": False,
-        "use_cache": False,
-    }
+    return as_llama.template(spec, "DreamModel")
 
 
-FAMILY = Family("Dream", as_llama.NAMES, as_llama.KEYS, REQUIREMENTS, read, template)
+FAMILY = Family("Dream", as_llama.NAMES, as_llama.KEYS, as_llama.REQUIREMENTS, read, template)

@@ -16,6 +16,7 @@ from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -48,7 +49,12 @@ class PromptEviction(Policy):
         self.layers.check()
 
     def empty_pairs(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> PairStore:
-        """Room for the kept pairs of all layers and heads."""
+        """Room for the kept pairs of all layers and heads.
+
+        Raises:
+          ValueError: a block-causal model.
+        """
+        require_full_attention(spec, type(self).__name__)
         return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
 
     def with_budgets(
