@@ -181,7 +181,7 @@ class ModelSpec(Options):
         if self.rope_width is not None and (self.rope_width % 2 or self.rope_width > self.head):
             raise ValueError(f"rope_width={self.rope_width} must be even and at most head={self.head}")
         dense = self.experts.dense if self.experts else ()
-        if list(dense) != sorted({*dense} & {*range(self.layers)}) or len(dense) == self.layers:
+        if list(dense) != sorted(d for d in {*dense} if 0 <= d < self.layers) or len(dense) == self.layers:
             raise ValueError(
                 f"dense={dense} must be some of the layers 0 to {self.layers - 1} in ascending order, not all"
             )
