@@ -37,6 +37,11 @@ def model_of(checkpoint: str) -> dj.Model:
     [
         ("llada-8b", 4096, 8_015_581_184, None),
         ("dream-7b", 131072, 7_615_616_512, None),
+        ("fast-dllm-v2-7b", None, 7_615_616_512, None),  # of Qwen2.5-7B, as Dream
+        ("llada-moe-7b", 8192, 7_356_880_896, None),
+        ("llada2-mini", None, 16_255_643_392, None),
+        ("sdar-8b", None, 8_190_735_360, None),  # of Qwen3-8B
+        ("sdar-30b-a3b", None, 30_532_122_624, None),  # of Qwen3-30B-A3B
         ("llada-v-8b", 16384, 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
     ],
 )
