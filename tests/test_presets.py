@@ -86,7 +86,7 @@ def test_settings_are_those_printed(name):
 
 
 def test_unknown_names_are_refused_with_what_there_is():
-    with pytest.raises(ValueError, match=r"'gpt-2' is not among the presets: dream-7b, llada-8b"):
+    with pytest.raises(ValueError, match=r"'gpt-2' is not among the presets: dream-7b, fast-dllm-v2-7b"):
         presets.model_spec("gpt-2")
     with pytest.raises(ValueError, match=r"task='nope' is not among llada-1.5's: gsm8k"):
         presets.recipe("llada-1.5", "nope")
