@@ -191,7 +191,7 @@ def test_work_per_device_falls_with_the_batch_it_holds(optimised):
     prompt, _ = prompts(alone, (24,) * 8)
 
     def flops(model: dj.Model) -> float:
-        request = prepare(model, prompt, length=16, block=8)
+        request = prepare(model, prompt, length=16, block=8, group=8)  # a step runs all
         placed = place(model, request)
         lowered = denoise.lower(model, placed.inputs, placed.plan)
         return lowered.compile().cost_analysis()["flops"]
