@@ -3,7 +3,8 @@
     python -m bench.in_flight --json bench/results/in_flight_cpu.json
 
 Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
-1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. "lockstep" are batches
+1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. Those run on a random
+model of `WIDER`, whose steps take a CPU longer than a host needs to have the next ones run. "lockstep" are batches
 whose full steps run all sequences. Then a thousand requests, with everything that may go wrong.
 """
 
@@ -29,11 +30,13 @@ from dllm_jax.roofline import HARDWARE, throughput
 from dllm_jax.samplers import Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.tasks import Chain, FewShot, Sorting, examples
+from dllm_jax.testing.models import tiny
 from dllm_jax.testing.runs import compilations
 
 SLOTS, COUNT = 8, 64
 MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
-LADDER = dj.buckets.Ladder(tuple(range(16, 129, 16)))
+LADDER = dj.buckets.Ladder((16, 24, *range(32, 129, 16)))
+WIDER = dict(width=256, heads=4, kv_heads=4, head=64, hidden=768, vocab=128, mask_id=126, eos_id=127, eot_id=125)
 COLUMNS: runner.Columns = {
     "requests": lambda r: r["set"],
     "policy": lambda r: r["policy"],
@@ -81,16 +84,17 @@ def rows(turns: int):
     """A row per set and policy."""
     path = dj.embedded.path("tiny-llada")
     model, asked = dj.load(path), mixed(AutoTokenizer.from_pretrained(path))
+    wider = tiny("llada", **WIDER)
     planned = [[10 + i % 90, *range(10, 33)] for i in np.random.default_rng(1).permutation(COUNT)]
     tasks = dict(length=32, block=8, sampler=Threshold(0.9), stop_at_eos=True)
     sets = {
-        "tasks of tiny-llada": (asked, tasks),
-        "planned": (planned, dict(length=64, block=8, sampler=Planned())),
-        "all alike": (planned, dict(length=32, block=8, sampler=Planned(even=True))),
+        "tasks of tiny-llada": (model, asked, tasks),
+        "planned": (wider, planned, dict(length=64, block=8, sampler=Planned())),
+        "all alike": (wider, planned, dict(length=32, block=8, sampler=Planned(even=True))),
     }
-    for name, (prompts, options) in sets.items():
+    for name, (of, prompts, options) in sets.items():
         for policy in (Policy(), DualCache()):
-            ways = ways_of(model, prompts, options | dict(policy=policy))
+            ways = ways_of(of, prompts, options | dict(policy=policy))
             yield {"set": name, "policy": type(policy).__name__, **compared(ways, turns)}
 
 

@@ -27,15 +27,17 @@ def group_size(policy: Policy, layout: Layout, platform: str) -> int:
     """How many sequences a full step runs: as many as it takes to saturate the device.
 
     Args:
-      policy: without reuse every step is a full one, so that groups are never short of sequences: four times
-        as many read the weights once.
+      policy: without reuse every step is a full one, so that groups are never short of sequences, and more of
+        them read the weights once.
       layout: the geometry.
       platform: of the devices, as jax calls it.
     """
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
-    positions = 32 if platform == "cpu" else 512
-    return -(-positions // layout.length) * (1 if policy.reuses else 4)
+    reusing, not_reusing = (32, 512) if platform == "cpu" else (512, 2048)
+    if policy.reuses:
+        return -(-reusing // layout.length)
+    return max(4, -(-not_reusing // layout.length))
 
 
 def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]:
