@@ -20,8 +20,11 @@ from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import CASES, EVERY, SEVERAL_AT_ONCE, short, suited
 
 PADS, LENGTH = (0, 3, 6), 14
-EVERY_DAY = policies.Policy, policies.DualCache
-REFUSING = policies.SparseDLLM, policies.DKVPrefill, policies.MaskKV, policies.EvictPrompt
+EVERY_DAY = policies.Policy, policies.DualCache, policies.SubBlockCache
+REFUSING = (
+    *(policies.SparseDLLM, policies.DKVPrefill, policies.MaskKV, policies.EvictPrompt),
+    *(policies.DLLMCache, policies.WindowDiffusion, policies.SuffixDropout),
+)
 
 
 def by_hand(pad: int, block: int) -> np.ndarray:
@@ -64,7 +67,7 @@ def test_no_mask_is_made_where_all_see_all():
 
 
 def test_later_blocks_change_no_earlier_output():
-    model, tokens = tiny("sdar"), random_tokens(spec("sdar"), 1, LENGTH)
+    model, tokens = tiny("sdar", block_size=4), random_tokens(spec("sdar"), 1, LENGTH)
     changed = tokens.copy()
     changed[0, 6] += 1  # in the second of four blocks of four
     before, after = (np.asarray(dj.forward(model, jnp.asarray(t)))[0] for t in (tokens, changed))
@@ -74,7 +77,7 @@ def test_later_blocks_change_no_earlier_output():
 
 def test_padding_moves_no_block():
     """Logits, captured inputs, likelihoods and importance of a left-padded sequence are those of it alone."""
-    model, pad = tiny("sdar"), 3
+    model, pad = tiny("sdar", block_size=4), 3
     tokens = random_tokens(model.spec, 1, LENGTH)
     padded = np.pad(tokens, ((0, 0), (pad, 0)), constant_values=model.spec.eos_id)
     valid = np.arange(LENGTH + pad)[None] >= pad
@@ -92,25 +95,54 @@ def test_padding_moves_no_block():
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
-def test_a_step_of_the_exact_decoder_is_a_full_pass():
-    """Its scores are the probabilities of `forward`, in a batch with padding, whatever the decoding block."""
-    model = tiny("sdar")
-    prompt, mask = prompts(model, (9, 6))
-    out = dj.generate(
-        model, prompt, prompt_mask=mask, length=8, block=8, steps=8, trace=True, sampler=samplers.Confidence()
-    )
-    start = jnp.asarray(out.trace.tokens[0])
-    valid = jnp.pad(jnp.asarray(mask), ((0, 0), (0, 8)), constant_values=True)
-    every = jax.nn.softmax(dj.forward(model, start, valid)).at[..., model.spec.mask_id].set(0)
-    probability = np.asarray(every.max(axis=-1))[:, 9:]
-    np.testing.assert_allclose(np.asarray(out.trace.score)[0][:, 9:], probability, rtol=1e-4)
+def plainly(model: dj.Model, prompt: np.ndarray, length: int, threshold: float) -> tuple[np.ndarray, int]:
+    """One pass over everything per step, block by block: the answer, and how many steps it took."""
+    size, mask_id = model.spec.block_size, model.spec.mask_id
+    count, end = len(prompt), len(prompt) + length
+    canvas, steps = np.r_[prompt, np.full(-(-end // size) * size - count, mask_id)], 0
+    for start in range(count // size * size, end, size):
+        while (canvas[start : min(start + size, end)] == mask_id).any():
+            logits = np.asarray(dj.forward(model, jnp.asarray(canvas[None]))[0])
+            logits = np.r_[logits[:1], logits[:-1]] if model.spec.shifted else logits
+            belief = np.asarray(jax.nn.softmax(logits)) * (np.arange(model.spec.vocab) != mask_id)
+            masked = start + np.flatnonzero(canvas[start : start + size] == mask_id)
+            if model.spec.shifted and masked[0] == start:  # the block before predicts a block's first token
+                masked = masked[:1]
+            best = belief[masked].max(axis=1)
+            chosen = masked[(best >= threshold) | (best == best.max())]
+            canvas[chosen], steps = belief[chosen].argmax(axis=1), steps + 1
+    return canvas[count:end], steps
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("lengths", [(9, 6), (1, 4)])
+def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths):
+    """It decodes as passes over everything do, of unequal prompts whose ends share blocks with the answers."""
+    model, length = tiny("sdar", block_size=4, shifted=shifted), 10
+    prompt, mask = prompts(model, lengths)
+    options = dict(prompt_mask=mask, sampler=samplers.Threshold(0.3), trace=True)
+    out = dj.generate(model, prompt, length=length, **options)
+    assert out.tokens.shape == (2, prompt.shape[1] + length)
+    computed = np.asarray(out.trace.computed)
+    for sequence, count in enumerate(lengths):
+        want, steps = plainly(model, prompt[sequence, -count:], length, 0.3)
+        np.testing.assert_array_equal(np.asarray(out.tokens)[sequence, -length:], want)
+        assert int(out.stats.nfe[sequence]) == steps
+        assert int(out.stats.decoded[sequence]) == length
+        # Behind the first step a block, or two: the finished one with the one after it.
+        rows = computed[1:steps, sequence].sum(axis=-1)
+        assert rows.min() > 0 and rows.max() <= 8 and (rows <= 4).any()
+    with pytest.raises(ValueError, match="block=8 must divide the blocks of sdar, block_size=4"):
+        dj.generate(model, prompt, length=8, block=8)
+    with pytest.raises(ValueError, match="suffix: a block of sdar attends to nothing behind it"):
+        dj.generate(model, prompt, length=8, suffix=[1])
 
 
 @pytest.mark.parametrize("policy", [p for p in EVERY if isinstance(p, REFUSING)], ids=short)
-def test_policies_whose_keys_are_the_same_for_all_rows_refuse(policy):
+def test_policies_that_mean_nothing_there_refuse(policy):
     model = tiny("sdar")
     prompt, _ = prompts(model)
-    with pytest.raises(ValueError, match=f"{short(policy)} lets all .* blocks of block_size=4"):
+    with pytest.raises(ValueError, match=f"{short(policy)} .*; sdar attends .* blocks of block_size=12"):
         dj.generate(model, prompt, length=4, policy=policy)
 
 
@@ -123,7 +155,7 @@ def test_wino_refuses():
     "policy",
     [
         pytest.param(p, id=short(p), marks=() if type(p) in EVERY_DAY else pytest.mark.exhaustive)
-        for p in EVERY
+        for p in (*EVERY, policies.SubBlockCache())
         if not isinstance(p, REFUSING)
     ],
 )

@@ -27,6 +27,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
             canvas,
             block_start=canvas.block_start + by * moves,
             block_step=jnp.where(moves, 0, canvas.block_step),
+            stays=None if canvas.stays is None else canvas.stays & ~moves,
         )
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
         return settle(dataclasses.replace(moved, block_masks=masks))
@@ -89,7 +90,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     """
     schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
     nothing_offered = ~jnp.any(offered(policy, canvas), axis=1)
-    return sampler.finished(canvas) | (schedule_over & nothing_offered)
+    return _over(canvas, sampler) | (schedule_over & nothing_offered & _settled(canvas))
 
 
 def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -99,8 +100,17 @@ def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
 
 
 def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
-    """Whether decoded tokens stay: those that may be revoked do when their block is finished."""
-    return sampler.finished(canvas) if sampler.verifies else True
+    """Whether decoded tokens stay: those that may be revoked or edited do when their block is finished."""
+    return _over(canvas, sampler) if sampler.verifies or sampler.edits else True
+
+
+def _over(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"]:
+    """Sequences whose sampler has finished the block, and edits nothing in it any more."""
+    return sampler.finished(canvas) & _settled(canvas)
+
+
+def _settled(canvas: Canvas) -> Bool[Array, "b"] | bool:
+    return True if canvas.stays is None else ~canvas.stays
 
 
 def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:

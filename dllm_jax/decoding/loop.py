@@ -175,7 +175,8 @@ def resume(
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
         running = jnp.any(after.canvas.active)
         tokens = jnp.where(running, after.canvas.tokens, finished(plan, after))
-        block = (start - plan.layout.prompt) // plan.layout.block
+        # A block that a prompt's end shares is the first one too.
+        block = jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0)
         record = after.record._replace(trace=after.record.completed(after.canvas))
         after = after._replace(record=record)
         confidence = record.confidence

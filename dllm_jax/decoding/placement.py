@@ -52,6 +52,11 @@ class Placed(NamedTuple):
     extra: int
     nonfinite: NonFinite
 
+    @property
+    def shown(self) -> slice:
+        """The positions of prompt, response and suffix on the canvas."""
+        return slice(self.extra, self.plan.layout.length - self.plan.layout.tail)
+
 
 def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     """The request on the devices of the model, or on those of its prompt.
@@ -82,7 +87,7 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
 
 
 def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> Output:
-    """The output without what was added: sequences that a mesh needed, positions of a bucket.
+    """The output without what was added: sequences of a mesh, positions of a bucket and of a last block.
 
     Of arrays on the host, arrays on the host.
 
@@ -92,7 +97,7 @@ def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> O
       stats: of the same sequences.
       trace: with room for more steps than ran; None if none was recorded.
     """
-    own, right = slice(placed.batch), slice(placed.extra, None)
+    own, right = slice(placed.batch), placed.shown
     tokens = part(tokens, own, right, batch=0)
     stats = jax.tree.map(lambda array: part(array, own, batch=0), stats)
     if trace is None:

@@ -44,6 +44,8 @@ def propose(
     if sampler.verifies:
         verified = gather(to_verify(canvas), index) & (index < layout.length)
         slot = jnp.where(verified, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
+    elif sampler.edits:
+        verified = gather(to_verify(canvas), index) & (index < layout.length)
     logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
@@ -62,9 +64,9 @@ def propose(
         proposed = proposed._replace(index=jnp.where(seen, index, layout.length))
         candidate &= seen
 
-    # What is verified is not offered again: it has neither a score nor a token.
+    # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
-    token = jnp.where(verified, spec.mask_id, proposed.token)
+    token = proposed.token if sampler.edits else jnp.where(verified, spec.mask_id, proposed.token)
     return proposed._replace(score=score, token=token), finite, committed
 
 
@@ -84,6 +86,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     everywhere = sampler.allow_mask_token or response_scored
     upper_bound = layout.response if everywhere else layout.widest_block
     scored = scored if rule is None else scored | rule.asked(canvas)
+    scored = scored | to_verify(canvas) if sampler.edits else scored
     candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
     if verify:
         # What is verified is in the shadow, whether or not the step computes it.

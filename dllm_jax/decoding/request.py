@@ -105,7 +105,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Any) -> Request:
     # The canvas: prompts, masks, and what stands behind the response from the start.
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
-    layout = Layout.of(width, asked.length, asked.block, asked.steps, prompts.mask is not None, given)
+    block, tail = blocks_of(asked.block, model.spec, given)
+    layout = Layout.of(width, asked.length, block, asked.steps, prompts.mask is not None, given, tail)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -128,15 +129,39 @@ def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | Non
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length, steps = tokens.shape[1], asked.steps
+    block, tail = blocks_of(block, model.spec)
     valid = np.ones(tokens.shape, bool) if mask is None else mask
 
     # Blocks share the steps equally, however many masks each has: a step per position always suffices.
-    if steps is None:
-        steps = length if block not in (None, length) else _most_masks(tokens, valid, model.spec.mask_id)
+    if steps is None and block in (None, length):
+        steps = _most_masks(tokens, valid, model.spec.mask_id)
 
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    layout = Layout.of(0, length, block, steps, padded=mask is not None)
+    layout = Layout.of(0, length, block, steps, padded=mask is not None, tail=tail)
+    tokens, valid = inputs.with_tail(tokens, valid, tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
+
+
+def blocks_of(block: int | Sliding | None, spec: ModelSpec, suffix: int = 0) -> tuple[int | Sliding | None, int]:
+    """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
+
+    Args:
+      block: the user's.
+      spec: the model; whose blocks begin where a sequence does, so that the last one may reach beyond an answer.
+      suffix: positions given behind the response.
+
+    Raises:
+      ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
+        behind it.
+    """
+    if not (size := spec.block_size):
+        return block, 0
+    if suffix:
+        raise ValueError(f"suffix: a block of {spec.family} attends to nothing behind it")
+    block = size if block is None else block
+    if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
+        raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
+    return block, size - 1
 
 
 def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOptions, extra: int) -> Request:
@@ -155,9 +180,10 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
     spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
 
     # What a bucket adds is padding, no part of the length that a model was made for.
-    inputs.warn_of_length(layout.length - extra, spec, stacklevel=4)
+    inputs.warn_of_length(layout.end - extra, spec, stacklevel=4)
     if sampler.max_steps(layout) > layout.response:  # it follows the schedule
-        inputs.warn_of_idle_steps(layout.steps, layout.response - layout.suffix, stacklevel=4)
+        positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
+        inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
     check_schedule(layout, asked.policy, sampler)

@@ -167,7 +167,7 @@ class Record(NamedTuple):
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
         end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
         decoded = canvas.decoded
-        if canvas.layout.suffix:
+        if canvas.layout.end < canvas.layout.length:
             decoded &= canvas.position < canvas.layout.end
         before_eos = decoded & (canvas.position < end[:, None])
         return Stats(

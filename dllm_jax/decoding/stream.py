@@ -104,7 +104,7 @@ def snapshots(placed: Placed, every: int | None) -> Generator[Snapshot, None, No
 def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
     run = with_auto_axes(placed._replace(plan=dataclasses.replace(placed.plan, confidence=True)))
     arguments, steps = (run.model, run.inputs, run.plan), numbers(np.int32(every), run.mesh)
-    own = np.s_[: run.batch, run.extra :]
+    own = np.s_[: run.batch, run.shown]
 
     # One piece is under way while the host looks at the one before it.
     before = host.everywhere(run.inputs.tokens)[own]

@@ -12,7 +12,7 @@ from dllm_jax.state.layout import Layout
 def step_widths(
     policy: Policy, spec: ModelSpec, layout: Layout, override: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
-    """Static widths of the partial steps, ascending; none if the policy recomputes everything.
+    """Static widths of the partial steps, ascending; none if every step computes everything.
 
     Widths change speed, never what is computed. What fits no width is computed in place on the full canvas,
     which the default layer can do for any set of positions. A layer that a policy has instead may treat full
@@ -29,9 +29,13 @@ def step_widths(
     """
     if override is not None:
         override = check_argument("widths", override, tuple[PositiveInt, ...])
-    if not policy.reuses:
+    if not policy.stores(spec):
         return ()
     own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
+
+    # Of a block-causal model a step computes its block, and once the finished one before it.
+    if spec.block_size:
+        own = (*(w for w in own if w < spec.block_size), spec.block_size, 2 * spec.block_size)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     widths = {int(width) for width in (own if override is None else override) if width < layout.length}

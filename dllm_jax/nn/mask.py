@@ -51,20 +51,33 @@ def block_causal(
     """
     if not spec.block_size:
         return mask
-    first = 0 if valid is None else jnp.argmax(valid, axis=1)[:, None]
-    end = first + ((position - first) // spec.block_size + 1) * spec.block_size
+    end = block_start(position, valid, spec) + spec.block_size
     causal = (jnp.arange(length) < end[..., None])[:, None]
     return causal if mask is None else mask & causal
 
 
-def require_full_attention(spec: ModelSpec, what: str):
-    """Refuses a block-causal model for what lets all queries of a step read the same keys.
+def block_start(
+    position: Int[Array, "b q"], valid: Bool[Array, "b l"] | None, spec: ModelSpec
+) -> Int[Array, "b q"]:
+    """The first position of the model's block that each position lies in; padding is in the first block."""
+    first = 0 if valid is None else jnp.argmax(valid, axis=1).astype(jnp.int32)[:, None]
+    return first + jnp.maximum(position - first, 0) // spec.block_size * spec.block_size
+
+
+def require_full_attention(
+    spec: ModelSpec, what: str, does: str = "lets all positions of a step attend to the same keys"
+):
+    """Refuses a block-causal model for what rests on positions of all blocks attending to each other.
+
+    Args:
+      spec: the model.
+      what: the name of what is refused.
+      does: what it does that has no meaning there.
 
     Raises:
       ValueError: the model attends within blocks.
     """
     if spec.block_size:
         raise ValueError(
-            f"{what} lets all positions of a step attend to the same keys; {spec.family} attends causally "
-            f"between blocks of block_size={spec.block_size}"
+            f"{what} {does}; {spec.family} attends causally between blocks of block_size={spec.block_size}"
         )

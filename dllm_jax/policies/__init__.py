@@ -11,6 +11,7 @@ from dllm_jax.policies.elastic import ElasticCache as ElasticCache
 from dllm_jax.policies.evict_prompt import EvictPrompt as EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache as DualCache
 from dllm_jax.policies.fast_dllm import PrefixCache as PrefixCache
+from dllm_jax.policies.fast_dllm import SubBlockCache as SubBlockCache
 from dllm_jax.policies.maskkv import MaskKV as MaskKV
 from dllm_jax.policies.parts.drift import HeadCosine as HeadCosine
 from dllm_jax.policies.parts.drift import KeyCosine as KeyCosine

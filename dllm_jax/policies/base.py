@@ -30,7 +30,8 @@ class Policy(Options):
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
-        return Cache(layers=KV.zeros(spec, batch, layout.length, dtype) if self.reuses else (), shared=())
+        layers = KV.zeros(spec, batch, layout.length, dtype) if self.stores(spec) else ()
+        return Cache(layers, shared=())
 
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
@@ -146,6 +147,11 @@ class Policy(Options):
         False for the exact decoder, which therefore stores nothing.
         """
         return type(self).select is not Policy.select
+
+    @final
+    def stores(self, spec: ModelSpec) -> bool:
+        """Whether keys and values are kept: by whatever reuses them, and of a block-causal model's context."""
+        return self.reuses or spec.block_size > 0
 
     @property
     @final

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
@@ -51,6 +52,7 @@ class DLLMCache(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
+        require_full_attention(spec, type(self).__name__, "refreshes the prompt, and the response as a whole")
         return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
     @override

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
@@ -54,3 +55,24 @@ class DualCache(Policy):
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return halvings(layout.widest_block, smallest=layout.block)[:3]
+
+
+@dataclasses.dataclass(frozen=True)
+class SubBlockCache(DualCache):
+    """Fast-dLLM v2's cache over sub-blocks (arXiv:2509.26328): `DualCache`, renewed until a block's first token.
+
+    A step computes everything that may change while the first position of the block is masked, later steps
+    compute the block. On a block-causal model what may change is the model's block, of
+    which `block=` is a part.
+
+    Exact limit: one step per block.
+    Departures: the released code keeps the cache of the model's block before, whose keys a block's first
+    sub-block then reads; here it is renewed with each block.
+    """
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything while the block's first position is masked, then the block, whose first token is known."""
+        first = canvas.position == canvas.block_start[:, None]
+        undecided = jnp.any(canvas.masked & first, axis=1, keepdims=True)
+        return canvas.first_step | undecided | canvas.block

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
@@ -83,6 +84,7 @@ class SuffixDropout(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        require_full_attention(spec, "SuffixDropout", "drops masks behind the block, which it reads")
         if layout.sliding is not None:
             raise ValueError(f"block={layout.sliding!r} slides, but SuffixDropout keeps a set for each block")
         under = self.policy.init(spec, layout, batch, dtype)

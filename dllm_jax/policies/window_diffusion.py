@@ -6,9 +6,12 @@ leave the network and attention until the next refresh.
 
 import dataclasses
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy, halvings
@@ -41,6 +44,12 @@ class WindowDiffusion(Policy):
     window: TracedPositiveInt = 64
     active: PositiveInt = 16
     refresh_every: TracedPositiveInt = 32
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Dense K and V."""
+        require_full_attention(spec, "WindowDiffusion", "drops masks far behind, which others read")
+        return super().init(spec, layout, batch, dtype)
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -48,7 +48,7 @@ class Setting:
         """A step over `selected` positions of a dense cache, in the width that the engine takes for it."""
         length = self.layout.length
         if selected == length:
-            return self.over_canvas(length if policy.reuses else 0)
+            return self.over_canvas(length if policy.stores(self.spec) else 0)
         width = min((w for w in step_widths(policy, self.spec, self.layout) if w >= selected), default=None)
         if width is None:  # computed in place
             return self.over_canvas(length)

@@ -44,7 +44,7 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     if isinstance(policy, D2Cache) and assumed.nucleus is not None:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
     # Without a cache every step computes the canvas, and there is nothing to simulate.
-    if not policy.reuses:
+    if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
     return np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
 
@@ -63,7 +63,7 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
         leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
         chosen = best(leftmost, even_schedule(canvas))
         order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)
-        selected = policy.select(cache, dataclasses.replace(canvas, planned_order=order))
+        selected = canvas.changing(policy.select(cache, dataclasses.replace(canvas, planned_order=order)))
         after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
         return after, jnp.sum(selected & canvas.active[:, None])
 

@@ -7,8 +7,11 @@ from dllm_jax.samplers.certainty_prior import CertaintyPrior as CertaintyPrior
 from dllm_jax.samplers.confidence import Confidence as Confidence
 from dllm_jax.samplers.confidence import RandomOrder as RandomOrder
 from dllm_jax.samplers.dream import DreamSchedule as DreamSchedule
+from dllm_jax.samplers.dynamic import Dynamic as Dynamic
+from dllm_jax.samplers.dynamic import Sequential as Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit as EarlyCommit
 from dllm_jax.samplers.eb import EBSampler as EBSampler
+from dllm_jax.samplers.edit import Edit as Edit
 from dllm_jax.samplers.klass import KLASS as KLASS
 from dllm_jax.samplers.noise import KeyNoise as KeyNoise
 from dllm_jax.samplers.noise import Noise as Noise

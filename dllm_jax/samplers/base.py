@@ -67,6 +67,9 @@ class Sampler(Options, abc.ABC):
     verifies: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
     of their own, which do not see the token (`decoding.shadow`); `decide` may revoke them."""
+    edits: ClassVar[bool] = False
+    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits of
+    the step; `decide` may replace them, and keep the sequence in the block."""
 
     # -- defined by each sampler ----------------------------------------------------------------------
 
@@ -123,7 +126,7 @@ class Sampler(Options, abc.ABC):
         masks are a result like any other token.
         """
         schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
-        return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.eligible, axis=1)
+        return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.unanswered, axis=1)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
         """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.
@@ -134,7 +137,7 @@ class Sampler(Options, abc.ABC):
 
     def max_steps(self, layout: Layout) -> int:
         """Upper bound of denoising steps, if the policy offers every mask of the block at every step."""
-        return layout.steps
+        return layout.scheduled_steps
 
     @property
     def draws(self) -> bool:

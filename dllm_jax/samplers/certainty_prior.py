@@ -69,12 +69,12 @@ class CertaintyPrior(Sampler):
     @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """As for every schedule; without one, a block is finished when nothing in it is eligible."""
-        return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.eligible, axis=1)
+        return super().finished(canvas) if self._scheduled else ~jnp.any(canvas.unanswered, axis=1)
 
     @override
     def max_steps(self, layout: Layout) -> int:
         """The layout's steps; without a schedule, one per response position."""
-        return layout.steps if self._scheduled else layout.response
+        return layout.scheduled_steps if self._scheduled else layout.response
 
     @property
     def _scheduled(self) -> bool:

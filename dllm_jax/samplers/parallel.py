@@ -28,7 +28,7 @@ class UntilDone(Sampler, abc.ABC):
     @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """A sequence has finished the block when none of its positions is eligible any more."""
-        return ~jnp.any(canvas.eligible, axis=1)
+        return ~jnp.any(canvas.unanswered, axis=1)
 
     @override
     def max_steps(self, layout: Layout) -> int:

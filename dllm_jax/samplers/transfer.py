@@ -2,24 +2,33 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.selection import best
 from dllm_jax.traced import Number
 
 
-def even_schedule(canvas: Canvas) -> Int[Array, "b"]:
+def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b"]:
     """LLaDA's transfer schedule: the block's masks spread over its steps, the remainder to the early ones.
 
-    Counts are of the masks when the block began. Steps beyond the schedule, for masks that the policy did not
+    Counts are of the masks when the block began, or of `positions` instead. Steps beyond the schedule, for masks that the policy did not
     offer in time, decode as many as its first.
     """
     # K = block masks // steps, and one more in each of the first (block masks mod steps) steps.
     steps = canvas.layout.steps_per_block
-    remainder = canvas.block_masks % steps
+    masks = canvas.block_masks if positions is None else jnp.full_like(canvas.block_masks, positions)
+    remainder = masks % steps
     beyond = canvas.schedule_step >= steps
     one_more = jnp.where(beyond, remainder > 0, canvas.schedule_step < remainder)
-    return canvas.block_masks // steps + one_more.astype(jnp.int32)
+    return masks // steps + one_more.astype(jnp.int32)
+
+
+def sure_or_best(score: Float[Array, "b c"], threshold: Number, least: Int[Array, "b"]) -> Bool[Array, "b c"]:
+    """All candidates whose score exceeds the threshold if these are at least so many, else so many best ones."""
+    sure = score > threshold
+    enough = jnp.sum(sure, axis=1) >= least
+    return jnp.where(enough[:, None], sure, best(score, least))
 
 
 def passing_prefix(priority: Float[Array, "b c"], factor: Number) -> Int[Array, "b"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
-from dllm_jax.nn.mask import Mask, block_causal, key_mask, padding_mask
+from dllm_jax.nn.mask import Mask, block_causal, block_start, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
@@ -43,6 +43,10 @@ class Canvas:
         decode; None where the sampler decides by the model's output.
       stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
         None if there are no stop sequences.
+      stored: end of the model's own block that the sequence's last step was in: keys and values in front of
+        that block are final. None if the model attends everywhere.
+      stays: sequences that stay in their block even if nothing in it is masked, as its tokens are still
+        edited. None if the sampler does not edit.
     """
 
     tokens: Int[Array, "b l"]
@@ -58,6 +62,8 @@ class Canvas:
     layout: Layout = dataclasses.field(metadata={"static": True})
     planned_order: Int[Array, "b l"] | None = None
     stop: Int[Array, "b"] | None = None
+    stored: Int[Array, "b"] | None = None
+    stays: Bool[Array, "b"] | None = None
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -122,7 +128,14 @@ class Canvas:
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
         eligible = self.masked & (self.position < self.block_end) & self.active[:, None]
+        if self.stored is not None and self.spec.shifted:
+            eligible &= ~self.opens | (self.position == self.model_block)
         return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
+
+    @property
+    def unanswered(self) -> Bool[Array, "b l"]:
+        """The eligible positions of the answer: without those that only complete the last block."""
+        return self.eligible & (self.position < self.layout.end) if self.layout.tail else self.eligible
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
@@ -162,6 +175,47 @@ class Canvas:
     def due(self, every: Count) -> Bool[Array, "b 1"]:
         """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
         return (self.step % every == 0)[:, None]
+
+    # -- block-causal models --------------------------------------------------------------------------
+
+    @property
+    def model_block(self) -> Int[Array, "b 1"]:
+        """Where the model's own block begins that holds the current block."""
+        return block_start(self.block_start[:, None], self.valid, self.spec)
+
+    @property
+    def enters(self) -> Bool[Array, "b 1"]:
+        """Whether the coming step is the sequence's first in a block of the model, or follows one that `opens`."""
+        assert self.stored is not None, "a block-causal model"
+        enters = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
+        return enters | self._at_first(self.just_decoded)
+
+    @property
+    def opens(self) -> Bool[Array, "b 1"]:
+        """Whether the coming step decodes the first token of a model's block alone.
+
+        Where the head is shifted, the block before predicts it, and the rest of the block needs it.
+        """
+        return self.enters & self._at_first(self.masked)
+
+    def _at_first(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b 1"]:
+        """Whether the set has the first position of the model's block, if the head is shifted."""
+        if not self.spec.shifted:
+            return jnp.zeros_like(self.first_step)
+        return jnp.any(positions & (self.position == self.model_block), axis=1, keepdims=True)
+
+    def changing(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """Of the selected positions those whose keys and values are not final; all if the model attends freely.
+
+        In a block-causal model a finished block never changes again: its final keys and values are computed
+        together with the first step of the next one, which computes all of that too.
+        """
+        if self.stored is None:
+            return selected
+        size = self.spec.block_size
+        end = self.model_block + jnp.where(self.opens, 0, size)
+        open_ = (self.position >= self.stored[:, None] - size) & (self.position < end)
+        return self.first_step | (open_ & (selected | self.enters))
 
     # -- geometry -----------------------------------------------------------------------------------
 
@@ -203,11 +257,15 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch = tokens.shape[0]
     zeros = jnp.zeros((batch,), jnp.int32)
+    start = jnp.full((batch,), layout.prompt, jnp.int32)
+    if spec.block_size:
+        # What a prompt has beyond whole blocks begins the first block.
+        start = block_start(start[:, None], valid, spec)[:, 0]
     canvas = Canvas(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
         valid=valid,
-        block_start=jnp.full((batch,), layout.prompt, jnp.int32),
+        block_start=start,
         step=zeros,
         block_step=zeros,
         block_masks=zeros,
@@ -215,6 +273,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         done=~jnp.any(valid, axis=1),
         spec=spec,
         layout=layout,
+        stored=zeros if spec.block_size else None,
     )
     return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
 
@@ -229,6 +288,9 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     """Decodes the chosen positions; active sequences count one more step."""
     # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
     took_part = canvas.active.astype(jnp.int32)
+    if canvas.stored is not None:
+        stored = jnp.where(canvas.active, canvas.model_block[:, 0] + canvas.spec.block_size, canvas.stored)
+        canvas = dataclasses.replace(canvas, stored=stored)
     return dataclasses.replace(
         canvas,
         tokens=jnp.where(chosen, token, canvas.tokens),
@@ -267,7 +329,7 @@ def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> S
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
     hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
-    if canvas.layout.suffix:
+    if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
     return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
 
@@ -276,7 +338,7 @@ def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions behind the leftmost end-of-text of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
     eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.decoded_at >= 0)
-    first = jnp.min(jnp.where(eos, canvas.decoded_at, canvas.layout.steps + canvas.layout.response), axis=1)
+    first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)
 
     # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.
     earliest = eos & (canvas.decoded_at == first[:, None])

@@ -19,6 +19,8 @@ class Layout(Options):
       steps: denoising steps in all, for samplers with a fixed schedule.
       padded: some sequences have left padding, so attention needs a mask.
       suffix: positions at the end of the response that hold given text from the start; no block has them.
+      tail: positions at the end of the response that only complete the last block of a block-causal model,
+        whose blocks are aligned to the beginning of a sequence; no answer has them.
       sliding: the schedule of a block that slides; None has fixed blocks.
     """
 
@@ -29,26 +31,26 @@ class Layout(Options):
     padded: bool = False
     suffix: NonNegativeInt = 0
     sliding: Annotated[Sliding | None, NoneMeans("fixed blocks")] = None
+    tail: NonNegativeInt = 0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.suffix >= self.response:
-            raise ValueError(
-                f"suffix={self.suffix} must be below response={self.response}, which it is part of"
-            )
+        for name in ("suffix", "tail"):
+            if (part := getattr(self, name)) >= self.response:
+                raise ValueError(f"{name}={part} must be below response={self.response}, which it is part of")
 
         # A sliding block has one schedule for the whole response.
         if self.sliding is not None:
             return
 
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
-        length = self.response - self.suffix
-        if length % self.block:
+        length = self.end - self.prompt
+        if length % self.block and not self.tail:
             raise ValueError(f"length={length} must be a multiple of block={self.block}")
         if self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
-                f"length / block = {length} / {self.block} = {self.blocks}"
+                f"length / block = {length} / {self.block}{' rounded up' * bool(self.tail)} = {self.blocks}"
             )
 
     @classmethod
@@ -60,13 +62,16 @@ class Layout(Options):
         steps: int | None = None,
         padded: bool = False,
         suffix: int = 0,
+        tail: int = 0,
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
         check_argument("length", length, PositiveInt)
-        steps = length if steps is None else steps
+        whole = length if block is None or not tail or isinstance(block, Sliding) else -(-length // block) * block
+        steps = whole if steps is None else steps
         if isinstance(block, Sliding):
             return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
-        return cls(prompt, length + suffix, length if block is None else block, steps, padded, suffix)
+        behind, block = suffix + tail, length if block is None else block
+        return cls(prompt, length + behind, block, steps, padded, suffix, tail=tail)
 
     @property
     def length(self) -> int:
@@ -76,7 +81,7 @@ class Layout(Options):
     @property
     def blocks(self) -> int:
         """Number of blocks; a sliding one is one."""
-        return 1 if self.sliding is not None else (self.response - self.suffix) // self.block
+        return 1 if self.sliding is not None else -(-(self.end - self.prompt) // self.block)
 
     @property
     def widest_block(self) -> int:
@@ -86,13 +91,18 @@ class Layout(Options):
 
     @property
     def end(self) -> int:
-        """The position behind the last block."""
-        return self.length - self.suffix
+        """The position behind the answer."""
+        return self.length - self.suffix - self.tail
 
     @property
     def steps_per_block(self) -> int:
         """Denoising steps per block of a fixed schedule."""
         return self.steps // self.blocks
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Upper bound of the steps of a fixed schedule: a prompt's end may share a block, which is one more."""
+        return self.steps + (self.steps_per_block if self.tail else 0)
 
     def response_inputs(self, shifted: bool) -> int:
         """Upper bound of positions in `Canvas.response_inputs`: the response, and what predicts its first.

@@ -165,7 +165,7 @@ def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
     stores = {a.shape for a in jax.tree.leaves(cache) if a.dtype == jnp.float32 and a.ndim > 2}
 
     # What is as large as a store has at least the axes of sequences, slots and width.
-    assert bool(stores) == of.policy.reuses
+    assert bool(stores) == of.policy.stores(of.model.spec)
     for store in stores:
         shape = f"f32[{','.join(map(str, store))}]"
         assert shape in text, f"the cache {shape} is not where this check looks for it"
@@ -212,7 +212,7 @@ def batch_mates_change_nothing(of: Subject):
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
     assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
     assert_same_stats(of.batch.stats, alone.stats, sequence=1)
-    assert bool(partial_steps(of.batch)) == of.policy.reuses, "every step computed every position"
+    assert bool(partial_steps(of.batch)) == of.policy.stores(of.model.spec), "every step computed every position"
 
 
 def padding_is_inert(of: Subject):
@@ -313,7 +313,7 @@ def only_scored_masks_are_decoded(of: Subject):
     for step, (before, after) in enumerate(itertools.pairwise(tokens)):
         decoded = (before == mask_id) & (after != mask_id)
         # A sampler that verifies may make masks of tokens again.
-        changed = before != after if not of.sampler.verifies else decoded
+        changed = before != after if not (of.sampler.verifies or of.sampler.edits) else decoded
         scored = np.isfinite(np.asarray(trace.score)[step])
         for sequence, position in zip(*np.nonzero(changed), strict=True):
             where = f"step {step}, sequence {sequence}, position {position}"

@@ -30,7 +30,7 @@ _LLADA_MOE = dataclasses.replace(
     experts=ExpertSpec(count=6, per_token=2, hidden=24),
 )  # fmt: skip
 _SDAR = dataclasses.replace(
-    _DREAM, family="sdar", qkv_bias=False, shifted=False, pad_rows_attend=True, qk_norm=True, block_size=4
+    _DREAM, family="sdar", qkv_bias=False, shifted=False, pad_rows_attend=True, qk_norm=True, block_size=12
 )
 _SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR)}
 FAMILIES = ("llada", "dream")  # what every policy and sampler is checked on

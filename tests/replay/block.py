@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import dllm_jax as dj
-from dllm_jax import samplers
+from dllm_jax import policies, samplers
 from dllm_jax.nn.arithmetic import rms_norm
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
@@ -17,6 +17,7 @@ from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 
 FORWARD = [f"{name}-forward" for name in ("llada-moe", "llada2", "sdar", "sdar-moe", "fast-dllm-v2")]
+GENERATE = [f"{name}-generate" for name in ("sdar", "sdar-moe", "fast-dllm-v2", "llada2")]
 SETTINGS = "moe_layers", "routing_margin", "rows_where_groups_change_the_choice"  # how a recording came out
 
 
@@ -96,3 +97,76 @@ def llada_moe(case: Case):
     logits = dj.forward(model, jnp.asarray(arrays["tokens"][-2]))[0]
     scale = max(1, np.abs(arrays["last_logits"]).max())
     closely("last logits", np.asarray(logits) / scale, arrays["last_logits"] / scale)
+
+
+def generate(case: Case):
+    """Every denoising step of a block-causal model; passes that only store are fused with one of ours."""
+    s, arrays, recorded = case.settings, case.arrays, case.arrays["tokens"]
+    prompt = arrays["prompt"].shape[1]
+    size = s.get("block_size", s.get("block_length"))
+    ends = s.get("eos_id", s.get("stop_token"))
+    s.only("temperature", 0.0)
+    s.describes("eos_early_stop", "block_cache_renewed", "gen_length", "max_new_tokens", "stop_ids", "forwards", "edits", "robustness")
+    model = case.model(block_size=size, **({} if ends is None else {"eos_id": ends}))
+
+    # As many positions as the recorded canvas, whose last block is whole; a stop cuts the recording off.
+    options = dict(block=s.get("small_block_size", size), length=recorded.shape[2] - prompt)
+    sampler, steps = _sampler(s, options["length"], size)
+    policy = policies.SubBlockCache() if s.get("use_block_cache") else policies.Policy()
+    trace = case.generate(model, policy=policy, sampler=sampler, steps=steps, **options).trace
+    tokens, score, proposed = (np.asarray(array)[:, 0] for array in (trace.tokens, trace.score, trace.proposed))
+
+    # The first token of a block, which the block before it predicts, takes a step of ours; recorded is its token.
+    opens = [model.spec.shifted and (np.flatnonzero(a != b) % size == 0).all() for a, b in _pairs(tokens)]
+    denoises = np.flatnonzero(~np.asarray(opens))[: len(recorded) - 1]
+    exactly("tokens", tokens[denoises], recorded[:-1, 0])
+    answer = s.get("answer", recorded[-1, 0, prompt:].tolist())
+    end = slice(prompt, prompt + len(answer))
+    last = denoises[-1] + 1
+    last += last < len(opens) and opens[last]
+    exactly("last tokens", tokens[last, end], recorded[-1, 0, end])
+    exactly("answer", recorded[-1, 0, end], answer)
+
+    # Confidences at the rows of each forward, of those that are masks.
+    places = np.minimum(arrays["rows"][:, :1] + np.arange(arrays["confidence"].shape[1]), recorded.shape[2] - 1)
+    ours, token = (np.take_along_axis(array[denoises], places, axis=1) for array in (score, proposed))
+    scored = np.isfinite(ours) & np.isfinite(arrays["confidence"])
+    closely("confidence", ours, arrays["confidence"], where=scored)
+    exactly("proposed", token, arrays["proposed"], where=scored)
+    if ends in answer:
+        _compare_stopped(case, model, policy, sampler, steps, options, answer[: answer.index(ends) + 1])
+
+
+def _pairs(tokens: np.ndarray):
+    return zip(tokens[:-1], tokens[1:], strict=True)
+
+
+def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
+    """What decodes as recorded, and denoising steps in all; None where the sampler ignores them."""
+    blocks = -(-length // size)
+    if "small_block_size" in s:
+        return samplers.Threshold(s["threshold"]), None
+    if s.get("version") == "2.1":
+        limits = {"most_steps": s["max_post_steps"]} if "max_post_steps" in s else {}
+        limits |= {"at_least": s["num_to_transfer"]} if "num_to_transfer" in s else {}
+        s.describes("steps")
+        return samplers.Edit(s["threshold"], s["editing_threshold"], **limits), None
+    if s.get("version") == "2.0":
+        per_block = min(s["steps"], s["gen_length"] // s.get("minimal_topk", 1), size)
+        return samplers.Dynamic(s["threshold"]), per_block * blocks
+    kind, per_block = s["remasking_strategy"], s["denoising_steps"]
+    sampler = {
+        "low_confidence_dynamic": lambda: samplers.Dynamic(s["confidence_threshold"]),
+        "low_confidence_static": lambda: samplers.Dynamic(1.0),
+        "sequential": samplers.Sequential,
+    }[kind]()
+    s.describes("confidence_threshold")
+    return sampler, per_block * blocks
+
+
+def _compare_stopped(case: Case, model: dj.Model, policy, sampler, steps, options, answer: list[int]):
+    """The answer of a run that stops at its end-of-text."""
+    shape = options | dict(policy=policy, sampler=sampler, steps=steps, stop_at_eos=True)
+    out = dj.generate(model, case.arrays["prompt"], **shape)
+    prompt = case.arrays["prompt"].shape[1]
+    exactly("stopped answer", out.tokens[0, prompt : prompt + len(answer)], answer)

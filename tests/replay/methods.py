@@ -190,6 +190,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     "llada-moe-generate": block.llada_moe, **dict.fromkeys(block.FORWARD, block.forward),
+    **dict.fromkeys(block.GENERATE, block.generate),
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),
     **dict.fromkeys(("parallel-threshold", "fast-dllm-prefix", "fast-dllm-dual"), fast_dllm),
     **dict.fromkeys(("prefix-cache", "certainty-prior"), research_dllm),

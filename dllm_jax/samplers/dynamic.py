@@ -1,0 +1,54 @@
+"""Schedules of block-causal models: SDAR's remasking (arXiv:2510.06303) and LLaDA2.0's (arXiv:2512.15745)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+from typing_extensions import override
+
+from dllm_jax.options import TracedFraction
+from dllm_jax.samplers.base import check_ends_unordered
+from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.samplers.transfer import even_schedule, sure_or_best
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.selection import best
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(UntilDone):
+    """Decodes all sure positions of the block if these are at least the scheduled number, else so many surest.
+
+    SDAR's "low-confidence dynamic", and with threshold=1 its "static"; LLaDA2.0's decoding. The schedule
+    spreads a whole block over its steps, however many masks it has: a block that a prompt's end shares is
+    finished early.
+
+    Departures: where fewer masks are left than scheduled, SDAR's released code takes tokens of the prompt.
+
+    Attributes:
+      threshold: in [0, 1], to be exceeded. 0.85 in SDAR, 0.95 in LLaDA2.0.
+    """
+
+    threshold: TracedFraction = 0.85
+
+    @override
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        """All positions above the threshold, or as many as the block's schedule wants."""
+        scheduled = jnp.maximum(even_schedule(canvas, canvas.layout.block), 1)
+        return sure_or_best(candidates.score, self.threshold, scheduled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequential(UntilDone):
+    """Decodes from left to right, as many positions per step as the schedule of a whole block wants (SDAR)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ends_unordered(self, "Sequential")
+
+    @override
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        """The leftmost masks."""
+        first = jnp.where(candidates.score > -jnp.inf, -candidates.index.astype(jnp.float32), -jnp.inf)
+        return best(first, jnp.maximum(even_schedule(canvas, canvas.layout.block), 1))

@@ -1,0 +1,78 @@
+"""LLaDA2.1's editing: decoded tokens of the current block may still be replaced (arXiv:2512.15745)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+from typing_extensions import override
+
+from dllm_jax.options import NonNegativeInt, PositiveInt, TracedFraction
+from dllm_jax.samplers import scores
+from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.samplers.transfer import sure_or_best
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import gather
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit(UntilDone):
+    """Fills masks that are sure, and replaces tokens of the block where another one is sure enough.
+
+    A block goes on when nothing in it is masked, until a step changes nothing, or for `most_steps` steps. Only
+    tokens that an earlier step decoded are replaced, never given ones, nor those of earlier blocks.
+
+    Neighbour limit: most_steps=0 and editing_threshold=1 is `Threshold`, but for equality.
+
+    Attributes:
+      threshold: confidence that a mask's token has to exceed. 0.95 in the released code, 0.7 for quality.
+      editing_threshold: that of another token in the place of a decoded one. 0.9; 0.5 for quality, 1 never.
+      most_steps: steps of a block without masks. 16.
+      at_least: masks that a step fills in any case.
+    """
+
+    threshold: TracedFraction = 0.95
+    editing_threshold: TracedFraction = 0.9
+    most_steps: NonNegativeInt = 16
+    at_least: PositiveInt = 1
+
+    edits: ClassVar[bool] = True
+
+    @override
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        """The masks above the threshold, or the surest ones."""
+        least = jnp.full(len(candidates.score), self.at_least, jnp.int32)
+        return sure_or_best(candidates.score, self.threshold, least)
+
+    @override
+    def init(self, canvas: Canvas) -> Int[Array, "b"]:
+        """Steps of the block that began without a mask."""
+        return jnp.zeros_like(canvas.step)
+
+    @override
+    def decide(
+        self, candidates: Candidates, memory: Int[Array, "b"], canvas: Canvas, noise: Noise | None
+    ) -> Decision:
+        """Fills and edits, both by the outputs of this step."""
+        index, token, score, logits = candidates
+        filled = self.transfer(candidates, canvas, noise)
+
+        # A candidate that is no mask holds a token, which stays unless another one is sure.
+        holds_token = (index < canvas.layout.length) & ~gather(canvas.masked, index)
+        sure = scores.probability(logits, token) > self.editing_threshold
+        edited = holds_token & sure & (token != gather(canvas.tokens, index))
+
+        # The block goes on if this step found something to do, and there may be another step without masks.
+        had_masks = jnp.any(score > -jnp.inf, axis=1)
+        steps = jnp.where(canvas.block_step == 0, 0, memory) + ~had_masks
+        stays = (had_masks | jnp.any(edited, axis=1)) & (steps < self.most_steps)
+        memory = jnp.where(canvas.active, steps, memory)
+        return Decision(filled | edited, memory, stays=stays)
+
+    @override
+    def max_steps(self, layout: Layout) -> int:
+        """One step per response position, and the steps of each block without masks."""
+        return layout.response + (layout.blocks + (layout.tail > 0)) * self.most_steps
