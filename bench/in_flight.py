@@ -4,8 +4,8 @@
 
 Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
 1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. Those run on a random
-model of `WIDER`, whose steps take a CPU longer than a host needs to have the next ones run. "lockstep" are batches
-whose full steps run all sequences. Then a thousand requests, with everything that may go wrong.
+model of `WIDER`, whose steps take a CPU longer than a host needs to have the next ones run. "lockstep" are
+batches whose full steps run all sequences. Then a thousand requests, with everything that may go wrong.
 """
 
 import dataclasses
@@ -36,7 +36,9 @@ from dllm_jax.testing.runs import compilations
 SLOTS, COUNT = 8, 64
 MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
 LADDER = dj.buckets.Ladder((16, 24, *range(32, 129, 16)))
-WIDER = dict(width=256, heads=4, kv_heads=4, head=64, hidden=768, vocab=128, mask_id=126, eos_id=127, eot_id=125)
+WIDER = dict(
+    width=256, heads=4, kv_heads=4, head=64, hidden=768, vocab=128, mask_id=126, eos_id=127, eot_id=125
+)
 COLUMNS: runner.Columns = {
     "requests": lambda r: r["set"],
     "policy": lambda r: r["policy"],

@@ -151,4 +151,5 @@ SAMPLER_CASES = (
     samplers.CertaintyPrior(tokens_per_step=2), samplers.Factor(), samplers.EBSampler(3.0),
     samplers.PCSampler(frequencies()), samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
     SEVERAL_AT_ONCE, samplers.DreamSchedule(), samplers.DreamSchedule(alg="origin"),
+    samplers.Dynamic(0.25), samplers.Sequential(), samplers.Edit(0.25, 0.2, most_steps=3),
 )  # fmt: skip

@@ -57,7 +57,7 @@ def test_the_printed_check_passes_and_the_default_layer_is_printed_in_full(print
 
 def test_every_member_of_a_policy_and_of_the_canvas_is_described():
     members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")}
-    members -= {"reuses", "only_sets", "readable"}
+    members -= {"reuses", "stores", "only_sets", "readable"}
     assert "scored" in members
     for name in members:
         assert f"| `{name}` |" in TEXT

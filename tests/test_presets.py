@@ -29,7 +29,8 @@ def shapes(name: str) -> dj.Model:
 
 def model_of(checkpoint: str) -> dj.Model:
     """The shapes of the model that a checkpoint is of."""
-    return shapes("llada-8b" if checkpoint.startswith("llada") else "dream-7b")
+    of_name = [name for name in presets.names("models") if checkpoint.startswith(name)]
+    return shapes(of_name[0] if of_name else "llada-8b" if checkpoint.startswith("llada") else "dream-7b")
 
 
 @pytest.mark.parametrize(

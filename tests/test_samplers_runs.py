@@ -53,7 +53,7 @@ def run(sampler, layout: Layout, tokens, logits, noise: s.RecordedNoise):
         at = logits[canvas.step, jnp.arange(B)]
         proposed = sampler.propose(at, index, canvas, noise)
         offered = proposed._replace(score=jnp.where(canvas.eligible, proposed.score, -jnp.inf))
-        chosen, memory, _ = sampler.decide(offered, memory, canvas, noise)
+        chosen, memory, *_ = sampler.decide(offered, memory, canvas, noise)
         after = write(canvas, chosen & canvas.active[:, None], proposed.token)
         after = advance(after, Policy(), sampler, False)
         return (after, memory), (after.tokens, canvas.active)

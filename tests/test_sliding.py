@@ -95,7 +95,7 @@ def test_what_rests_on_blocks_that_stay_is_refused():
     for policy in (policies.SparseDLLM(), policies.D2Cache(), policies.SuffixDropout()):
         with pytest.raises(ValueError, match=rf"block=Sliding\(block=6.* slides, but {short(policy)}"):
             generated(policy=policy, block=GREEDY, **SHAPE)
-    with pytest.raises(ValueError, match="slides, but WINO verifies a block as a whole"):
+    with pytest.raises(ValueError, match="slides, but WINO looks again at what it has decoded"):
         generated(sampler=WINO(), block=GREEDY, **SHAPE)
     for options in (dict(block=0), dict(longest=0)):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):

@@ -46,7 +46,8 @@ CASES = [
     ),
     (policies.MaskKV(6, 3, budget=4, votes=eviction.PositionVotes(1)), samplers.Confidence()),
     (policies.SparseDLLM(delay=0), samplers.Threshold(0.12, alg="margin")),
-    (policies.SPACache(4, 2, 0.5), samplers.Confidence()),
+    (policies.SPACache(4, 2, 0.5), samplers.Dynamic(0.25)),
+    (policies.DualCache(), samplers.Edit(0.25, 0.375, most_steps=2)),
     (
         policies.WindowDiffusion(window=3, active=2, refresh_every=3),
         samplers.Threshold(0.2, early_commit=samplers.EarlyCommit(early=1.5, middle=0.75, late=0.375)),

@@ -65,10 +65,10 @@ def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
             "block in which a round begins: use a policy that only says which positions are computed, such "
             "as SlidingCache(), DualCache() or DKVDecode()"
         )
-    if sampler.verifies:
+    if sampler.verifies or sampler.edits:
         raise ValueError(
-            f"block={layout.sliding!r} slides, but {type(sampler).__name__} verifies a block as a whole: use "
-            "another sampler, such as Threshold()"
+            f"block={layout.sliding!r} slides, but {type(sampler).__name__} looks again at what it has "
+            "decoded in a block: use another sampler, such as Threshold()"
         )
 
 

@@ -142,12 +142,14 @@ def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | Non
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 
-def blocks_of(block: int | Sliding | None, spec: ModelSpec, suffix: int = 0) -> tuple[int | Sliding | None, int]:
+def blocks_of(
+    block: int | Sliding | None, spec: ModelSpec, suffix: int = 0
+) -> tuple[int | Sliding | None, int]:
     """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
 
     Args:
       block: the user's.
-      spec: the model; whose blocks begin where a sequence does, so that the last one may reach beyond an answer.
+      spec: the model, whose blocks begin where a sequence does: the last one may reach beyond an answer.
       suffix: positions given behind the response.
 
     Raises:

@@ -161,7 +161,7 @@ def _step(
     after = write(canvas, chosen, proposal.token)
     if revoked is not None:
         after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
-    if stays is not None:
+    if stays is not None and canvas.stays is not None:
         after = dataclasses.replace(after, stays=jnp.where(canvas.active, stays, canvas.stays))
     if committed is not None:
         after = dataclasses.replace(after, done=after.done | committed)

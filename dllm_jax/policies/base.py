@@ -150,7 +150,7 @@ class Policy(Options):
 
     @final
     def stores(self, spec: ModelSpec) -> bool:
-        """Whether keys and values are kept: by whatever reuses them, and of a block-causal model's context."""
+        """Whether keys and values are kept: whatever reuses them does, and all of a block-causal model."""
         return self.reuses or spec.block_size > 0
 
     @property

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy

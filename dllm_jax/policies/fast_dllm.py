@@ -59,7 +59,7 @@ class DualCache(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class SubBlockCache(DualCache):
-    """Fast-dLLM v2's cache over sub-blocks (arXiv:2509.26328): `DualCache`, renewed until a block's first token.
+    """Fast-dLLM v2's cache over sub-blocks (arXiv:2509.26328), renewed until a block's first token is there.
 
     A step computes everything that may change while the first position of the block is masked, later steps
     compute the block. On a block-causal model what may change is the model's block, of
@@ -72,7 +72,8 @@ class SubBlockCache(DualCache):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything while the block's first position is masked, then the block, whose first token is known."""
+        """Everything while the block's first position is masked, then the block."""
+        # Its first token is known by then: what would predict it, with a shifted head, is not needed.
         first = canvas.position == canvas.block_start[:, None]
         undecided = jnp.any(canvas.masked & first, axis=1, keepdims=True)
         return canvas.first_step | undecided | canvas.block

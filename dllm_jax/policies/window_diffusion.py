@@ -5,7 +5,6 @@ leave the network and attention until the next refresh.
 """
 
 import dataclasses
-
 from typing import Any
 
 from jaxtyping import Array, Bool, Int

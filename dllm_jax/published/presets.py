@@ -11,6 +11,7 @@ from pathlib import Path
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.published import expressions
 from dllm_jax.published.preset import Preset, Recipe, read
 from dllm_jax.samplers import Confidence, DreamSchedule
 
@@ -78,8 +79,11 @@ class Presets(Mapping[str, Preset]):
         settings = dict(tasks[task])
         geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
 
-        # Dream's recipes name an `alg`; those of LLaDA and LLaDA-V are of LLaDA's sampler.
-        sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
+        # Dream's recipes name an `alg`; those of LLaDA and LLaDA-V are of LLaDA's sampler, others say which.
+        if "sampler" in settings:
+            sampler = expressions.sampler(settings["sampler"])
+        else:
+            sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
         return Recipe(sampler=sampler, **geometry)
 
     def names(self, kind: str) -> list[str]:

@@ -68,8 +68,8 @@ class Sampler(Options, abc.ABC):
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
     of their own, which do not see the token (`decoding.shadow`); `decide` may revoke them."""
     edits: ClassVar[bool] = False
-    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits of
-    the step; `decide` may replace them, and keep the sequence in the block."""
+    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf; `decide`
+    may replace them, and keep the sequence in the block."""
 
     # -- defined by each sampler ----------------------------------------------------------------------
 

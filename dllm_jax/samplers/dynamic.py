@@ -18,7 +18,7 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(UntilDone):
-    """Decodes all sure positions of the block if these are at least the scheduled number, else so many surest.
+    """Decodes all sure positions of the block if there are as many as scheduled, else that many surest.
 
     SDAR's "low-confidence dynamic", and with threshold=1 its "static"; LLaDA2.0's decoding. The schedule
     spreads a whole block over its steps, however many masks it has: a block that a prompt's end shares is
@@ -41,7 +41,7 @@ class Dynamic(UntilDone):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(UntilDone):
-    """Decodes from left to right, as many positions per step as the schedule of a whole block wants (SDAR)."""
+    """Decodes from left to right, as many positions per step as a whole block's schedule wants (SDAR)."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,8 +22,8 @@ from dllm_jax.state.rows import gather
 class Edit(UntilDone):
     """Fills masks that are sure, and replaces tokens of the block where another one is sure enough.
 
-    A block goes on when nothing in it is masked, until a step changes nothing, or for `most_steps` steps. Only
-    tokens that an earlier step decoded are replaced, never given ones, nor those of earlier blocks.
+    A block goes on when nothing in it is masked, until a step changes nothing, or for `most_steps` steps.
+    Only tokens that an earlier step decoded are replaced, never given ones, nor those of earlier blocks.
 
     Neighbour limit: most_steps=0 and editing_threshold=1 is `Threshold`, but for equality.
 

@@ -12,8 +12,8 @@ from dllm_jax.traced import Number
 def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b"]:
     """LLaDA's transfer schedule: the block's masks spread over its steps, the remainder to the early ones.
 
-    Counts are of the masks when the block began, or of `positions` instead. Steps beyond the schedule, for masks that the policy did not
-    offer in time, decode as many as its first.
+    Counts are of the masks when the block began, or of `positions` instead. Steps beyond the schedule, for
+    masks that the policy did not offer in time, decode as many as its first.
     """
     # K = block masks // steps, and one more in each of the first (block masks mod steps) steps.
     steps = canvas.layout.steps_per_block
@@ -25,7 +25,7 @@ def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b
 
 
 def sure_or_best(score: Float[Array, "b c"], threshold: Number, least: Int[Array, "b"]) -> Bool[Array, "b c"]:
-    """All candidates whose score exceeds the threshold if these are at least so many, else so many best ones."""
+    """All candidates above the threshold if these are at least so many, else so many best ones."""
     sure = score > threshold
     enough = jnp.sum(sure, axis=1) >= least
     return jnp.where(enough[:, None], sure, best(score, least))

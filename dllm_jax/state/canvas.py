@@ -185,7 +185,7 @@ class Canvas:
 
     @property
     def enters(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is the sequence's first in a block of the model, or follows one that `opens`."""
+        """Whether the coming step is the first in a block of the model, or follows one that `opens` it."""
         assert self.stored is not None, "a block-causal model"
         enters = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
         return enters | self._at_first(self.just_decoded)
@@ -205,7 +205,7 @@ class Canvas:
         return jnp.any(positions & (self.position == self.model_block), axis=1, keepdims=True)
 
     def changing(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """Of the selected positions those whose keys and values are not final; all if the model attends freely.
+        """The selected positions whose keys and values are not final; all if the model attends everywhere.
 
         In a block-causal model a finished block never changes again: its final keys and values are computed
         together with the first step of the next one, which computes all of that too.

@@ -66,7 +66,9 @@ class Layout(Options):
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
         check_argument("length", length, PositiveInt)
-        whole = length if block is None or not tail or isinstance(block, Sliding) else -(-length // block) * block
+        whole = (
+            length if block is None or not tail or isinstance(block, Sliding) else -(-length // block) * block
+        )
         steps = whole if steps is None else steps
         if isinstance(block, Sliding):
             return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
@@ -101,7 +103,7 @@ class Layout(Options):
 
     @property
     def scheduled_steps(self) -> int:
-        """Upper bound of the steps of a fixed schedule: a prompt's end may share a block, which is one more."""
+        """Upper bound of a fixed schedule's steps: a prompt's end may share a block, which is one more."""
         return self.steps + (self.steps_per_block if self.tail else 0)
 
     def response_inputs(self, shifted: bool) -> int:

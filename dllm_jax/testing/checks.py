@@ -212,7 +212,9 @@ def batch_mates_change_nothing(of: Subject):
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
     assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
     assert_same_stats(of.batch.stats, alone.stats, sequence=1)
-    assert bool(partial_steps(of.batch)) == of.policy.stores(of.model.spec), "every step computed every position"
+    assert bool(partial_steps(of.batch)) == of.policy.stores(of.model.spec), (
+        "every step computed every position"
+    )
 
 
 def padding_is_inert(of: Subject):

@@ -1,5 +1,7 @@
 """Block-causal models and mixtures of experts: single passes with every decision of a router, generations."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +108,8 @@ def generate(case: Case):
     size = s.get("block_size", s.get("block_length"))
     ends = s.get("eos_id", s.get("stop_token"))
     s.only("temperature", 0.0)
-    s.describes("eos_early_stop", "block_cache_renewed", "gen_length", "max_new_tokens", "stop_ids", "forwards", "edits", "robustness")
+    s.describes("eos_early_stop", "block_cache_renewed", "gen_length", "max_new_tokens")
+    s.describes("stop_ids", "forwards", "edits", "robustness")
     model = case.model(block_size=size, **({} if ends is None else {"eos_id": ends}))
 
     # As many positions as the recorded canvas, whose last block is whole; a stop cuts the recording off.
@@ -114,10 +117,11 @@ def generate(case: Case):
     sampler, steps = _sampler(s, options["length"], size)
     policy = policies.SubBlockCache() if s.get("use_block_cache") else policies.Policy()
     trace = case.generate(model, policy=policy, sampler=sampler, steps=steps, **options).trace
-    tokens, score, proposed = (np.asarray(array)[:, 0] for array in (trace.tokens, trace.score, trace.proposed))
+    tokens, score, proposed = (np.asarray(a)[:, 0] for a in (trace.tokens, trace.score, trace.proposed))
 
-    # The first token of a block, which the block before it predicts, takes a step of ours; recorded is its token.
-    opens = [model.spec.shifted and (np.flatnonzero(a != b) % size == 0).all() for a, b in _pairs(tokens)]
+    # The first token of a block, predicted by the one before it, takes a step of ours; its token is recorded.
+    begins = lambda before, after: (np.flatnonzero(before != after) % size == 0).all()
+    opens = [model.spec.shifted and begins(*pair) for pair in itertools.pairwise(tokens)]
     denoises = np.flatnonzero(~np.asarray(opens))[: len(recorded) - 1]
     exactly("tokens", tokens[denoises], recorded[:-1, 0])
     answer = s.get("answer", recorded[-1, 0, prompt:].tolist())
@@ -128,17 +132,14 @@ def generate(case: Case):
     exactly("answer", recorded[-1, 0, end], answer)
 
     # Confidences at the rows of each forward, of those that are masks.
-    places = np.minimum(arrays["rows"][:, :1] + np.arange(arrays["confidence"].shape[1]), recorded.shape[2] - 1)
+    row = arrays["rows"][:, :1] + np.arange(arrays["confidence"].shape[1])
+    places = np.minimum(row, recorded.shape[2] - 1)
     ours, token = (np.take_along_axis(array[denoises], places, axis=1) for array in (score, proposed))
     scored = np.isfinite(ours) & np.isfinite(arrays["confidence"])
     closely("confidence", ours, arrays["confidence"], where=scored)
     exactly("proposed", token, arrays["proposed"], where=scored)
     if ends in answer:
         _compare_stopped(case, model, policy, sampler, steps, options, answer[: answer.index(ends) + 1])
-
-
-def _pairs(tokens: np.ndarray):
-    return zip(tokens[:-1], tokens[1:], strict=True)
 
 
 def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
