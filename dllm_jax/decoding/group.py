@@ -2,6 +2,7 @@
 
 At a thousand positions one canvas fills the matrix units of an accelerator: a full step of more sequences
 than need one only takes longer. So each begins its blocks when it has come so far, and no other pays for it.
+Where a mesh splits the batch, the sequences of a device are a share, and each share runs a group of its own.
 """
 
 import dataclasses
@@ -51,20 +52,24 @@ def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]
 def coming(plan: Plan, state: State) -> Int[Array, ""]:
     """The variant of the coming step: an index into `plan.widths`, or their number for a full step.
 
-    Groups are run as soon as there is a sequence for one, so that partial steps have the company of all. A
-    full step of the whole batch waits until no sequence can do without.
+    Groups are run as soon as there is a sequence for one, so that partial steps have the company of all; of
+    several shares, once no device would run its group for nobody. A full step of the whole batch waits until
+    no sequence can do without.
     """
     active, whole = state.canvas.active, needs_full(plan, state.need)
     partial = active & ~whole
     width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
     in_groups = of_full_step(plan, len(active)) < len(active)
     full = jnp.any(active & whole) if in_groups else ~jnp.any(partial)
+    if in_groups and plan.shares > 1:
+        some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
+        full = full & jnp.all(some(active & whole) | ~some(active)) | ~jnp.any(partial)
     return jnp.where(full, len(plan.widths), width)
 
 
 def of_full_step(plan: Plan, batch: int) -> int:
-    """How many of the sequences a full step runs."""
-    return batch if plan.group is None else min(plan.group, batch)
+    """How many of the sequences a full step runs, of all shares."""
+    return batch if plan.group is None else min(plan.group * plan.shares, batch)
 
 
 def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
@@ -76,11 +81,15 @@ def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]
 # -- a state of few sequences ----------------------------------------------------------------------------
 
 
-def first(part: Bool[Array, "b"], canvas: Canvas, size: int) -> Int[Array, "g"]:
-    """The group's sequences: those that take part and have made the fewest steps, else any."""
+def first(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Array, "g"]:
+    """The group's sequences, share by share: those that take part and have made the fewest steps, else any."""
     # Another one that fills the group takes no part in the step.
     behind = jnp.where(part, canvas.step, jnp.iinfo(jnp.int32).max)
-    return jax.lax.top_k(-behind, size)[1].astype(jnp.int32)
+    size = of_full_step(plan, len(part))
+    if plan.shares == 1:
+        return jax.lax.top_k(-behind, size)[1].astype(jnp.int32)
+    within = jax.lax.top_k(-behind.reshape(plan.shares, -1), size // plan.shares)[1]
+    return (within + starts(plan.shares, len(part))).reshape(-1).astype(jnp.int32)
 
 
 def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
@@ -91,30 +100,26 @@ def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
         model,
         dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
         None if noise is None else noise.of_sequences(who),
-        None if embeds is None else taken(embeds, both, 0),
+        None if embeds is None else taken(embeds, both, 0, plan.shares),
         rope,
     )
 
 
 def state_of(generation: Generation, state: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
-    places = {1: who, generation.plan.streams: streams_of(who, generation.plan)}
-    few = by_array(
-        lambda copies, axis, array: taken(array, places[copies], axis), generation.plan, axes, untraced(state)
-    )
+    plan = generation.plan
+    places = {1: who, plan.streams: streams_of(who, plan)}
+    of_group = lambda copies, axis, array: taken(array, places[copies], axis, plan.shares)
+    few = by_array(of_group, plan, axes, untraced(state))
     return few._replace(record=few.record._replace(trace=state.record.trace))
 
 
 def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"], axes: Cache) -> State:
     """The state of all sequences after a step of the group's."""
-    places = {1: who, generation.plan.streams: streams_of(who, generation.plan)}
-    whole = by_array(
-        lambda copies, axis, array, part: put(array, part, places[copies], axis),
-        generation.plan,
-        axes,
-        untraced(state),
-        untraced(few),
-    )
+    plan = generation.plan
+    places = {1: who, plan.streams: streams_of(who, plan)}
+    back = lambda copies, axis, array, part: put(array, part, places[copies], axis, plan.shares)
+    whole = by_array(back, plan, axes, untraced(state), untraced(few))
     return whole._replace(record=whole.record._replace(trace=few.record.trace))
 
 
@@ -154,28 +159,52 @@ def streams_of(who: Int[Array, "g"], plan: Plan) -> Int[Array, "streams_g"]:
     return (who[:, None] * plan.streams + jnp.arange(plan.streams)).reshape(-1)
 
 
-def taken(array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int) -> Shaped[Array, "..."]:
+def taken(
+    array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int, shares: int = 1
+) -> Shaped[Array, "..."]:
     """The array of these sequences; of a single one by a slice, which XLA makes in place of a gather."""
-    if len(who) > 1:
-        return jnp.take(array, who, axis=axis, mode="clip")
-    one = lambda array, at: jax.lax.dynamic_slice_in_dim(array, at, 1, axis)
+    if len(who) > shares:
+        several = lambda array, who: jnp.take(array, who, axis=axis, mode="clip")
+        return by_share(several, axis, shares, who, array)
+    slices = lambda array, at: jax.lax.dynamic_slice_in_dim(array, jnp.squeeze(at), 1, axis)
+    one = lambda array, at: by_share(slices, axis, shares, at, array)
+    at = who[0] if shares == 1 else who
     if array.ndim < 3:
-        return one(array, who[0])
+        return one(array, at)
 
     # On CPUs XLA would fuse the slice of a cache into whatever reads it, and copy the whole cache lest the
     # step's writes come first. It fuses no branch.
     none = lambda array, at: jnp.zeros_like(one(array, at))
-    apart = lambda array, at: jax.lax.cond(at >= 0, one, none, array, at)
-    return jax.lax.platform_dependent(array, who[0], cpu=apart, default=one)
+    apart = lambda array, at: jax.lax.cond(jnp.all(at >= 0), one, none, array, at)
+    return jax.lax.platform_dependent(array, at, cpu=apart, default=one)
 
 
 def put(
-    array: Shaped[Array, "..."], new: Shaped[Array, "..."], who: Int[Array, "g"], axis: int
+    array: Shaped[Array, "..."], new: Shaped[Array, "..."], who: Int[Array, "g"], axis: int, shares: int = 1
 ) -> Shaped[Array, "..."]:
     """The array with new values of these sequences; a place behind the last is none."""
     if len(who) == 1:
         return jax.lax.dynamic_update_slice_in_dim(array, new, who[0], axis)
-    return array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
+    own = lambda array, new, who: array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
+    return by_share(own, axis, shares, who, array, new)
+
+
+def by_share(
+    function: Callable[..., Array], axis: int, shares: int, who: Int[Array, "*g"], *arrays: Shaped[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """`function(*arrays, who)` of each share by itself, by places within it: nothing leaves its device."""
+    if shares == 1:
+        return function(*arrays, who)
+    before, count, behind = arrays[0].shape[:axis], arrays[0].shape[axis], arrays[0].shape[axis + 1 :]
+    split = (array.reshape(*before, shares, -1, *behind) for array in arrays)
+    within = who.reshape(shares, -1) - starts(shares, count)
+    of_each = jax.vmap(function, (*[axis] * len(arrays), 0), axis)(*split, within)
+    return of_each.reshape(*before, -1, *behind)
+
+
+def starts(shares: int, count: int) -> Int[Array, "shares 1"]:
+    """The first place of each share, of so many places."""
+    return jnp.arange(shares, dtype=jnp.int32)[:, None] * (count // shares)
 
 
 def axes_of_sequences(model: Model, plan: Plan, batch: int) -> Cache:

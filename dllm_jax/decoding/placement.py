@@ -79,9 +79,8 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
         arrays = arrays._replace(valid=arrays.valid & real)
     split = by_sequence(model, mesh, arrays, axes)
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
-    # Groups are of sequences that lie on the same devices.
-    if plan.group is None and model.rules.batch_ways(mesh) == 1:
-        plan = dataclasses.replace(plan, group=group_size(plan.policy, plan.layout, _platform(model)))
+    group = plan.group or group_size(plan.policy, plan.layout, _platform(model))
+    plan = dataclasses.replace(plan, group=group, shares=model.rules.batch_ways(mesh))
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 

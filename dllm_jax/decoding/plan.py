@@ -44,7 +44,8 @@ class Plan:
       sampler: decides which tokens are decoded.
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
-      group: how many sequences a full step runs (`decoding.group`); None runs all.
+      group: how many sequences of each share a full step runs (`decoding.group`); None runs all.
+      shares: of neighbouring sequences, into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
       confidence: record the confidences with which positions are decoded.
@@ -58,6 +59,7 @@ class Plan:
     layout: Layout = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
+    shares: int = dataclasses.field(default=1, metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(default=False, metadata={"static": True})
     trace: bool = dataclasses.field(default=False, metadata={"static": True})
     confidence: bool = dataclasses.field(default=False, metadata={"static": True})

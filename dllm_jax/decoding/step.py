@@ -111,10 +111,9 @@ def step(generation: Generation, width: int | None, state: State) -> State:
     """
     plan = generation.plan
     part = taking_part(plan, width, state)
-    size = of_full_step(plan, len(part))
-    if width is not None or size == len(part):
+    if width is not None or of_full_step(plan, len(part)) == len(part):
         return _step(generation, width, _of(state, part, plan))
-    who, axes = first(part, state.canvas, size), axes_of_sequences(generation.model, plan, len(state.need))
+    who, axes = first(part, state.canvas, plan), axes_of_sequences(generation.model, plan, len(state.need))
     few = _of(state_of(generation, state, who, axes), part[who], plan)
     after = _step(constants_of(generation, who), None, few, who)
 
