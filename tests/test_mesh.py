@@ -1,6 +1,8 @@
 """Models and batches over meshes of the suite's eight devices give what one device gives."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.group import first, of_full_step
+from dllm_jax.decoding.loop import begin, denoise
+from dllm_jax.decoding.placement import place, with_auto_axes
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
@@ -69,6 +72,35 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True)
     run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
+
+
+@matrix(
+    "policy, mesh", [policies.DualCache(), policies.D2Cache(k=5)], (DP, MORE_DATA),
+    today=[(policies.DualCache(), MORE_DATA)],
+)  # fmt: skip
+def test_each_device_runs_a_group_of_its_own(policy, mesh):
+    """Of two sequences per device, a full step runs one on each, and nothing as large as a cache moves."""
+    alone = one_device("llada")
+    prompt, mask = prompts(alone, (9, 6, 8, 7) * (2 if mesh == MORE_DATA else 4))
+    sampler = samplers.Threshold(0.25, cfg_scale=1.5)
+    options = dict(prompt_mask=mask, length=8, block=4, policy=policy, sampler=sampler, trace=True)
+    model = on_mesh(alone, mesh_of(mesh))
+    ours, want = dj.generate(model, prompt, group=1, **options), dj.generate(alone, prompt, **options)
+    assert_same(ours, want)
+
+    # One of each device's neighbours: who needs a full step, and has made the fewest steps.
+    placed = with_auto_axes(place(model, prepare(model, prompt, group=1, **options)))
+    state = begin(placed.model, placed.inputs, placed.plan)
+    ways, batch = placed.plan.shares, len(prompt)
+    part = jnp.arange(batch) % 2 == 1
+    assert first(part, state.canvas, placed.plan).tolist() == list(range(1, batch, 2))
+    assert of_full_step(placed.plan, batch) == ways == batch // 2
+    if isinstance(policy, policies.D2Cache):  # whose rollout gathers queries of partial steps
+        return
+    text = denoise.lower(placed.model, placed.inputs, placed.plan).compile().as_text()
+    cache = 2 * len(prompt) * 17 * alone.spec.kv_heads * alone.spec.head
+    for shape in re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", text):
+        assert math.prod(map(int, shape.split(","))) < cache // 4, shape
 
 
 TWO = samplers.Confidence(), samplers.Threshold(0.25)

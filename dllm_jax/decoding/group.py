@@ -82,7 +82,7 @@ def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]
 
 
 def first(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Array, "g"]:
-    """The group's sequences, share by share: those that take part and have made the fewest steps, else any."""
+    """The sequences of each share's group: those that take part and have made the fewest steps, else any."""
     # Another one that fills the group takes no part in the step.
     behind = jnp.where(part, canvas.step, jnp.iinfo(jnp.int32).max)
     size = of_full_step(plan, len(part))
@@ -190,7 +190,11 @@ def put(
 
 
 def by_share(
-    function: Callable[..., Array], axis: int, shares: int, who: Int[Array, "*g"], *arrays: Shaped[Array, "..."]
+    function: Callable[..., Array],
+    axis: int,
+    shares: int,
+    who: Int[Array, "*g"],
+    *arrays: Shaped[Array, "..."],
 ) -> Shaped[Array, "..."]:
     """`function(*arrays, who)` of each share by itself, by places within it: nothing leaves its device."""
     if shares == 1:
