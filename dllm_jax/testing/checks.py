@@ -175,10 +175,11 @@ def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
 def optimized_text(program: Any) -> str:
     """The HLO text of a program as users' processes compile it.
 
-    A suite of many programs may have turned fusion emitters off, as this library's does where XLA knows them.
+    A suite of many programs may have turned fusion emitters and passes off, as this library's does where XLA
+    knows them.
     """
     cheaper = "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
-    options = {"xla_cpu_use_fusion_emitters": True} if cheaper else None
+    options = {"xla_cpu_use_fusion_emitters": True, "xla_disable_hlo_passes": ""} if cheaper else None
     return program.lower().compile(compiler_options=options).as_text()
 
 
