@@ -3,7 +3,7 @@
     python -m examples.grpo --out bench/results/learning_grpo_cpu.json
 
 The task is to stop after two look-ups of a chain, the reward 1 for the right answer. Responses are sampled by
-`dj.generate` under DualCache; the policy gradient is that of the exact model. The reference is the model
+`dj.generate_many` under DualCache; the policy gradient is that of the exact model. The reference is the model
 without its adapters.
 """
 
@@ -37,16 +37,19 @@ def rollouts(
     """`group` sampled responses to each prompt, next to each other, and their rewards."""
     questions = [question for question in drawn(step, prompts) for _ in range(group)]
     prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
-    sampled = dj.generate(
-        model,
-        prompt,
-        prompt_mask=mask,
-        length=LENGTH,
-        policy=dj.policies.DualCache(),
-        sampler=dj.samplers.Confidence(temperature=temperature),
-        key=jax.random.key(step),
+    keys = jax.random.split(jax.random.key(step), len(questions))
+    asked = ({"prompt": row[real], "key": key} for row, real, key in zip(prompt, mask, keys, strict=True))
+    sampled = dict(
+        dj.generate_many(
+            model,
+            asked,
+            slots=min(len(questions), 32),
+            length=LENGTH,
+            policy=dj.policies.DualCache(),
+            sampler=dj.samplers.Confidence(temperature=temperature),
+        )
     )
-    answer = np.asarray(sampled.tokens)[:, prompt.shape[1] :]
+    answer = np.stack([sampled[i].tokens[0, -LENGTH:] for i in range(len(questions))])
     right = exact(decode_answers(model, tokenizer, answer), questions)
     batch = Batch(jnp.asarray(prompt), jnp.asarray(answer), jnp.asarray(mask))
     return batch, np.asarray(right, np.float32)
