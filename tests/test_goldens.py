@@ -57,7 +57,7 @@ def test_conforms(case):
 def test_a_clone_alone_covers_every_supported_method():
     shipped = {case.method for case in find(HERE)}
     # The megabyte of SDAR-MoE's weights has the attention of SDAR and the experts of LLaDA-MoE.
-    assert set(METHODS) <= shipped | {"sdar-moe-forward"}
+    assert set(METHODS) <= shipped | {"sdar-moe-forward", "sdar-moe-generate"}
     conform = {case.method for case in find(HERE) if case.status == "conform"}
     assert set(METHODS) & shipped - conform <= {"sampler-factor"}, "it has no case with status conform"
 

@@ -156,13 +156,13 @@ def test_a_position_is_stable_after_as_many_predictions_as_the_history_and_one()
     same, score = jnp.zeros((1, 3, V)), jnp.asarray([[0.9, 0.8, 0.4]])
     memory, seen = sampler.init(at), []
     for _ in range(4):
-        chosen, memory, _ = decided(sampler, memory, at, same, score)
+        chosen, memory, *_ = decided(sampler, memory, at, same, score)
         seen.append(np.flatnonzero(chosen[0]).tolist())
     assert seen == [[0], [0], [0, 1], [0, 1]]  # the surest alone, until predictions have been the same twice
     moved = same.at[0, 0, 7].set(9.0)
-    chosen, memory, _ = decided(sampler, memory, at, moved, score)
+    chosen, memory, *_ = decided(sampler, memory, at, moved, score)
     assert np.flatnonzero(chosen[0]).tolist() == [1]
-    chosen, memory, _ = decided(sampler, memory, at, moved, score)
+    chosen, memory, *_ = decided(sampler, memory, at, moved, score)
     assert np.flatnonzero(chosen[0]).tolist() == [1], "the history still holds the change"
 
 
