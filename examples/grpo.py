@@ -39,17 +39,17 @@ def rollouts(
     prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
     keys = jax.random.split(jax.random.key(step), len(questions))
     asked = ({"prompt": row[real], "key": key} for row, real, key in zip(prompt, mask, keys, strict=True))
-    sampled = dict(
-        dj.generate_many(
-            model,
-            asked,
-            slots=min(len(questions), 32),
-            length=LENGTH,
-            policy=dj.policies.DualCache(),
-            sampler=dj.samplers.Confidence(temperature=temperature),
-        )
-    )
-    answer = np.stack([sampled[i].tokens[0, -LENGTH:] for i in range(len(questions))])
+    answer = np.zeros((len(questions), LENGTH), np.int32)
+    for index, sampled in dj.generate_many(
+        model,
+        asked,
+        slots=min(len(questions), 32),
+        length=LENGTH,
+        policy=dj.policies.DualCache(),
+        sampler=dj.samplers.Confidence(temperature=temperature),
+    ):
+        assert isinstance(sampled, dj.Output), "errors are raised"
+        answer[index] = sampled.tokens[0, -LENGTH:]
     right = exact(decode_answers(model, tokenizer, answer), questions)
     batch = Batch(jnp.asarray(prompt), jnp.asarray(answer), jnp.asarray(mask))
     return batch, np.asarray(right, np.float32)
