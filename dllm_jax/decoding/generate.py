@@ -82,8 +82,8 @@ def generate(
         that is found counts, and later only the first of the list can move the end further to the left.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
-      group: how many sequences a full step runs, instead of as few as fill the device
-        (`dllm_jax.decoding.group`); changes speed and memory, never tokens.
+      group: how many sequences a full step runs, on each of the devices that a mesh splits the batch over,
+        instead of as few as fill it (`dllm_jax.decoding.group`); changes speed and memory, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
         lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
         padding is taken off on the host: the call returns when the tokens are there.
