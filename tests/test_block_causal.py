@@ -173,6 +173,12 @@ def test_all_other_policies_decode(policy):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, optimised):
+    looked_at = checks.nothing_leaves_the_device_inside, checks.no_copy_of_the_cache_inside_the_loop
+    check_policy(policy, families=("sdar",), checks=(checks.one_program_per_setting, *looked_at))
+
+
 def test_specs_survive_json():
     """As exported programs and converted directories hold them."""
     model = dj.load(pathlib.Path(__file__).parent / "goldens" / "models" / "llada2-tiny-dense2")

@@ -65,7 +65,7 @@ def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
             "block in which a round begins: use a policy that only says which positions are computed, such "
             "as SlidingCache(), DualCache() or DKVDecode()"
         )
-    if sampler.verifies or sampler.edits:
+    if sampler.revises:
         raise ValueError(
             f"block={layout.sliding!r} slides, but {type(sampler).__name__} looks again at what it has "
             "decoded in a block: use another sampler, such as Threshold()"
@@ -90,7 +90,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     """
     schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
     nothing_offered = ~jnp.any(offered(policy, canvas), axis=1)
-    return _over(canvas, sampler) | (schedule_over & nothing_offered & _settled(canvas))
+    return _settled(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
 
 
 def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -101,16 +101,12 @@ def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
 
 def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
     """Whether decoded tokens stay: those that may be revoked or edited do when their block is finished."""
-    return _over(canvas, sampler) if sampler.verifies or sampler.edits else True
+    return _settled(sampler.finished(canvas), canvas) if sampler.revises else True
 
 
-def _over(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"]:
-    """Sequences whose sampler has finished the block, and edits nothing in it any more."""
-    return sampler.finished(canvas) & _settled(canvas)
-
-
-def _settled(canvas: Canvas) -> Bool[Array, "b"] | bool:
-    return True if canvas.stays is None else ~canvas.stays
+def _settled(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
+    """Finished sequences whose sampler edits nothing in the block any more."""
+    return finished if canvas.stays is None else finished & ~canvas.stays
 
 
 def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:

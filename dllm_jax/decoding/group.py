@@ -59,11 +59,10 @@ def coming(plan: Plan, state: State) -> Int[Array, ""]:
     active, whole = state.canvas.active, needs_full(plan, state.need)
     partial = active & ~whole
     width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
-    in_groups = of_full_step(plan, len(active)) < len(active)
-    full = jnp.any(active & whole) if in_groups else ~jnp.any(partial)
-    if in_groups and plan.shares > 1:
+    full = ~jnp.any(partial)
+    if of_full_step(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
-        full = full & jnp.all(some(active & whole) | ~some(active)) | ~jnp.any(partial)
+        full |= jnp.all(some(active & whole) | ~some(active))
     return jnp.where(full, len(plan.widths), width)
 
 

@@ -57,7 +57,8 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
 def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     generation = Generation.of(model, inputs, plan)
     state = run(generation, initial(generation, inputs))
-    return finished(plan, state), state.record.stats(state.canvas), state.record.completed(state.canvas)
+    tokens = finished(plan, state)[:, : plan.layout.shown]
+    return tokens, state.record.stats(state.canvas), state.record.completed(state.canvas)
 
 
 def run(

@@ -55,7 +55,7 @@ class Placed(NamedTuple):
     @property
     def shown(self) -> slice:
         """The positions of prompt, response and suffix on the canvas."""
-        return slice(self.extra, self.plan.layout.length - self.plan.layout.tail)
+        return slice(self.extra, self.plan.layout.shown)
 
 
 def place(model: Model, request: Request, prompt: Any = None) -> Placed:

@@ -7,7 +7,7 @@ from dllm_jax.decoding.block_schedule import offered
 from dllm_jax.decoding.generation import Generation
 from dllm_jax.decoding.nonfinite import finite_sequences
 from dllm_jax.decoding.plan import Plan
-from dllm_jax.decoding.shadow import place_in_shadow, to_verify
+from dllm_jax.decoding.shadow import decoded_in_block, place_in_shadow
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.samplers.candidates import Candidates
@@ -40,12 +40,11 @@ def propose(
     slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
 
     # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
-    verified = jnp.zeros_like(index, bool)
+    holds_token = jnp.zeros_like(index, bool)
+    if sampler.revises:
+        holds_token = gather(decoded_in_block(canvas), index) & (index < layout.length)
     if sampler.verifies:
-        verified = gather(to_verify(canvas), index) & (index < layout.length)
-        slot = jnp.where(verified, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
-    elif sampler.edits:
-        verified = gather(to_verify(canvas), index) & (index < layout.length)
+        slot = jnp.where(holds_token, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
     logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
@@ -56,17 +55,17 @@ def propose(
     candidate = index < layout.length
     finite = finite_sequences(logits, proposed.score, candidate)
 
-    # The answer is looked at, whatever it holds; a sampler sees masks, and what it verifies.
+    # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
     committed = None
     if (rule := sampler.early_commit) is not None:
         committed = rule.commits(logits, index, canvas) & finite
-        seen = gather(canvas.masked, index) | verified
+        seen = gather(canvas.masked, index) | holds_token
         proposed = proposed._replace(index=jnp.where(seen, index, layout.length))
         candidate &= seen
 
     # What holds a token has no score, and unless it may be edited it is offered no other.
-    score = jnp.where(candidate & ~verified, proposed.score, -jnp.inf)
-    token = proposed.token if sampler.edits else jnp.where(verified, spec.mask_id, proposed.token)
+    score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
+    token = proposed.token if sampler.edits else jnp.where(holds_token, spec.mask_id, proposed.token)
     return proposed._replace(score=score, token=token), finite, committed
 
 
@@ -86,9 +85,9 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     everywhere = sampler.allow_mask_token or response_scored
     upper_bound = layout.response if everywhere else layout.widest_block
     scored = scored if rule is None else scored | rule.asked(canvas)
-    scored = scored | to_verify(canvas) if sampler.edits else scored
+    scored = scored | decoded_in_block(canvas) if sampler.edits else scored
     candidates, most = scored & predicted, min(upper_bound, rows.index.shape[1])
     if verify:
         # What is verified is in the shadow, whether or not the step computes it.
-        candidates, most = candidates | to_verify(canvas), upper_bound
+        candidates, most = candidates | decoded_in_block(canvas), upper_bound
     return compact(candidates, most)

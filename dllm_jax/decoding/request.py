@@ -138,7 +138,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | Non
 
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     layout = Layout.of(0, length, block, steps, padded=mask is not None, tail=tail)
-    tokens, valid = inputs.with_tail(tokens, valid, tail, model.spec)
+    tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 

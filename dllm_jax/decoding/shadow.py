@@ -38,7 +38,7 @@ def check_policy(sampler: Sampler, policy: Policy):
         )
 
 
-def to_verify(canvas: Canvas) -> Bool[Array, "b l"]:
+def decoded_in_block(canvas: Canvas) -> Bool[Array, "b l"]:
     """Tokens that earlier steps decoded in the current block, in active sequences."""
     return canvas.block & (canvas.decoded_at >= 0) & ~canvas.masked & canvas.active[:, None]
 

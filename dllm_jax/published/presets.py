@@ -81,9 +81,8 @@ class Presets(Mapping[str, Preset]):
 
         # Dream's recipes name an `alg`; those of LLaDA and LLaDA-V are of LLaDA's sampler, others say which.
         if "sampler" in settings:
-            sampler = expressions.sampler(settings["sampler"])
-        else:
-            sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
+            return Recipe(sampler=expressions.sampler(settings["sampler"]), **geometry)
+        sampler = DreamSchedule(**settings) if "alg" in settings else Confidence(**settings)
         return Recipe(sampler=sampler, **geometry)
 
     def names(self, kind: str) -> list[str]:

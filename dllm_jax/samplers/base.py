@@ -140,6 +140,11 @@ class Sampler(Options, abc.ABC):
         return layout.scheduled_steps
 
     @property
+    def revises(self) -> bool:
+        """Whether decoded tokens may still change until their block is finished."""
+        return self.verifies or self.edits
+
+    @property
     def draws(self) -> bool:
         """Whether the sampler needs random numbers."""
         return not fixed_at(self.temperature, 0)

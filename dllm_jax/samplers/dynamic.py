@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.options import TracedFraction
@@ -35,8 +35,7 @@ class Dynamic(UntilDone):
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions above the threshold, or as many as the block's schedule wants."""
-        scheduled = jnp.maximum(even_schedule(canvas, canvas.layout.block), 1)
-        return sure_or_best(candidates.score, self.threshold, scheduled)
+        return sure_or_best(candidates.score, self.threshold, scheduled(canvas))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,4 +50,9 @@ class Sequential(UntilDone):
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The leftmost masks."""
         first = jnp.where(candidates.score > -jnp.inf, -candidates.index.astype(jnp.float32), -jnp.inf)
-        return best(first, jnp.maximum(even_schedule(canvas, canvas.layout.block), 1))
+        return best(first, scheduled(canvas))
+
+
+def scheduled(canvas: Canvas) -> Int[Array, "b"]:
+    """How many positions a whole block's schedule decodes in the coming step, at least one."""
+    return jnp.maximum(even_schedule(canvas, canvas.layout.block), 1)

@@ -257,13 +257,6 @@ def masked_response(
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
 
 
-def with_tail(
-    tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], tail: int, spec: ModelSpec
-) -> tuple[Int[AnyArray, "b l"], Bool[AnyArray, "b l"]]:
-    """The canvas and what of it is not padding, with `tail` masks more at its end."""
-    return host.pad(tokens, 0, tail, spec.mask_id), host.pad(valid, 0, tail, True)
-
-
 def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> Int[AnyArray, "b l"]:
     """The canvas with given text at its end."""
     kept = tokens[:, : -suffix.shape[1]]

@@ -66,14 +66,13 @@ class Layout(Options):
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position."""
         check_argument("length", length, PositiveInt)
-        whole = (
-            length if block is None or not tail or isinstance(block, Sliding) else -(-length // block) * block
-        )
-        steps = whole if steps is None else steps
         if isinstance(block, Sliding):
+            steps = length if steps is None else steps
             return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
-        behind, block = suffix + tail, length if block is None else block
-        return cls(prompt, length + behind, block, steps, padded, suffix, tail=tail)
+        block = length if block is None else block
+        if steps is None:  # with a tail the last block may be longer than what is left of the answer
+            steps = -(-length // block) * block if tail else length
+        return cls(prompt, length + suffix + tail, block, steps, padded, suffix, tail=tail)
 
     @property
     def length(self) -> int:
@@ -95,6 +94,11 @@ class Layout(Options):
     def end(self) -> int:
         """The position behind the answer."""
         return self.length - self.suffix - self.tail
+
+    @property
+    def shown(self) -> int:
+        """Positions of prompt, answer and suffix, which outputs have."""
+        return self.length - self.tail
 
     @property
     def steps_per_block(self) -> int:

@@ -315,8 +315,8 @@ def only_scored_masks_are_decoded(of: Subject):
     tokens = np.asarray(trace.tokens)
     for step, (before, after) in enumerate(itertools.pairwise(tokens)):
         decoded = (before == mask_id) & (after != mask_id)
-        # A sampler that verifies may make masks of tokens again.
-        changed = before != after if not (of.sampler.verifies or of.sampler.edits) else decoded
+        # A sampler that revises may make masks of tokens again, or other tokens.
+        changed = decoded if of.sampler.revises else before != after
         scored = np.isfinite(np.asarray(trace.score)[step])
         for sequence, position in zip(*np.nonzero(changed), strict=True):
             where = f"step {step}, sequence {sequence}, position {position}"
