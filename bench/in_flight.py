@@ -30,7 +30,7 @@ from dllm_jax.roofline import HARDWARE, throughput
 from dllm_jax.samplers import Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.tasks import Chain, FewShot, Sorting, examples
-from dllm_jax.testing.models import tiny
+from dllm_jax.testing.models import spec, tiny
 from dllm_jax.testing.runs import compilations
 
 SLOTS, COUNT = 8, 64
@@ -175,7 +175,7 @@ def thousand() -> dict[str, Any]:
 
 def predicted() -> list[dict[str, Any]]:
     """Sequences per second by the roofline: LLaDA-8B, prompts of 1024, 1 to 8 blocks of 1 to 32 steps."""
-    rng, spec, layout = (
+    rng, of_8b, layout = (
         np.random.default_rng(0),
         dj.presets.model_spec("llada-8b"),
         dj.Layout(1024, 256, 32, 256),
@@ -183,7 +183,7 @@ def predicted() -> list[dict[str, Any]]:
     requests = [rng.integers(1, 33, size=n).tolist() for n in rng.integers(1, 9, size=512)]
     return [
         {"hardware": chip, "policy": type(policy).__name__, "slots": slots}
-        | throughput(spec, policy, layout, requests, slots, HARDWARE[chip])._asdict()
+        | throughput(of_8b, policy, layout, requests, slots, HARDWARE[chip])._asdict()
         for chip in ("h100", "h200", "v6e")
         for policy in (Policy(), DualCache())
         for slots in (8, 32, 64)
@@ -197,7 +197,8 @@ def main(turns: int = 5, json: runner.JsonFile = None):
       turns: of each way, one after the other; medians count.
       json: results go here.
     """
-    where = runner.provenance("float32")
+    specs = {"tiny-llada": dj.load(dj.embedded.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
+    where = runner.provenance("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
     done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
     print(found := thousand())
     forecast = predicted()
