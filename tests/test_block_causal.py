@@ -179,6 +179,19 @@ def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, optimised):
     check_policy(policy, families=("sdar",), checks=(checks.one_program_per_setting, *looked_at))
 
 
+def test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone():
+    """Under a sampler that edits, whose blocks go on without masks."""
+    model, asked = tiny("sdar", block_size=4), [list(range(10, 10 + n)) for n in (9, 6, 11)]
+    options = dict(length=10, sampler=samplers.Edit(0.3, 0.2, most_steps=2), stop_at_eos=True)
+    alone = [dj.generate(model, [prompt], **options) for prompt in asked]
+    for index, out in dj.generate_many(model, asked, slots=2, **options):
+        np.testing.assert_array_equal(out.tokens, alone[index].tokens)
+        assert out.stats.nfe == alone[index].stats.nfe
+    *_, last = seen = list(dj.stream(model, asked[:1], **options))
+    np.testing.assert_array_equal(last.output.tokens, alone[0].tokens)
+    assert [snapshot.block for snapshot in seen[:2]] == [0, 1]
+
+
 def test_specs_survive_json():
     """As exported programs and converted directories hold them."""
     model = dj.load(pathlib.Path(__file__).parent / "goldens" / "models" / "llada2-tiny-dense2")
