@@ -4,10 +4,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import forward
+from dllm_jax import forward, lora, token_log_likelihoods
 from dllm_jax.nn.model import Model, encode
-from dllm_jax.training import Batch, masked_diffusion_loss
-from dllm_jax.training.loss import T_MIN, draw, draw_blocks, draw_masks, isolation_mask, masked_loss
+from dllm_jax.nn.spec import ExpertSpec
+from dllm_jax.training import (
+    Batch,
+    Batches,
+    TrainConfig,
+    elbo_masks,
+    masked_diffusion_loss,
+    one_step_masks,
+    prepare,
+    response_log_probs,
+    train,
+)
+from dllm_jax.training.loss import (
+    T_MIN,
+    draw,
+    draw_blocks,
+    draw_masks,
+    isolation_mask,
+    masked_loss,
+    model_blocks,
+)
 from tests.models import FAMILIES, tiny
 
 loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
@@ -47,9 +66,9 @@ def test_the_loss_is_algorithm_2(family):
 def test_noise_levels_are_stratified_and_masks_follow_them():
     learnt = jnp.ones((200, 400), bool).at[:, 7].set(False)
     t, masked = draw_masks(jax.random.key(1), learnt)
-    np.testing.assert_allclose(np.diff(np.sort(t)), 1 / 200, atol=1e-4)
+    np.testing.assert_allclose(np.diff(np.sort(t[:, 0])), 1 / 200, atol=1e-4)
     assert T_MIN <= float(t.min()) < float(t.max()) <= 1
-    np.testing.assert_allclose(jnp.sum(masked, axis=1) / 399, t, atol=0.12)
+    np.testing.assert_allclose(jnp.sum(masked, axis=1) / 399, t[:, 0], atol=0.12)
     assert not masked[:, 7].any()
 
 
@@ -95,7 +114,7 @@ def test_isolated_prompts_do_not_see_their_answers(family):
 def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
     model, key, isolating = tiny(family), jax.random.key(4), 0.25
     batch = batch_of(rows=400)
-    plain, drawn = draw(batch, key, 31), draw(batch, key, 31, isolating)
+    plain, drawn = draw(batch, key, model.spec), draw(batch, key, model.spec, isolating)
     assert plain.isolated is None
     assert (plain.tokens == drawn.tokens).all()  # the same masks
     np.testing.assert_allclose(drawn.isolated.mean(), isolating, atol=0.06)
@@ -110,7 +129,7 @@ def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
     np.testing.assert_allclose(masked_loss(model, drawn)[0], wanted, rtol=1e-5)
     assert abs(loss(alone, True) - loss(alone, False)) > 1e-4
     whole, _ = masked_diffusion_loss(model, batch, key, prompt_isolation=isolating)
-    np.testing.assert_allclose(whole, masked_loss(model, draw(batch, key, model.spec.mask_id, isolating))[0])
+    np.testing.assert_allclose(whole, masked_loss(model, draw(batch, key, model.spec, isolating))[0])
 
 
 def test_every_block_is_drawn_as_often_and_the_last_may_be_shorter():
@@ -125,7 +144,7 @@ def test_every_block_is_drawn_as_often_and_the_last_may_be_shorter():
 def test_a_block_is_learnt_between_known_tokens_and_masks(family):
     model, key, batch, length = tiny(family), jax.random.key(4), batch_of(rows=40), 2
     mask_id, answer = model.spec.mask_id, np.asarray(batch.answer)
-    whole, drawn = draw(batch, key, mask_id), draw(batch, key, mask_id, blocks=(length,))
+    whole, drawn = draw(batch, key, model.spec), draw(batch, key, model.spec, blocks=(length,))
     after = np.arange(answer.shape[1]) - np.asarray(drawn.learnt).argmax(axis=1)[:, None]
     within = (after >= 0) & (after < length)
     np.testing.assert_array_equal(drawn.learnt, within)
@@ -144,3 +163,93 @@ def test_a_block_is_learnt_between_known_tokens_and_masks(family):
     loss, _ = masked_diffusion_loss(model, batch, key, blocks=(length,))
     np.testing.assert_allclose(loss, total / len(answer), rtol=1e-4)
     assert abs(float(loss) - float(masked_diffusion_loss(model, batch, key)[0])) > 0.01
+
+
+BLOCK_CAUSAL = {
+    "sdar": dict(block_size=4),
+    "fast-dllm-v2": dict(block_size=4, qk_norm=False, qkv_bias=True, shifted=True),
+    "experts": dict(block_size=3, experts=ExpertSpec(count=6, per_token=2, hidden=24)),
+}
+PADS, PROMPT, ANSWER = (0, 2, 5), 7, 9
+
+
+def unequal() -> Batch:
+    """Left-padded prompts that end within a block, and an answer that ends early."""
+    learnt = jnp.arange(ANSWER) < jnp.array([[9], [9], [6]])
+    mask = jnp.arange(PROMPT) >= jnp.array(PADS)[:, None]
+    return batch_of(3, PROMPT, ANSWER)._replace(prompt_mask=mask, answer_mask=learnt)
+
+
+def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
+    """Log-probabilities [b r] of the answers: a pass for each block, behind what is before it as it is."""
+    out, size, known = np.zeros(batch.answer.shape), model.spec.block_size, np.asarray(batch.learnt)
+    for row, pad in enumerate(PADS):
+        noised, length = np.asarray(tokens)[row, pad:], PROMPT - pad + known[row].sum()
+        clean = np.concatenate([noised[: PROMPT - pad], batch.answer[row]])
+        for start in range(0, length, size):
+            end = min(start + size, length)
+            seen = jnp.asarray(np.concatenate([clean[:start], noised[start:end]])[None])
+            log_p = np.asarray(jax.nn.log_softmax(forward(model, seen)[0]))
+            for i in range(max(start, PROMPT - pad), end):
+                out[row, i + pad - PROMPT] = log_p[max(i - int(model.spec.shifted), 0), clean[i]]
+    return out
+
+
+@pytest.mark.parametrize("case", BLOCK_CAUSAL)
+def test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block(case):
+    model, batch, key = tiny("sdar", **BLOCK_CAUSAL[case]), unequal(), jax.random.key(5)
+    drawn = draw(batch, key, model.spec)
+    each = np.where(drawn.masked, block_by_block(model, drawn.tokens, batch), 0) / drawn.t
+    (loss, metrics), gradient = gradient_of(model, batch, key)
+    np.testing.assert_allclose(loss, -np.mean(each.sum(1) / batch.learnt.sum(1)), rtol=1e-5)
+    assert 0 <= metrics.accuracy <= 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+    # Estimators and likelihoods see the same; their weights are of masks over the whole answer.
+    for masks in (elbo_masks(key, batch, draws=2), one_step_masks(key, batch, 0.5)):
+        of_draws = []
+        for i, hidden in enumerate(masks.answer):
+            prompt = batch.prompt if masks.prompt is None else jnp.where(masks.prompt[i], 59, batch.prompt)
+            tokens = jnp.concatenate([prompt, jnp.where(hidden, 59, batch.answer)], axis=1)
+            log_p = np.where(hidden, block_by_block(model, tokens, batch), 0)
+            of_draws.append(log_p * masks.weight[i][:, None])
+        ours = response_log_probs(model, batch, masks, chunk=2)
+        np.testing.assert_allclose(ours, np.mean(of_draws, axis=0), rtol=1e-4, atol=1e-5)
+        if masks.prompt is None:
+            options = dict(prompt_mask=batch.prompt_mask, answer_mask=batch.answer_mask, masks=masks.answer)
+            again = token_log_likelihoods(model, batch.prompt, batch.answer, **options)
+            np.testing.assert_allclose(again, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_every_block_of_the_model_has_a_noise_level_of_its_own():
+    batch, described = unequal(), tiny("sdar", block_size=4).spec
+    blocks = np.asarray(model_blocks(batch, described))
+    places = np.arange(ANSWER) + PROMPT - np.array(PADS)[:, None]
+    np.testing.assert_array_equal(blocks, places // 4 - places[:, :1] // 4)
+    t = np.asarray(draw(batch, jax.random.key(0), described).t)
+    for row in range(3):
+        assert len(np.unique(t[row])) == blocks[row, -1] + 1
+        assert (np.diff(t[row]) != 0)[np.diff(blocks[row]) > 0].all()
+
+
+def test_what_has_no_meaning_for_blocks_of_the_model_is_refused():
+    model, batch = tiny("sdar"), batch_of()
+    with pytest.raises(ValueError, match=r"prompt_isolation=0.5 hides .*; sdar attends causally"):
+        masked_diffusion_loss(model, batch, jax.random.key(0), prompt_isolation=0.5)
+    with pytest.raises(ValueError, match=r"blocks=\(4,\) learns one block"):
+        prepare(model, TrainConfig(steps=1, blocks=(4,)))
+
+
+def test_block_causal_models_train_whole_and_by_adapters():
+    """One step moves all parameters of a model with experts, and of attention with adapters their factors."""
+    config, source = TrainConfig(steps=1, warmup=0), Batches(lambda step: unequal())
+    model = tiny("sdar", **BLOCK_CAUSAL["experts"])
+    trained = train(model, source, config, progress=False).model
+    moved = jax.tree.map(
+        lambda a, b: bool((a != b).any() and jnp.isfinite(b).all()), model.params, trained.params
+    )
+    assert jax.tree.all(moved), moved
+    adapted = lora.attach(model, lora.LoRA(rank=2, matrices=("q", "k", "v", "o")), jax.random.key(0))
+    run = train(adapted, source, config, trainable=lora.trainable, progress=False)
+    assert (run.model.params["layers"]["k"].b != 0).all()
+    chex.assert_trees_all_equal(lora.detach(run.model).params, model.params)

@@ -48,12 +48,12 @@ auto = (jax.sharding.AxisType.Auto,)
 isolating = {"accumulate": 2, "prompt_isolation": 0.5, "blocks": (1, 9)}
 CASES = [
     ((8,), ("data",), "llada", separate, {}),
-    ((8,), ("fsdp",), "dream", separate, {"remat": True}),
+    ((8,), ("fsdp",), "sdar", separate, {"remat": True}),
     ((4, 2), ("batch", "model"), "dream", lambda model: model, {"muon": 0.01}),
     ((2, 2, 2), ("dp", "fsdp", "tp"), "llada", lambda model: model, isolating),
 ]
 for lengths, names, family, form, options in CASES[int(*arguments) :]:
-    model = form(tiny(family, vocab=64))
+    model = form(tiny(family, vocab=64, block_size=3 * (family == "sdar")))
     mesh = jax.make_mesh(lengths, names, axis_types=auto * len(names) if len(names) > 1 else None)
     alone, whole, _ = curve(model, **options)
     losses, state, setup = curve(model, mesh, **options)

@@ -59,12 +59,12 @@ def test_image_tokens_in_the_loss_are_those_of_the_decoder(model, processor):
 
 
 def test_the_loss_is_that_of_the_decoder_s_logits(model, processor, batch):
-    drawn = draw(batch, jax.random.key(3), model.spec.mask_id)
+    drawn = draw(batch, jax.random.key(3), model.spec)
     made = processor.encode(model, [e.messages for e in examples(CountShapes(), 1, 2, 2, "train")])
     embeds = jnp.pad(made.embeds, ((0, 0), (0, 3), (0, 0)))
     logits = dj.forward(model, drawn.tokens, embeds=embeds)[:, -3:]
     log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(batch.answer)[..., None], 2)
-    each = np.where(drawn.masked, -log_p[..., 0], 0).sum(axis=1) / (3 * np.asarray(drawn.t))
+    each = np.where(drawn.masked, -log_p[..., 0], 0).sum(axis=1) / (3 * np.asarray(drawn.t)[:, 0])
     loss, _ = jax.jit(masked_diffusion_loss)(model, batch, jax.random.key(3))
     np.testing.assert_allclose(loss, each.mean(), rtol=1e-5)
 

@@ -13,11 +13,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
 from dllm_jax.decoding.request import typed_key
+from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.arithmetic import guided
-from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
-from dllm_jax.nn.model import Model, encode
-from dllm_jax.nn.shift import first_predictor
+from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
@@ -281,7 +280,8 @@ def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk:
         return jnp.where(mask, entropy, 0.0) / masked_fraction[:, None]
 
     # The mean over draws of (r / x) times the cross entropies of the x masked tokens.
-    return -jnp.mean(jax.lax.map(one_draw, asked.masks, batch_size=chunk), axis=0)
+    at_once = passes_at_once(model.spec, chunk)
+    return -jnp.mean(jax.lax.map(one_draw, asked.masks, batch_size=at_once), axis=0)
 
 
 def token_cross_entropy(
@@ -299,24 +299,19 @@ def token_cross_entropy(
     """
     # The prompt is never masked, except in the unconditional run of classifier-free guidance.
     noised = jnp.where(mask, model.spec.mask_id, answer)
-    logits = _answer_logits(model, prompt, noised, padding, real)
+    logits = _answer_logits(model, prompt, noised, answer, padding, real)
     if not fixed_at(cfg_scale, 0):
         hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
-        unconditional = _answer_logits(model, hidden_prompt, noised, padding, real)
+        unconditional = _answer_logits(model, hidden_prompt, noised, answer, padding, real)
         logits = guided(logits, unconditional, cfg_scale)
     truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - truth
 
 
-def _answer_logits(model: Model, prompt, answer, padding, real) -> Float[Array, "b r v"]:
-    """Logits of the answer's tokens, float32, with or without a shifted head."""
-    tokens, valid = jnp.concatenate([prompt, answer], axis=1), None
+def _answer_logits(model: Model, prompt, noised, answer, padding, real) -> Float[Array, "b r v"]:
+    """Logits of the answer's tokens, float32."""
+    tokens, valid = jnp.concatenate([prompt, noised], axis=1), None
     if padding is not None or real is not None:
         of_prompt = jnp.ones(prompt.shape, bool) if padding is None else padding
         valid = jnp.concatenate([of_prompt, jnp.ones(answer.shape, bool) if real is None else real], axis=1)
-
-    # Only the positions that predict the answer meet the vocabulary; with a shifted head the last one of the
-    # prompt is the first of them.
-    first = first_predictor(prompt.shape[1], model.spec)
-    predictors = encode(model, tokens, valid)[:, first : first + answer.shape[1]]
-    return unembed(model.params, model.spec, predictors).astype(jnp.float32)
+    return answer_logits(model, tokens, answer, valid)

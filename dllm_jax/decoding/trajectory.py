@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import numbers
 from dllm_jax.decoding.stats import Trace
+from dllm_jax.nn.answers import passes_at_once
 from dllm_jax.nn.arithmetic import divided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
@@ -187,5 +188,6 @@ def _sum_over_steps(
         return jnp.where(own & beyond, jnp.nan, found)
 
     numbers = jnp.arange(len(tokens) - 1, dtype=jnp.int32)
-    by_step = jax.lax.map(one_step, (tokens[:-1], tokens[1:], numbers), batch_size=chunk)
+    at_once = passes_at_once(model.spec, chunk)
+    by_step = jax.lax.map(one_step, (tokens[:-1], tokens[1:], numbers), batch_size=at_once)
     return jnp.sum(by_step, axis=0)

@@ -56,6 +56,33 @@ def block_causal(
     return causal if mask is None else mask & causal
 
 
+def with_noisy_copy(
+    mask: Mask | None,
+    spec: ModelSpec,
+    position: Int[Array, "b s"],
+    valid: Bool[Array, "b s"] | None,
+    length: int,
+) -> Mask:
+    """The mask of a clean canvas with a noisy copy of its end behind it (Block Diffusion, arXiv:2503.09573).
+
+    A clean position sees its own and earlier blocks of the clean canvas. A noisy one sees its own block in
+    the noisy copy, and earlier blocks as they are on the clean canvas. Nothing clean sees what is noisy.
+
+    Args:
+      mask: narrowed; None for all keys.
+      spec: has a `block_size`.
+      position: of each query and key, on the canvas: those of the copy are there twice.
+      valid: False at left padding; None if there is none.
+      length: positions of the canvas; the copy's are behind them.
+    """
+    start = block_start(position[:1] if valid is None else position, valid, spec)
+    query, key = start[:, :, None], start[:, None, :]
+    noisy = jnp.arange(position.shape[1]) >= length
+    of_clean = jnp.where(noisy[:, None], key < query, key <= query)
+    sees = jnp.where(noisy, noisy[:, None] & (key == query), of_clean)[:, None]
+    return sees if mask is None else mask & sees
+
+
 def block_start(
     position: Int[Array, "b q"], valid: Bool[Array, "b l"] | None, spec: ModelSpec
 ) -> Int[Array, "b q"]:

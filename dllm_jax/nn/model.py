@@ -19,7 +19,7 @@ from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
-from dllm_jax.nn.mask import Mask, block_causal, padding_mask
+from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_table
@@ -107,12 +107,17 @@ Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
 Embeds = Float[Array, "b l m"] | Float[np.ndarray, "b l m"]
 
 
-def full_pass(spec: ModelSpec, tokens, valid) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
-    """Positions, attention mask and rotary tables of a pass over the full canvas."""
-    length = tokens.shape[1]
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+def full_pass(spec: ModelSpec, tokens, valid, copied: int = 0) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
+    """Positions, attention mask and rotary tables of a pass over the full canvas.
+
+    The last `copied` tokens are a noisy copy of the canvas's last ones, see `with_noisy_copy`.
+    """
+    length = tokens.shape[1] - copied
+    order = jnp.arange(length, dtype=jnp.int32)
+    order = jnp.concatenate([order, order[length - copied :]]) if copied else order
+    position = jnp.broadcast_to(order, tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
-    mask = block_causal(mask, spec, position, valid, length)
+    mask = (with_noisy_copy if copied else block_causal)(mask, spec, position, valid, length)
     return position, mask, rope_table(length, spec.rotated, spec.rope_base)
 
 
@@ -267,15 +272,16 @@ def encode(
     within: Mask | None = None,
     interventions: tuple[Intervention, ...] = (),
     embeds: Float[Array, "b l m"] | None = None,
+    copied: int = 0,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
     `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does;
     `embeds` are the inputs where tokens are negative. Interventions are those of a single pass, see
-    `dllm_jax.nn.intervention`.
+    `dllm_jax.nn.intervention`. The last `copied` tokens are a noisy copy, see `full_pass`.
     """
     tokens = constrain(tokens, model.rules, "bl")
-    position, mask, rope = full_pass(model.spec, tokens, valid)
+    position, mask, rope = full_pass(model.spec, tokens, valid, copied)
     if within is not None:
         mask = within if mask is None else mask & within
     # A single pass is step 0 of every sequence, which is all that interventions can ask of it.

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.decoding.request import typed_key
+from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, shown
-from dllm_jax.training.loss import Batch, answer_logits, valid_tokens
+from dllm_jax.training.loss import Batch, valid_tokens
 
 Probability = Annotated[float, Interval(ge=0, lt=1)]
 
@@ -177,7 +178,7 @@ def _mean_over_draws(model: Model, batch: Batch, masks: Masks, chunk: int, remat
     def one_draw(draw: Masks) -> Float[Array, "b r"]:
         prompt = batch.prompt if draw.prompt is None else jnp.where(draw.prompt, mask_id, batch.prompt)
         noised = jnp.concatenate([prompt, jnp.where(draw.answer, mask_id, answer)], axis=1)
-        logits = answer_logits(model, noised.astype(jnp.int32), answer.shape[1], valid, remat)
+        logits = answer_logits(model, noised.astype(jnp.int32), answer, valid, remat)
         # The log-softmax of the true tokens alone: the others' [b r v] are never stored.
         truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
         log_prob = truth - jax.nn.logsumexp(logits, axis=-1)
@@ -186,7 +187,8 @@ def _mean_over_draws(model: Model, batch: Batch, masks: Masks, chunk: int, remat
     # Activations of a draw are computed again in the backward pass; a single one may as well keep them.
     draws = len(masks.answer)
     one = one_draw if draws == 1 else jax.checkpoint(one_draw)
-    return jnp.mean(jax.lax.map(one, masks, batch_size=min(chunk, draws)), axis=0)
+    at_once = passes_at_once(model.spec, min(chunk, draws))
+    return jnp.mean(jax.lax.map(one, masks, batch_size=at_once), axis=0)
 
 
 def until_end(answer: Int[Array, "b r"], eos_id: int, eot_id: int | None = None) -> Bool[Array, "b r"]:

@@ -1,4 +1,7 @@
-"""LLaDA's masked-diffusion loss for supervised fine-tuning (arXiv:2502.09992, section 2.3, algorithm 2)."""
+"""The masked-diffusion loss for supervised fine-tuning (LLaDA, arXiv:2502.09992, section 2.3, algorithm 2).
+
+For block-causal models it is the block-diffusion objective (arXiv:2503.09573): a noise level for each block.
+"""
 
 from typing import NamedTuple
 
@@ -6,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.mask import Mask
-from dllm_jax.nn.model import LayerPass, Model, encode
+from dllm_jax.nn.answers import answer_logits
+from dllm_jax.nn.mask import Mask, block_start, require_full_attention
+from dllm_jax.nn.model import LayerPass, Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
 ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
@@ -64,7 +68,7 @@ class Masked(NamedTuple):
     Attributes:
       tokens: prompt and answer, mask_id where masked.
       answer: the ids to predict.
-      t: noise level of each example.
+      t: noise level of each example, or of each answer token's block.
       masked: answer positions that are to be predicted.
       learnt: answer positions that count: all, or those of one block.
       valid: tokens that are attended to; None means all.
@@ -74,7 +78,7 @@ class Masked(NamedTuple):
 
     tokens: Int[Array, "b l"]
     answer: Int[Array, "b r"]
-    t: Float[Array, "b"]
+    t: Float[Array, "b #r"]
     masked: Bool[Array, "b r"]
     learnt: Bool[Array, "b r"]
     valid: Bool[Array, "b l"] | None
@@ -115,6 +119,11 @@ def masked_diffusion_loss(
     the masked ones from everything else. Logits are computed only at the positions that predict answers; for
     shifted models (Dream) these stand one position to the left.
 
+    A block-causal model draws a t for each of its blocks, and predicts a block from the noised block and
+    earlier blocks as they are (`dllm_jax.nn.answers`): the bound of decoding block by block. With a shifted
+    head a block's first token is predicted by the clean end of the block before, as in decoding. Fast-dLLM v2
+    also shows every example with the complementary masks; that is not done.
+
     Args:
       model: differentiable; cross entropy is in float32 whatever its dtype.
       batch: see `Batch`; answers must not hold the mask id.
@@ -132,8 +141,11 @@ def masked_diffusion_loss(
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
+
+    Raises:
+      ValueError: `prompt_isolation` or `blocks` for a block-causal model.
     """
-    drawn = draw(batch, key, model.spec.mask_id, prompt_isolation, blocks)
+    drawn = draw(batch, key, model.spec, prompt_isolation, blocks)
     loss, counts = masked_loss(model, drawn, remat)
     return loss, counts.metrics()
 
@@ -141,7 +153,7 @@ def masked_diffusion_loss(
 def draw(
     batch: Batch,
     key: Key[Array, ""],
-    mask_id: int,
+    spec: ModelSpec,
     prompt_isolation: float = 0.0,
     blocks: tuple[int, ...] | None = None,
 ) -> Masked:
@@ -150,17 +162,18 @@ def draw(
     Noise levels and masks within a block depend neither on `prompt_isolation` nor on `blocks`, see
     `masked_diffusion_loss`.
     """
+    check_objective(spec, prompt_isolation, blocks)
     b, r = batch.answer.shape
     learnt = batch.learnt
     # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
-    t, masked = draw_masks(key, learnt, batch.t_min)
+    t, masked = draw_masks(key, learnt, batch.t_min, model_blocks(batch, spec))
     hidden = masked
     if blocks is not None:
         # Blockwise SFT: the loss is of one block; what follows it is masked, as in decoding, but not learnt.
         within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), b, r, blocks)
         learnt, masked = learnt & within, masked & within
         hidden = masked | behind
-    tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, mask_id, batch.answer)], axis=1)
+    tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, spec.mask_id, batch.answer)], axis=1)
     # A key of its own, so that noise levels and masks are those of a batch without isolation.
     isolated = None
     if prompt_isolation:
@@ -174,14 +187,14 @@ def masked_loss(
     """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
     length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
     within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
-    answer, embeds = batch.answer.shape[1], image_embeddings(model, batch)
-    logits = answer_logits(model, batch.tokens, answer, batch.valid, remat, layer_pass, within, embeds)
+    embeds = image_embeddings(model, batch)
+    logits = answer_logits(model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
     # An answer without tokens that count adds 0, not NaN.
     counted = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
-    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0), axis=1) / (batch.t * counted))
+    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0) / batch.t, axis=1) / counted)
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
 
@@ -196,41 +209,48 @@ def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | Non
     return jnp.pad(embeds, ((0, 0), (0, batch.answer.shape[1]), (0, 0)))
 
 
-def answer_logits(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    answer: int,
-    valid: Bool[Array, "b l"] | None,
-    remat: bool = False,
-    layer_pass: LayerPass | None = None,
-    within: Mask | None = None,
-    embeds: Float[Array, "b l m"] | None = None,
-) -> Float[Array, "b r v"]:
-    """Logits of the last `answer` positions, float32, from the positions that predict them.
-
-    Other arguments as of `encode`.
-    """
-    hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
-    position = jnp.arange(tokens.shape[1] - answer, tokens.shape[1])
-    # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
-    source = jnp.maximum(position - int(model.spec.shifted), 0)
-    return unembed(model.params, model.spec, hidden[:, source]).astype(jnp.float32)
-
-
 def draw_masks(
-    key: Key[Array, ""], learnt: Bool[Array, "b r"], t_min: float | Float[Array, ""] = T_MIN
-) -> tuple[Float[Array, "b"], Bool[Array, "b r"]]:
-    """Noise level t per example and the masked positions, each masked with probability t.
+    key: Key[Array, ""],
+    learnt: Bool[Array, "b r"],
+    t_min: float | Float[Array, ""] = T_MIN,
+    block: Int[Array, "b r"] | None = None,
+) -> tuple[Float[Array, "b #r"], Bool[Array, "b r"]]:
+    """Noise level t per example, or of each token's block, and the positions masked with probability t.
 
     The t of a batch are stratified: t_i = (u + i/b) mod 1 with one u, each of them still uniform, so the
     gradient is unbiased and varies less than with independent draws (Variational Diffusion Models,
     arXiv:2107.00630, appendix I.1).
     """
-    b = learnt.shape[0]
+    b, r = learnt.shape
     of_t, of_masks = jax.random.split(key)
-    uniform = (jax.random.uniform(of_t) + jnp.arange(b) / b) % 1.0
+    first = jax.random.uniform(of_t, (1 if block is None else r,))  # no answer has more blocks than tokens
+    uniform = (first + jnp.arange(b)[:, None] / b) % 1.0
     t = t_min + (1 - t_min) * uniform
-    return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t[:, None])
+    t = t if block is None else jnp.take_along_axis(t, block, axis=1)
+    return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t)
+
+
+def model_blocks(batch: Batch, spec: ModelSpec) -> Int[Array, "b r"] | None:
+    """The number of each answer token's block, from 0; None for models whose attention has no blocks."""
+    if not spec.block_size:
+        return None
+    (b, p), r = batch.prompt.shape, batch.answer.shape[1]
+    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), valid_tokens(batch), spec)
+    return (start - start[:, :1]) // spec.block_size
+
+
+def check_objective(spec: ModelSpec, prompt_isolation: float, blocks: tuple[int, ...] | None):
+    """Refuses options of the loss that have no meaning where attention is block-causal.
+
+    Raises:
+      ValueError: one of them is given.
+    """
+    if prompt_isolation:
+        require_full_attention(
+            spec, f"prompt_isolation={prompt_isolation}", "hides answers from their prompts"
+        )
+    if blocks is not None:
+        require_full_attention(spec, f"blocks={blocks}", "learns one block of each answer at a time")
 
 
 def draw_blocks(

@@ -19,7 +19,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
 from dllm_jax.training import placement as place
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
-from dllm_jax.training.loss import Batch
+from dllm_jax.training.loss import Batch, check_objective
 from dllm_jax.training.placement import Placement
 from dllm_jax.training.trainable import (
     Optimizer,
@@ -111,8 +111,8 @@ def prepare(
     """The setup of a run; for arguments see `train`. Reads no value of the model, which may be abstract.
 
     Raises:
-      ValueError: int8 matrices, which have no gradient; options that do not go together; a mesh without any
-        axis that the model's rules know.
+      ValueError: int8 matrices, which have no gradient; options that do not go together, or not with the
+        model; a mesh without any axis that the model's rules know.
       TypeError: an optimizer that is none.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
@@ -123,6 +123,7 @@ def prepare(
             f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "
             "smaller than their spacing; load the original without weights='int8'"
         )
+    check_objective(model.spec, config.prompt_isolation, config.blocks)
     if optimizer is not None:
         _refuse_without_effect(config)
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.

@@ -117,7 +117,7 @@ def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -
     """The program of `train_step`."""
     # Masks depend on seed and step alone, so that a resumed run draws what the interrupted one would have.
     key = jax.random.fold_in(state.key, state.step)
-    drawn = draw(batch, key, setup.spec.mask_id, setup.config.prompt_isolation, setup.config.blocks)
+    drawn = draw(batch, key, setup.spec, setup.config.prompt_isolation, setup.config.blocks)
 
     def loss(params: PyTree[Array], part: Masked) -> tuple[Array, Counts]:
         model, layer_pass = setup.ready(setup.weights(params, frozen))

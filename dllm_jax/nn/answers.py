@@ -1,0 +1,75 @@
+"""Logits of an answer's tokens, as losses and likelihoods compare them with the tokens that are right.
+
+A model that attends everywhere sees the prompt and the noised answer. A block-causal one decodes a block
+behind blocks that are finished, so it is to see its own block as it is noised and earlier ones as they are:
+one pass computes all blocks of an answer, from a clean canvas and a noisy copy of its end side by side (Block
+Diffusion, arXiv:2503.09573; SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.mask import Mask, block_start
+from dllm_jax.nn.model import LayerPass, Model, encode
+from dllm_jax.nn.shift import first_predictor
+from dllm_jax.nn.spec import ModelSpec
+
+
+def answer_logits(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    answer: Int[Array, "b r"],
+    valid: Bool[Array, "b l"] | None = None,
+    remat: bool = False,
+    layer_pass: LayerPass | None = None,
+    within: Mask | None = None,
+    embeds: Float[Array, "b l m"] | None = None,
+) -> Float[Array, "b r v"]:
+    """Logits of an answer's positions, float32, from the positions that predict them.
+
+    Args:
+      model: differentiable.
+      tokens: prompt and noised answer.
+      answer: the answer as it is, which block-causal models see of earlier blocks.
+      valid: False at padding; None means none.
+      remat: see `encode`.
+      layer_pass: see `encode`.
+      within: see `encode`; None for block-causal models.
+      embeds: see `encode`.
+    """
+    if model.spec.block_size:
+        hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds)
+    else:
+        hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
+        # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
+        first = first_predictor(tokens.shape[1] - answer.shape[1], model.spec)
+        hidden = hidden[:, jnp.maximum(jnp.arange(first, first + answer.shape[1]), 0)]
+    return unembed(model.params, model.spec, hidden).astype(jnp.float32)
+
+
+def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embeds) -> Float[Array, "b r m"]:
+    """The residual stream where an answer's tokens are predicted, of a clean canvas and a noisy copy."""
+    spec, (b, length), r = model.spec, tokens.shape, answer.shape[1]
+    # What stands before the block of the answer's first token is the same in both copies, and there once.
+    first = max(length - r - (spec.block_size - 1), 0)
+    clean = jnp.concatenate([tokens[:, : length - r], answer], axis=1)
+    both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
+    twice = lambda array: None if array is None else both(array, array)
+    where = dict(embeds=twice(embeds), copied=length - first)
+    hidden = encode(model, both(clean, tokens), twice(valid), remat, layer_pass, **where)
+    if not spec.shifted:
+        return hidden[:, -r:]
+
+    # Of a shifted head, the left neighbour of a block's first token is the end of a finished block, which is
+    # clean, as in decoding; that of other tokens is noisy. A canvas's first token predicts itself.
+    position = jnp.broadcast_to(jnp.arange(length - r, length), (b, r))
+    begins = block_start(position, valid, spec) == position
+    noisy = position + length - first
+    source = jnp.where(begins, jnp.where(position > 0, position - 1, noisy), noisy - 1)
+    return jnp.take_along_axis(hidden, source[..., None], axis=1)
+
+
+def passes_at_once(spec: ModelSpec, chunk: int) -> int | None:
+    """`batch_size` of a `jax.lax.map` over passes: the chunk, or None (one) as experts have no `jax.vmap`."""
+    return None if spec.experts else chunk
