@@ -10,9 +10,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import roofline
+from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.parameters import abstract, abstract_vision, count, separate
-from dllm_jax.roofline.steps import layer_size, pair_size
+from dllm_jax.roofline.steps import experts_read, layers_size, pair_size
 from dllm_jax.roofline.tower import tower_size
 from dllm_jax.vision import AnyRes, Pad
 from dllm_jax.vision.tower import encode, project
@@ -38,8 +39,39 @@ def test_anchors_of_real_models(model, gigabytes, gigaflops, kib):
     assert row.dense_flops / 1e9 == pytest.approx(gigaflops, abs=0.006)
     assert 2 * pair_size(model) == kib * 1024
     table = model.vocab * model.width
-    size = model.layers * layer_size(model) + 2 * table + model.width
+    size = layers_size(model, 0) + 2 * table + model.width
     assert size == count(abstract(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "one", "many"),
+    [
+        ("llada-moe-7b", 14.71, 2.80, 13.89), ("llada2-mini", 32.51, 2.22, 20.79),
+        ("sdar-8b", 16.38, 15.14, 15.14),
+    ],
+)  # fmt: skip
+def test_experts_are_read_as_far_as_positions_are_sent_to_them(name, gigabytes, one, many):
+    """All parameters; what a step of one position reads, and one of 32, which is sent to most experts."""
+    model = dj.presets.model_spec(name)
+    block = model.block_size or 32
+    held = roofline.work(model, p.Policy(), dj.Layout(64, block, block, block)).memory.weights
+    assert held == 2 * count(abstract(model))
+    assert held / 1e9 == pytest.approx(gigabytes, abs=0.006)
+    few, some = step_cost(model, 1, 0, 1), step_cost(model, 32, 0, 1)
+    assert few.weights / 1e9 == pytest.approx(one, abs=0.006)
+    assert some.weights / 1e9 == pytest.approx(many, abs=0.006)
+    assert some == step_cost(model, 8, 0, 0.25, batch=4)
+    # An expert costs what a position is sent through it, whatever is read.
+    head = 2 * model.vocab * model.width
+    assert some.dense_flops - head == pytest.approx(32 * (few.dense_flops - head))
+
+
+def test_experts_read_are_those_that_are_drawn():
+    rng, model = np.random.default_rng(0), dj.presets.model_spec("llada-moe-7b")
+    for tokens in (1, 4, 24):
+        drawn = [np.argsort(rng.random((tokens, 64)))[:, :8] for _ in range(200)]
+        mean = np.mean([len(np.unique(chosen)) for chosen in drawn])
+        assert mean == pytest.approx(experts_read(model, tokens), abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +151,26 @@ def test_schedule_is_the_engine_s(policy, family):
         assert ran.count(math.inf) == 1
     else:
         assert ran == predicted
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("policy", [p.Policy(), p.DualCache()], ids=short)
+def test_schedule_of_a_block_causal_model_is_the_engine_s(policy, shifted):
+    """A prefill, a block's steps, and a finished block with the next one's first step, sub-blocks or not."""
+    model = tiny("sdar", block_size=4, shifted=shifted)
+    prompt, options = random_tokens(model.spec, 1, 11), dict(length=8, block=2, policy=policy)
+    plan = prepare(model, prompt, **options).plan
+    out = dj.generate(model, prompt, trace=True, **options)
+    rows = np.sum(np.asarray(out.trace.computed)[:, 0], axis=-1)
+    ran = [min((w for w in plan.widths if w >= need), default=math.inf) for need in rows if need]
+    steps = roofline.schedule(policy, model.spec, plan.layout)
+    predicted = [math.inf if step.full else step.rows for step, times in steps.items() for _ in range(times)]
+    assert sorted(ran) == sorted(predicted)
+    assert predicted.count(math.inf) == 1
+    assert len({*predicted}) == 3 + isinstance(policy, p.DualCache) - shifted
+    assert roofline.work(model.spec, policy, plan.layout, batch=2).tokens == 2 * 8
+    with pytest.raises(ValueError, match="block=3 must divide the blocks of sdar, block_size=4"):
+        roofline.work(model.spec, policy, dj.Layout(12, 6, 3, 6))
 
 
 @pytest.mark.parametrize("prompt", [4096, 16384])

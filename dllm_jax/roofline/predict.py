@@ -13,7 +13,7 @@ from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.setting import Assumed
 from dllm_jax.roofline.simulation import schedule
-from dllm_jax.roofline.steps import Cost, Step, cost, layer_size
+from dllm_jax.roofline.steps import Cost, Step, cost, layers_size
 from dllm_jax.roofline.tower import tower_cost, tower_size
 from dllm_jax.state.layout import Layout
 
@@ -136,11 +136,9 @@ def work(
 
     Raises:
       ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
-        tower; a model with experts, of which a step's positions read an unknown share.
+        tower; blocks that do not divide those of a block-causal model.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
-    if spec.experts is not None:
-        raise ValueError(f"spec has {spec.experts.count} experts ({spec.family}); expected dense MLPs")
     check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
     check_argument("layout", layout, Layout)
     check_argument("assumed", assumed, Assumed)
@@ -154,11 +152,12 @@ def work(
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
     held = memory(spec, policy, layout, batch, dtype, counts)
+    tokens = batch * (layout.response - layout.tail)
     if not views:
-        return Work(steps, held, batch * layout.response)
+        return Work(steps, held, tokens)
     embeds = itemsize * batch * layout.prompt * spec.width  # an argument of the whole program
     held = dataclasses.replace(held, workspace=held.workspace + embeds)
-    return Work(steps, held, batch * layout.response, tower_cost(spec, batch * views, itemsize))
+    return Work(steps, held, tokens, tower_cost(spec, batch * views, itemsize))
 
 
 def memory(
@@ -167,16 +166,20 @@ def memory(
     """What a generation holds at once; arguments as in `work`."""
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
+    count = spec.experts.count if spec.experts else 0
     cache = jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec, layout, batch, dtype)))
 
-    # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches.
-    heads = 2 * spec.heads + 2 * spec.kv_heads
-    per_position = itemsize * (2 * spec.width + heads * spec.head + 2 * spec.hidden)
+    # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches; of
+    # every expert that a position is sent to its input, both branches and its output.
+    heads, inner = 2 * spec.heads + 2 * spec.kv_heads, 2 * spec.hidden
+    if (experts := spec.experts) is not None:
+        inner = max(inner, 2 * experts.shared + 2 * experts.per_token * (spec.width + experts.hidden))
+    per_position = itemsize * (2 * spec.width + heads * spec.head + inner)
     # Kinds differ in what is large: a full step has the most rows, a step of d2Cache the most logits.
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     widest = max(step.rows * per_position + step.scratch for step in steps)
     return MemoryUse(
-        weights=itemsize * (spec.layers * layer_size(spec) + tables + tower_size(spec)),
+        weights=itemsize * (layers_size(spec, count) + tables + tower_size(spec)),
         cache=sum(a.size * a.dtype.itemsize for a in cache),
         workspace=batch * (widest + logits),
         scores=4 * batch * spec.heads * layout.length**2,

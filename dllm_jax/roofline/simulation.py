@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.decoding.request import blocks_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
 from dllm_jax.roofline.setting import Assumed, Setting
@@ -29,7 +30,11 @@ def schedule(
 
     Any policy can be scheduled: its `select` is asked on a canvas that is decoded from left to right at the
     even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
+
+    Raises:
+      ValueError: blocks that do not divide those of a block-causal model.
     """
+    blocks_of(layout.block, spec)
     at = Setting(spec, layout, assumed)
     # A step costs what its positions cost over a dense cache, and what the policy's layers move besides.
     counts: dict[Step, float] = collections.defaultdict(int)
@@ -40,13 +45,14 @@ def schedule(
 
 @functools.lru_cache(maxsize=256)
 def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
-    """How many positions each step computes, [steps]."""
+    """How many positions each step computes, [steps]; none behind the last one of a shorter schedule."""
     if isinstance(policy, D2Cache) and assumed.nucleus is not None:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
     # Without a cache every step computes the canvas, and there is nothing to simulate.
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
-    return np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
+    selected = np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
+    return selected[selected > 0]
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:
@@ -67,4 +73,5 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
         after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
         return after, jnp.sum(selected & canvas.active[:, None])
 
-    return jax.lax.scan(step, advance(start, policy, sampler, False), length=layout.steps)[1]
+    most = layout.scheduled_steps + layout.tail  # a prompt's end may hold sub-blocks, whose steps are idle
+    return jax.lax.scan(step, advance(start, policy, sampler, False), length=most)[1]

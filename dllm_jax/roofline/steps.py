@@ -43,14 +43,14 @@ class Cost:
     """Bytes moved to or from the main memory, and FLOPs, of a step of the whole batch.
 
     Attributes:
-      weights: bytes of the layers and the vocabulary head, streamed once; of the embedding only the
-        vectors of the computed tokens.
+      weights: bytes of the layers and the vocabulary head, streamed once; of experts those that a position is
+        expected to be sent to, of the embedding the vectors of the computed tokens.
       pairs: bytes of keys and values read and written, copies of them included.
       branches: bytes of stored branch outputs.
       logits: bytes of float32 logits, written once.
       dense_flops: of all products with weights.
       attention_flops: of scores and weighted values, and `Step.products`.
-      wide_flops: of products that are float32 at any dtype.
+      wide_flops: of products that are float32 at any dtype, those of routers included.
     """
 
     weights: float
@@ -89,16 +89,36 @@ class Cost:
         return self.moving(hardware) > self.computing(hardware)
 
 
-def kernel_size(spec: ModelSpec) -> int:
-    """Scalars of one layer's matrices."""
+def mixtures(spec: ModelSpec) -> int:
+    """Layers that have experts."""
+    return sum(map(spec.has_experts, range(spec.layers)))
+
+
+def experts_read(spec: ModelSpec, tokens: float) -> float:
+    """Experts of a layer that so many tokens read: expected, if each is sent to all of them alike.
+
+    Training balances the load of experts, so that routers are not far from that; uneven ones read fewer.
+    """
+    if (experts := spec.experts) is None:
+        return 0
+    return experts.count * (1 - (1 - experts.per_token / experts.count) ** tokens)
+
+
+def kernels_size(spec: ModelSpec, experts: float) -> float:
+    """Scalars of all layers' matrices but routers, of each mixture so many experts."""
+    hidden = (spec.layers - mixtures(spec)) * spec.hidden
+    if spec.experts is not None:
+        hidden += mixtures(spec) * (spec.experts.shared + experts * spec.experts.hidden)
     heads = 2 * spec.heads + 2 * spec.kv_heads
-    return spec.width * (heads * spec.head + 3 * spec.hidden)
+    return spec.width * (spec.layers * heads * spec.head + 3 * hidden)
 
 
-def layer_size(spec: ModelSpec) -> int:
-    """Scalars of one layer, norms and biases included."""
+def layers_size(spec: ModelSpec, experts: float) -> float:
+    """Scalars of all layers, routers, norms and biases included, of each mixture so many experts."""
     biases = (spec.heads + 2 * spec.kv_heads) * spec.head if spec.qkv_bias else 0
-    return kernel_size(spec) + 2 * spec.width + biases
+    norms = 2 * spec.width + (2 * spec.head if spec.qk_norm else 0)
+    router = spec.experts.count * (spec.width + spec.experts.bias) if spec.experts else 0
+    return kernels_size(spec, experts) + spec.layers * (norms + biases) + mixtures(spec) * router
 
 
 def pair_size(spec: ModelSpec) -> int:
@@ -117,12 +137,15 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     """
     # The vocabulary is streamed only if a position meets it.
     n, m, v = spec.layers, spec.width, spec.vocab
-    # Weights are streamed once for the whole batch, activations are taken to stay on chip: what is left is
-    # the lower bound of any implementation.
-    streamed = n * layer_size(spec) + (m + v * m if step.candidates else 0)
+    # Weights are streamed once for the whole batch, of experts those that one of its positions is sent to;
+    # activations are taken to stay on chip: what is left is the lower bound of any implementation.
+    streamed = layers_size(spec, experts_read(spec, batch * step.rows))
+    streamed += m + v * m if step.candidates else 0
     pairs = step.slots + step.written + step.moved
-    value = m * spec.kv_heads * spec.head
-    products = n * (step.rows * kernel_size(spec) + step.valued * value) + step.candidates * v * m
+    per_token, count = (spec.experts.per_token, spec.experts.count) if spec.experts else (0, 0)
+    value = n * m * spec.kv_heads * spec.head
+    products = step.rows * kernels_size(spec, per_token) + step.valued * value + step.candidates * v * m
+    routers = 2 * mixtures(spec) * step.rows * m * count
     # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not.
     scores = 4 * n * step.rows * step.slots * spec.heads * spec.head
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
@@ -133,5 +156,5 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
         logits=4 * batch * step.candidates * v,
         dense_flops=2 * batch * products,
         attention_flops=batch * (scores + n * step.products),
-        wide_flops=batch * n * step.wide,
+        wide_flops=batch * (n * step.wide + routers),
     )
