@@ -56,7 +56,7 @@ class Forecast:
             spec, policy, self.grid.layout(prompt), batch, self.dtype
         )
         exact = {shape: work(dj.policies.Policy(), *shape) for shape in self.grid.shapes()}
-        for policy in self.grid.chosen:
+        for policy in self.grid.chosen(spec):
             for prompt, batch in self.grid.shapes():
                 mine = work(policy, prompt, batch)
                 for name, chip in chips.items():

@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import pytest
 import tyro
 
+import dllm_jax as dj
 from bench import roofline as predictions
+from bench.compiled import __main__ as compiled
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
 from bench.kernels import __main__ as kernels
 from bench.kernels.cases import FAMILIES
 from bench.shared import models, runner
 from bench.shared.measure import Grid
+from dllm_jax.nn import parameters
 from dllm_jax.roofline import Hardware
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
@@ -51,6 +54,38 @@ def test_generate_tiny(tmp_path):
         assert found["whole_predicted_ms"] > 0
     assert report["date"]
     assert report["ceilings"]["bandwidth"] > 0
+
+
+SMALL = dict(layers=2, width=16, heads=2, kv_heads=2, head=8, vocab=64, mask_id=63, eos_id=62, rope_width=4)
+
+
+@pytest.mark.parametrize("name", ["sdar-8b", "fast-dllm-v2-7b", "llada-moe-7b", "llada2-mini"])
+def test_random_weights_of_published_shapes(name):
+    """The parameters are those of a loaded model, experts, norms and dense first layers included."""
+    spec = models.shape(name)
+    if spec.experts is not None:
+        spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, hidden=4))
+    spec = dataclasses.replace(spec, **SMALL, hidden=24, eot_id=None)
+    model = models.random_model(spec, "bfloat16")
+    described = jax.eval_shape(parameters.separate, parameters.abstract(spec, "bfloat16"))
+    shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+    assert shapes(model.params) == shapes(described)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        constant = any(word in path[-1].key for word in ("norm", "bias"))
+        assert (float(jnp.std(leaf.astype(jnp.float32))) == 0) == constant, path
+
+
+def test_policies_are_those_that_the_model_takes():
+    names = lambda *given: [type(policy).__name__ for policy in models.policies_named(*given)]
+    assert len(names([], models.shape("llada-moe-7b"))) == len(dj.policies.ALL)
+    refused = {"DKVPrefill", "DLLMCache", "SPACache", "SparseDLLM", "MaskKV", "EvictPrompt"}
+    refused |= {"WindowDiffusion", "SuffixDropout"}
+    assert set(names([])) - set(names([], models.shape("sdar-8b"))) == refused
+    assert names(["SubBlockCache", "Policy"]) == ["Policy", "SubBlockCache"]
+    cases = compiled.Options(targets=("h100",), shape="sdar-8b", policy=("SubBlockCache", "training")).cases()
+    assert [case.policy for case in cases] == ["SubBlockCache", "training"]
+    cases = compiled.Options(targets=("h100",), shape="sdar-8b").cases()
+    assert refused.isdisjoint(case.policy for case in cases)
 
 
 def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):

@@ -26,7 +26,7 @@ import tyro
 from bench.compiled.program import TRAINING, Case, Setting, compile_case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
-from bench.shared.models import policies_named
+from bench.shared.models import policies_named, shape
 
 Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
 
@@ -37,7 +37,7 @@ class Options(Setting):
 
     Attributes:
       targets: keys of `bench.compiled.targets.TARGETS`.
-      policy: class names and "training"; all policies if empty.
+      policy: class names and "training"; all policies that do not refuse the model if empty.
       hlo: a directory for the optimised programs, POLICY-TARGET.hlo.
       json: results go here.
     """
@@ -60,8 +60,8 @@ class Options(Setting):
         if not self.targets:
             raise ValueError(f"no target: name some of {', '.join(TARGETS)}")
         named = [name for name in self.policy if name != TRAINING]
-        chosen = [type(p).__name__ for p in policies_named(named)] if named or not self.policy else []
-        chosen += [TRAINING] * (TRAINING in self.policy)
+        policies = policies_named(named, shape(self.shape)) if named or not self.policy else []
+        chosen = [type(policy).__name__ for policy in policies] + [TRAINING] * (TRAINING in self.policy)
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
         for target in self.targets:
             for policy in chosen:

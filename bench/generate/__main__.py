@@ -27,7 +27,7 @@ class Options:
     """What is measured.
 
     Attributes:
-      shape: whose shape the random weights have: llada-8b, dream-7b; tiny, small, base (for CPUs).
+      shape: whose shape the random weights have, see `bench.shared.models.SHAPES`.
       model: a checkpoint instead: a directory or hub id.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       grid: the generations; the exact decoder is always among them.
@@ -53,7 +53,8 @@ class Options:
 
 def measure(model: dj.Model, options: Options, roof: Hardware) -> Iterator[dict[str, Any]]:
     """One row per prompt, batch and policy, the exact decoder first."""
-    policies = [dj.policies.Policy(), *(policy for policy in options.grid.chosen if policy.reuses)]
+    chosen = options.grid.chosen(model.spec)
+    policies = [dj.policies.Policy(), *(policy for policy in chosen if policy.reuses)]
     for prompt, batch in options.grid.shapes():
         exact: Generation | None = None
         for policy in policies:

@@ -22,7 +22,7 @@ class Grid:
     """Policies by prompt lengths by batches.
 
     Attributes:
-      policies: class names, with their defaults; all if empty.
+      policies: class names, with their defaults; all that do not refuse the model if empty.
       prompts: prompt lengths.
       batches: sequences at a time.
       length: response positions.
@@ -40,10 +40,9 @@ class Grid:
     def __post_init__(self):
         policies_named(self.policies)
 
-    @property
-    def chosen(self) -> list[dj.policies.Policy]:
-        """The policies."""
-        return policies_named(self.policies)
+    def chosen(self, spec: dj.ModelSpec) -> list[dj.policies.Policy]:
+        """The policies for a model."""
+        return policies_named(self.policies, spec)
 
     @property
     def denoising_steps(self) -> int:

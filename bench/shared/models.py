@@ -19,11 +19,11 @@ SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidd
 BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
 FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
 PIXELS = (1024, 768)  # width and height of images, unless said otherwise
-SHAPES = ("llada-8b", "dream-7b", "llada-v-8b", *FOR_CPUS)
+SHAPES = (*dj.presets.names("models"), *FOR_CPUS)
 
 
 def shape(name: str, **changes: Any) -> dj.ModelSpec:
-    """The spec of a real model, or of LLaDA's architecture in a size for CPUs.
+    """The spec of a published model, or of LLaDA's architecture in a size for CPUs.
 
     Raises:
       ValueError: the name is not among SHAPES.
@@ -44,13 +44,15 @@ def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.
     one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
     `gain` multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
     """
-    apart = separate_is_faster(default_device().platform)
+    stacked = not spec.layers_differ
+    apart = stacked and separate_is_faster(default_device().platform)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
     leaves = []
     for (path, leaf), key in zip(paths, keys, strict=True):
-        array = _leaf(jax.tree_util.keystr(path), leaf, key, gain)
-        leaves.append(list(array) if apart and path[0].key == "layers" else array)
+        stack = stacked and path[0].key == "layers"
+        array = _leaf(path[-1].key, leaf, key, gain, stack)
+        leaves.append(list(array) if apart and stack else array)
     params = jax.tree.unflatten(tree, leaves)
     if apart:
         layers = params["layers"]
@@ -58,13 +60,13 @@ def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.
     return dj.Model(params, spec)
 
 
-def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, gain: float) -> jax.Array:
+def _leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array, gain: float, stack: bool) -> jax.Array:
     if "norm" in name:
         return jnp.ones(leaf.shape, leaf.dtype)
     if "bias" in name:
         return jnp.zeros(leaf.shape, leaf.dtype)
-    # a layer at a time; a table [v m] in at most 64 equal parts of its rows
-    pieces = leaf.shape[0] if "layers" in name else math.gcd(leaf.shape[0], 64)
+    # A layer of a stack at a time; a table [v m] in at most 64 equal parts of its rows.
+    pieces = leaf.shape[0] if stack else math.gcd(leaf.shape[0], 64)
     return drawn(key, pieces, leaf.shape, leaf.dtype, gain)
 
 
@@ -76,13 +78,27 @@ def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any, gain:
     return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
 
 
-def policies_named(names: Sequence[str]) -> list[dj.policies.Policy]:
-    """The policies with these class names, at their defaults, in the order of `policies.ALL`; all if empty.
+def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:
+    """The policies with these class names, at their defaults, in the order of `policies.ALL`.
+
+    Without names all of them, or all that do not refuse the model of `spec`.
 
     Raises:
       ValueError: unknown name.
     """
-    known = {type(policy).__name__: policy for policy in dj.policies.ALL}
+    known = {type(policy).__name__: policy for policy in (*dj.policies.ALL, dj.policies.SubBlockCache())}
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"policies {', '.join(unknown)} are not among {', '.join(known)}")
-    return [policy for name, policy in known.items() if name in names or not names]
+    if names:
+        return [policy for name, policy in known.items() if name in names]
+    return [policy for policy in dj.policies.ALL if spec is None or accepts(policy, spec)]
+
+
+def accepts(policy: dj.policies.Policy, spec: dj.ModelSpec) -> bool:
+    """Whether a policy does not refuse the model."""
+    block = spec.block_size or 8
+    try:
+        jax.eval_shape(lambda: policy.init(spec, dj.Layout(block, block, block, block), 1, jnp.bfloat16))
+    except ValueError:
+        return False
+    return True
