@@ -41,6 +41,18 @@ def test_bytes_are_those_of_slices_and_of_updates_in_place():
     assert copies == {"%turned", "%weights", "%prefetched"}, "copies are what only moves an array"
 
 
+def test_a_ragged_product_reads_the_experts_that_rows_are_sent_to():
+    """As a TPU's kernel does, whose operands end in rows and experts; others read all of an operand."""
+    call = "%small = bf16[1,8,512]{2,1,0} custom-call(%weights)"
+    assert call in PROGRAM
+    for name, part in (("ragged-dot-none.3", 0.25), ("other", 1)):
+        experts = f"%{name} = bf16[8,512]{{1,0}} custom-call(%index, %weights, %stack)"
+        text = PROGRAM.replace(call, experts).replace("%stack, %small,", f"%stack, %{name},")
+        (loop,) = traffic.program(text, read={1024: 0.25}.__getitem__).inner
+        (read,) = [m.read for m in loop.moves if m.instruction.name == f"%{name}"]
+        assert read == 4 + LAYER + part * 4 * LAYER
+
+
 @pytest.mark.parametrize("of_refresh", [0, 1, 2])
 def test_a_reuse_step_leaves_out_loops_that_a_refresh_runs(of_refresh):
     """Most of the loop's operations, that is: compilers move a refresh's into the loop around it."""

@@ -76,6 +76,18 @@ def test_a_mixture_is_what_a_loop_over_tokens_and_experts_makes(spec):
         np.testing.assert_allclose(ours[token], out, rtol=1e-4, atol=1e-5)
 
 
+def test_many_rows_are_whole_tiles_and_mean_what_few_do():
+    """A TPU's tile divides the rows: of 3 x 91 it would be one row, a multiple of 256 has whole tiles."""
+    spec, w = EVERYTHING, weights(EVERYTHING)
+    x = jnp.asarray(np.random.default_rng(6).standard_normal((1, 91, WIDTH)), jnp.float32)
+    few = jnp.concatenate([mixture(w, part, spec) for part in jnp.split(x, 7, axis=1)], axis=1)
+    np.testing.assert_allclose(mixture(w, x, spec), few, rtol=1e-5, atol=1e-5)
+    for part, rows in ((x, 512), (x[:, :13], 39)):
+        traced = jax.make_jaxpr(functools.partial(mixture, spec=spec))(w, part)
+        products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
+        assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3
+
+
 def test_groups_and_bias_change_what_is_chosen():
     """Guards the comparison above: where they decide nothing, it would prove nothing about them."""
     x, w = (

@@ -115,6 +115,12 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
+def lengths(type_: str) -> tuple[int, ...]:
+    """The axes' lengths of the first array of a type."""
+    found = ARRAY.search(type_)
+    return tuple(int(d) for d in found.group(2).split(",") if d) if found else ()
+
+
 def _leaves(type_: str) -> tuple[Leaf, ...]:
     size = lambda kind, dims: BYTES[kind] * math.prod(int(d) for d in dims.split(",") if d)
     found = ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))

@@ -19,6 +19,7 @@ from dllm_jax.decoding.group import of_full_step
 from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.policies.parts.control import REFRESH
+from dllm_jax.roofline.steps import experts_read
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Batch
 from dllm_jax.training.setup import prepare
@@ -84,6 +85,12 @@ class Case(Setting):
         """The model."""
         return shape(self.shape, **({} if self.layers is None else {"layers": self.layers}))
 
+    def read(self, rows: int) -> float:
+        """The part of a layer's experts that so many rows read; a token has one per expert of its own."""
+        experts = self.spec.experts
+        assert experts is not None, "a ragged product is of experts"
+        return experts_read(self.spec, rows / experts.per_token) / experts.count
+
     def run(self) -> Run:
         """The generation: one token per step, the most confident one."""
         (policy,) = policies_named([self.policy])
@@ -108,7 +115,7 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     text = compiled.as_text()
     assert text is not None, "compilers for described devices print their programs"
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
-    row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache), placed)
+    row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache, case.read), placed)
     return row, text
 
 

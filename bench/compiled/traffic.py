@@ -5,21 +5,26 @@ trip of each loop body are operands and results, in main memory, of every instru
 a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered from, beyond the part that is
 read; what is updated in place, beyond the part that is written. What a GPU's L2 cache holds is counted too,
 and once more on its own: results of a loop body that are no larger than a third of the cache and are read in
-the same body (`Move.cached`). `compiled.cost_analysis()` is no substitute: it counts every loop body once,
+the same body (`Move.cached`). Of all experts' matrices a TPU's ragged product reads those that rows are sent
+to, each once where a tile holds it whole; a GPU's is expanded into products over all of them, and counted
+as such. `compiled.cost_analysis()` is no substitute: it counts every loop body once,
 and whole stacks instead of slices.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from bench.compiled.hlo import Instruction, Leaf, parse
+from bench.compiled.hlo import Instruction, Leaf, lengths, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "ragged-all")
 # Computed inside a fusion for what is sliced from them only.
 ELEMENTWISE = ("bitcast", "convert", "copy", "reshape", "transpose")
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
+RAGGED = (
+    "%ragged-dot-"  # a TPU's kernel, by name: metadata, and products whose last operands are rows and experts
+)
 FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"),
     *("custom-call-start", "after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
@@ -84,21 +89,28 @@ class Loop:
             yield from loop.walk()
 
 
-def program(text: str, cache: int = 0) -> Loop:
+def program(text: str, cache: int = 0, read: Callable[[int], float] = lambda rows: 1) -> Loop:
     """The entry of an optimised HLO program, with all its loops.
 
-    `cache`: bytes of the chip's last cache before main memory; 0 models none.
+    Args:
+      text: of the program.
+      cache: bytes of the chip's last cache before main memory; 0 models none.
+      read: the part of all experts that so many sorted rows, a token's once per expert, are expected to read.
     """
     computations, entry = parse(text)
-    return _Reader(computations, cache // 3).loop(entry, "entry", "", 1)
+    return _Reader(computations, cache // 3, read).loop(entry, "entry", "", 1)
 
 
 class _Reader:
     """Adds up the instructions of computations, which fusions and loops name."""
 
-    def __init__(self, computations: dict[str, dict[str, Instruction]], cacheable: int):
-        self.computations = computations
-        self.cacheable = cacheable
+    def __init__(
+        self,
+        computations: dict[str, dict[str, Instruction]],
+        cacheable: int,
+        read: Callable[[int], float],
+    ):
+        self.computations, self.cacheable, self.read = computations, cacheable, read
 
     def loop(self, name: str, what: str, source: str, trips: int | None) -> Loop:
         """A computation as a loop body."""
@@ -190,6 +202,8 @@ class _Reader:
             return name, touched if k else 0
         if i.op in SLICES:
             return name, min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
+        if i.op == "custom-call" and i.name.startswith(RAGGED) and len(lengths(source.type)) == 3:
+            return name, round(full * self.read(lengths(body[i.args[-2]].type)[0]))
         return name, full
 
     def _read(self, computation: str, index: str, full: int) -> int:

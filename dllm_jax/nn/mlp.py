@@ -20,6 +20,10 @@ from dllm_jax.nn.mesh import MeshRules, partitioned_over
 from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ExpertSpec
 
+# Rows of a tile of a TPU's ragged product: the largest power of two up to this that divides all rows. Eight
+# times an odd number of positions would be tiles of 8.
+TILE = 256
+
 
 def dense(weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "") -> Float[Array, "b q m"]:
     """The gated MLP down(silu(gate x) * up x), SwiGLU as Llama's.
@@ -135,7 +139,10 @@ def _experts(
     # Sorted by expert, the tokens that one expert is sent are neighbours, each token once per choice.
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
-    sent, of = tokens[order // spec.per_token], expert[order]
+    # More rows than a tile are filled up to whole tiles, with rows of no expert.
+    spare = -len(order) % TILE if len(order) > TILE else 0
+    sent = jnp.pad(tokens[order // spec.per_token], ((0, spare), (0, 0)))
+    of = jnp.pad(expert[order], (0, spare))
     gate = _ragged(sent, weights["expert_gate"], sizes, of)
     up = _ragged(sent, weights["expert_up"], sizes, of)
     out = _ragged(jax.nn.silu(gate) * up, weights["expert_down"], sizes, of)
