@@ -147,13 +147,14 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
         return found
     # The floor is the roofline's, of one chip: those that share a layer move equal parts of its bytes.
     found["step_variants"] = 1 + len(placed.plan.widths)
-    for kind, (variant, floor) in _steps(case, placed).items():
+    for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), floor / case.tp
+        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), cost.bytes / case.tp
         found[f"{kind}_step"] = {
             "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
             "estimated_cycles": total.cycles, "roofline_bytes": round(floor),
+            "roofline_flops": round(cost.flops / case.tp),
             "ratio": round(total.bytes / floor, 3),
             "ratio_beyond_cache": round((total.bytes - total.cached) / floor, 3),
             "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
@@ -161,13 +162,13 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     return found
 
 
-def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, float]]:
-    """The variant and the roofline's bytes of the most frequent full and of the most frequent reuse step.
+def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, roofline.Cost]]:
+    """The variant and the roofline's cost of the most frequent full and of the most frequent reuse step.
 
-    Bytes of the chips that share a part of the batch; the parts have all weights each.
+    Cost of the chips that share a part of the batch; the parts have all weights each.
     """
     plan, batch = placed.plan, -(-case.batch // case.dp)
-    kinds: dict[str, tuple[int | None, float]] = {}
+    kinds: dict[str, tuple[int | None, roofline.Cost]] = {}
     # A full step runs a group of few sequences, a reuse step all.
     for name, sequences in (("full", of_full_step(plan, batch)), ("reuse", batch)):
         work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
@@ -175,7 +176,7 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, float]]:
         if kinds_of:
             kind = max(kinds_of, key=lambda kind: kind.count)
             width = None if kind.step.full else min(w for w in plan.widths if w >= kind.step.rows)
-            kinds[name] = width, kind.cost.bytes
+            kinds[name] = width, kind.cost
     return kinds
 
 
