@@ -57,6 +57,14 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
     with pytest.raises(ValueError, match="length=2: 'xy' needs 3 tokens"):
         encode_batch(read, [Example("a", "xy")], 2, SPEC)
 
+    # Prompts of 13 and 11 tokens: in blocks of four, answers of four go on to the positions 20 and 16.
+    blockwise = dataclasses.replace(SPEC, block_size=4)
+    blocks = encode_batch(read, [Example("abc", "xy"), Example("a", "x")], 4, blockwise)
+    np.testing.assert_array_equal(blocks.answer_mask, np.arange(7) < [[7], [5]])
+    np.testing.assert_array_equal(
+        blocks.answer, np.pad(expected, ((0, 0), (0, 3)), constant_values=SPEC.eos_id)
+    )
+
 
 def curriculum(read, bar=0.9, weights=(1.0, 1.0, 1.0), spec=SPEC, **options) -> Curriculum:
     stages = tuple(Stage(PAIRS, n, 4, 2, bar=bar, weight=w) for n, w in zip((2, 3, 4), weights, strict=True))

@@ -128,6 +128,8 @@ def _end_of_turn(spec: ModelSpec) -> int:
 def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: ModelSpec) -> Batch:
     """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
 
+    For block-causal models end-of-text goes on to the end of a block, wherever that is: `answer_mask` says.
+
     Args:
       tokenizer: from transformers, with a chat template; of examples with images, a processor.
       examples: the questions.
@@ -145,12 +147,16 @@ def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: Mod
     else:
         prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
     # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
-    answers = np.full((len(examples), length), spec.eos_id, np.int32)
+    size = spec.block_size or 1
+    answers = np.full((len(examples), length + size - 1), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
         ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
         if len(ids) > length:
             raise ValueError(f"length={length}: {example.answer!r} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
+    # A block-causal model decodes whole blocks, so end of text goes on to the end of each answer's last one.
+    end_of_block = -(-(mask.sum(axis=1) + length) // size) * size - mask.sum(axis=1)
+    learnt = np.arange(answers.shape[1]) < end_of_block[:, None]
     # Without padding there is nothing to mask.
-    known = None if mask.all() else jnp.asarray(mask)
-    return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, images=images)
+    known, learnt = (None if real.all() else jnp.asarray(real) for real in (mask, learnt))
+    return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, learnt, images=images)
