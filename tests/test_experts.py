@@ -10,8 +10,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import lora
-from dllm_jax.nn.mlp import mixture, route
-from dllm_jax.nn.parameters import stacked
+from dllm_jax.nn.int8 import quantise
+from dllm_jax.nn.mlp import by_all_experts, by_expert, mixture, route
+from dllm_jax.nn.parameters import form_of_layers, stacked
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.testing.runs import finite
 from tests.models import generated, in_int8, prompts, random_tokens, separate, tiny
@@ -76,16 +77,26 @@ def test_a_mixture_is_what_a_loop_over_tokens_and_experts_makes(spec):
         np.testing.assert_allclose(ours[token], out, rtol=1e-4, atol=1e-5)
 
 
-def test_many_rows_are_whole_tiles_and_mean_what_few_do():
-    """A TPU's tile divides the rows: of 3 x 91 it would be one row, a multiple of 256 has whole tiles."""
-    spec, w = EVERYTHING, weights(EVERYTHING)
-    x = jnp.asarray(np.random.default_rng(6).standard_normal((1, 91, WIDTH)), jnp.float32)
-    few = jnp.concatenate([mixture(w, part, spec) for part in jnp.split(x, 7, axis=1)], axis=1)
-    np.testing.assert_allclose(mixture(w, x, spec), few, rtol=1e-5, atol=1e-5)
-    for part, rows in ((x, 512), (x[:, :13], 39)):
-        traced = jax.make_jaxpr(functools.partial(mixture, spec=spec))(w, part)
-        products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
-        assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(("tokens", "rows"), [(91, 512), (13, 39)])
+def test_ragged_products_give_what_all_experts_do(tokens, rows, held):
+    """TPUs' form beside the others', where each token is sent to an expert that is not here.
+
+    A TPU's tile divides the rows: of 3 x 91 it would be one row, a multiple of 256 has whole tiles.
+    """
+    w, rng = weights(EVERYTHING), np.random.default_rng(6)
+    own = {name: w[name] for name in w if "expert" in name}
+    if held:
+        narrow = lambda matrix: jax.tree.map(jnp.asarray, quantise(np.asarray(matrix), "eio", "eo"))
+        own = {name: narrow(matrix) for name, matrix in own.items()}
+    x = jnp.asarray(rng.standard_normal((tokens, WIDTH)), jnp.float32)
+    chosen, weight = route(w, x, EVERYTHING)
+    chosen = chosen.at[:, 1].set(EVERYTHING.count)
+    found = by_expert(own, x, chosen, weight)
+    np.testing.assert_allclose(by_all_experts(own, x, chosen, weight), found, rtol=1e-5, atol=1e-5)
+    traced = jax.make_jaxpr(by_expert)(own, x, chosen, weight)
+    products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
+    assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3
 
 
 def test_groups_and_bias_change_what_is_chosen():
@@ -173,6 +184,8 @@ def test_what_knows_no_experts_says_so():
         lora.attach(model, lora.LoRA(matrices=("q", "gate", "down")), jax.random.key(0))
     mixed = tiny("llada-moe", experts=dataclasses.replace(model.spec.experts, dense=(0,)))
     assert mixed.layers_are_separate
+    forms = [form_of_layers(of, None, "tpu") for of in (mixed.spec, model.spec, tiny("llada").spec)]
+    assert forms == [True, True, False], "a TPU's ragged product would copy experts out of a stack"
     with pytest.raises(ValueError, match="do not stack"):
         stacked(mixed.params)
     with pytest.raises(ValueError, match="separate_layers=False must be None or True for llada-moe"):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import dllm_jax as dj
 from dllm_jax.nn.modules import INIT_STD
-from dllm_jax.nn.parameters import abstract, separate_is_faster
+from dllm_jax.nn.parameters import abstract, form_of_layers
 from dllm_jax.nn.sharding import default_device
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
@@ -45,7 +45,7 @@ def random_model(spec: dj.ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.
     `gain` multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
     """
     stacked = not spec.layers_differ
-    apart = stacked and separate_is_faster(default_device().platform)
+    apart = stacked and form_of_layers(spec, None, default_device().platform)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(spec, dtype))
     keys = jax.random.split(jax.random.key(seed), len(paths))
     leaves = []

@@ -2,8 +2,8 @@
 
 Experts (Shazeer et al., arXiv:1701.06538, as LLaDA-MoE, SDAR-MoE and LLaDA2 have them): a router gives every
 token a score of each expert, the token goes through the few with the best scores, and their outputs are added
-with weights made of the scores. The tokens are sorted by their experts, so that a matrix of all experts is
-one ragged product; shapes are static, whatever the router decides.
+with weights made of the scores. On TPUs the tokens are sorted by their experts, so that a matrix of all
+experts is one ragged product; shapes are static, whatever the router decides.
 """
 
 from collections.abc import Mapping
@@ -132,27 +132,85 @@ def _experts(
     """
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weight = route(weights, tokens, spec)
+    own = {name: weights[name] for name in ("expert_gate", "expert_up", "expert_down")}
+    if first is not None:  # experts of other devices come behind all of this one's
+        count = own["expert_gate"].shape[0]
+        chosen = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, count)
+
+    # Only TPUs have a ragged product. Elsewhere XLA makes it of a dense one of every row, a token's once per
+    # choice, with every expert, which takes `per_token` times as much as every token with every expert.
+    out = jax.lax.platform_dependent(own, tokens, chosen, weight, tpu=by_expert, default=by_all_experts)
+    return out.reshape(x.shape)
+
+
+def by_expert(
+    weights: Mapping[str, Any],
+    tokens: Float[Array, "t m"],
+    chosen: Int[Array, "t c"],
+    weight: Float[Array, "t c"],
+) -> Float[Array, "t m"]:
+    """The weighted sums of the tokens' experts, in float32: rows sorted by expert, in ragged products.
+
+    Args:
+      weights: of a number of experts.
+      tokens: inputs.
+      chosen: each token's experts; their number in the place of one that is not here.
+      weight: theirs.
+    """
     count, expert = weights["expert_gate"].shape[0], chosen.reshape(-1)
-    if first is not None:  # experts of other devices come behind all of this one's, and have no rows
-        expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
 
     # Sorted by expert, the tokens that one expert is sent are neighbours, each token once per choice.
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
     # More rows than a tile are filled up to whole tiles, with rows of no expert.
     spare = -len(order) % TILE if len(order) > TILE else 0
-    sent = jnp.pad(tokens[order // spec.per_token], ((0, spare), (0, 0)))
+    sent = jnp.pad(tokens[order // chosen.shape[1]], ((0, spare), (0, 0)))
     of = jnp.pad(expert[order], (0, spare))
     gate = _ragged(sent, weights["expert_gate"], sizes, of)
     up = _ragged(sent, weights["expert_up"], sizes, of)
     out = _ragged(jax.nn.silu(gate) * up, weights["expert_down"], sizes, of)
-    if first is not None:
-        out = jnp.where((of < count)[:, None], out, 0)
+    out = jnp.where((of < count)[:, None], out, 0)  # what is sent to no expert comes back as anything
 
     # Back in the order of tokens and choices, where the choices of a token are added.
     back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
     of_token = out[back].reshape(*chosen.shape, -1).astype(jnp.float32)
-    return jnp.sum(weight[..., None] * of_token, axis=1).reshape(x.shape)
+    return jnp.sum(weight[..., None] * of_token, axis=1)
+
+
+def by_all_experts(
+    weights: Mapping[str, Any],
+    tokens: Float[Array, "t m"],
+    chosen: Int[Array, "t c"],
+    weight: Float[Array, "t c"],
+) -> Float[Array, "t m"]:
+    """As `by_expert`, by every expert over every token, whose weight is 0 where it is not sent."""
+    count, token = weights["expert_gate"].shape[0], jnp.arange(len(tokens))[:, None]
+    share = jnp.zeros((len(tokens), count), jnp.float32).at[token, chosen].set(weight, mode="drop")
+    # XLA would make one product of a shared expert's and of all others', and copy these for it.
+    tokens = jax.lax.optimization_barrier(tokens)
+    gate = _of_each(tokens, weights["expert_gate"])
+    up = _of_each(tokens, weights["expert_up"])
+    hidden, down = jax.nn.silu(gate) * up, weights["expert_down"]
+    if isinstance(down, Int8Matrix):  # each expert's sums have scales of their own
+        return jnp.sum(share.T[..., None] * _of_each(hidden, down).astype(jnp.float32), axis=0)
+    hidden *= share.T[..., None].astype(hidden.dtype)
+    exactly = precision(hidden.dtype)
+    return jnp.einsum("eti,eim->tm", hidden, down, precision=exactly, preferred_element_type=jnp.float32)
+
+
+def _of_each(
+    x: Float[Array, "t i"] | Float[Array, "e t i"], matrix: Float[Array, "e i o"] | Int8Matrix
+) -> Float[Array, "e t o"]:
+    """Products with each expert's matrix, of the same rows for all or of its own."""
+    held = isinstance(matrix, Int8Matrix)
+    sums = jnp.einsum(
+        "ti,eio->eto" if x.ndim == 2 else "eti,eio->eto",
+        x,
+        matrix.values.astype(x.dtype) if held else matrix,
+        precision=precision(x.dtype),
+        preferred_element_type=jnp.float32 if held else x.dtype,
+    )
+    return (sums * matrix.scale[:, None]).astype(x.dtype) if held else sums
 
 
 def _ragged(

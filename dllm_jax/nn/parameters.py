@@ -8,7 +8,8 @@ That is the stacked form, which one scan runs through: short programs, and on TP
 layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 3 times the traffic of the
 product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
 Everything that takes parameters takes both forms. In either, matrices may be int8 (`dllm_jax.nn.int8`).
-Layers of which some have experts and others an MLP do not stack: theirs are a list everywhere.
+Layers with experts are a list on TPUs too, whose ragged product would copy all of a layer's experts out of a
+stack; those of which some have experts and others an MLP do not stack at all.
 """
 
 from typing import Any
@@ -96,7 +97,7 @@ def form_of_layers(spec: ModelSpec, separate_layers: bool | None, platform: str)
             "those with an MLP do not stack"
         )
     if separate_layers is None:
-        return spec.layers_differ or separate_is_faster(platform)
+        return spec.experts is not None or separate_is_faster(platform)
     return separate_layers
 
 
