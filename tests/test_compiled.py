@@ -156,3 +156,11 @@ def test_rows_about_compiled_programs_are_printed_from_the_files(page, least, ca
     assert head in text
     assert len(rows) >= least
     assert set(rows) <= set(lines)
+
+
+def test_the_table_of_steps_with_experts_is_printed_from_its_files(capsys):
+    files = (RESULTS / f"compiled_{target}_llada_moe.json" for target in ("h100", "v6e"))
+    recorded.main(tuple(files), steps=True)
+    table = capsys.readouterr().out
+    assert table in (ROOT / "docs" / "background" / "compiled.md").read_text()
+    assert len(table.splitlines()) == 2 + len(policies.ALL)

@@ -1,8 +1,10 @@
 """What bench.compiled recorded: a line per program, its memory and its steps' bytes over the roofline's.
 
 python -m bench.compiled.recorded bench/results/compiled_*.json
+python -m bench.compiled.recorded --steps bench/results/compiled_*_llada_moe.json      (a line per policy)
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ import tyro
 from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
 
+KINDS = ("reuse", "full")
 IMPLEMENTATIONS = {None: "", "cudnn": ", cuDNN", "pallas": ", kernels"}
 
 
@@ -59,9 +62,34 @@ COLUMNS: runner.Columns = {
 }
 
 
-def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional]):
-    """Prints a table of all programs in the files."""
-    print(runner.table_of(COLUMNS, (row for file in files for row in rows(file)), left=2))
+def of_steps(rows: Iterable[runner.Row]) -> str:
+    """A line per policy: what the roofline predicts of its reuse and full steps, and what targets move."""
+    rows = [row for row in rows if "error" not in row]
+    targets = dict.fromkeys(row["target"] for row in rows)
+    found = {(row["policy"], row["target"], kind): row.get(f"{kind}_step") for row in rows for kind in KINDS}
+    heads = ["policy", *(f"{kind} {of}" for kind in KINDS for of in ("GFLOP", "GB", *targets))]
+
+    def cells(policy: str, kind: str) -> list[str]:
+        steps = [found.get((policy, target, kind)) for target in targets]
+        if not (predicted := next(filter(None, steps), None)):
+            return ["-"] * (2 + len(steps))
+        first = [f"{predicted['roofline_flops'] / 1e9:.0f}", f"{predicted['roofline_bytes'] / 1e9:.2f}"]
+        return first + [f"{step['bytes'] / 1e9:.2f}" if step else "-" for step in steps]
+
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    lines = [[f"`{policy}`", *cells(policy, "reuse"), *cells(policy, "full")] for policy in policies]
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), lines)
+
+
+def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], steps: bool = False):
+    """Prints a table of all programs in the files.
+
+    Args:
+      files: that bench.compiled wrote.
+      steps: a line per policy instead, with the bytes and FLOPs of its steps; programs of one model.
+    """
+    every = (row for file in files for row in rows(file))
+    print(of_steps(every) if steps else runner.table_of(COLUMNS, every, left=2))
 
 
 if __name__ == "__main__":
