@@ -40,6 +40,7 @@ POLICIES = (
 )
 STEPS = 7  # of a question's chain
 SHAPE = {"length": 32, "block": 4}
+READING = embedded.TEXT + embedded.BLOCK_CAUSAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Arguments(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if unknown := [name for name in self.models if name not in embedded.TEXT]:
-            raise ValueError(f"models={unknown[0]!r} must be of {', '.join(embedded.TEXT)}")
+        if unknown := [name for name in self.models if name not in READING]:
+            raise ValueError(f"models={unknown[0]!r} must be of {', '.join(READING)}")
 
 
 def main() -> int:
@@ -105,7 +106,8 @@ def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        out = generate(model, prompt, length=SHAPE["length"], block=8, sampler=Threshold(0.9), trace=True)
+        layout = {"length": SHAPE["length"], "block": model.spec.block_size or 8}
+        out = generate(model, prompt, **layout, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
     console.print("\nAll masks at first; each step decodes every token that it is sure of:\n")
     console.print(grid(Recording.of(out.trace, 0), tokenizer))

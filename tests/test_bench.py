@@ -23,8 +23,12 @@ from bench.kernels import __main__ as kernels
 from bench.kernels.cases import FAMILIES
 from bench.shared import models, runner
 from bench.shared.measure import Grid
+from bench.train_tiny.block_causal import block_causal
 from dllm_jax.nn import parameters
+from dllm_jax.nn.layer import Layer, embed
+from dllm_jax.nn.model import full_pass
 from dllm_jax.roofline import Hardware
+from tests import models as small
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
 
@@ -171,3 +175,19 @@ def test_predictions(tmp_path, capsys):
     assert (exact["policy"], exact["over_exact"]) == ("Policy", 1.0)
     with pytest.raises(ValueError, match="z80"):
         predictions.Forecast(hardware=("z80",))
+
+
+def test_norms_of_queries_and_keys_keep_attention_as_peaked():
+    """Of the first layer, whose inputs are the same: the mean squares are those of the model without."""
+    spec, tokens = small.spec("sdar", kv_heads=4), jnp.arange(24).reshape(2, 12)
+    before = small.tiny("llada")
+    after = block_causal(before, dataclasses.replace(spec, rope_base=before.spec.rope_base), tokens)
+    position, _, rope = full_pass(before.spec, tokens, None)
+    squares = []
+    for model in (small.separate(before), after):
+        layer = Layer(model.params["layers"][0], model.spec, rope, 0)
+        qk = layer.qk(embed(model.params, tokens), position)
+        squares.append([float(jnp.mean(part**2)) for part in qk])
+    assert squares[1] == pytest.approx(squares[0], rel=1e-4)
+    with pytest.raises(ValueError, match="sdar model cannot be the beginning"):
+        block_causal(after, spec, tokens)

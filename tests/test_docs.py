@@ -90,10 +90,10 @@ def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["answer.html", "policies.html"]
 
 
-@pytest.mark.parametrize("page", ["index.md", "loading.md", "generating.md", "likelihoods.md"])
+@pytest.mark.parametrize("page", ["index.md", "models.md", "loading.md", "generating.md", "likelihoods.md"])
 def test_pages_on_an_embedded_model_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_page(page if page == "index.md" else f"how-to/{page}")
+    run_page(page if page in ("index.md", "models.md") else f"how-to/{page}")
 
 
 def test_the_site_has_every_setting_that_was_measured():

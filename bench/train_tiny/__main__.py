@@ -14,10 +14,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import jax.numpy as jnp
 import tyro
 
 from bench.shared import runner
 from bench.train_tiny import card
+from bench.train_tiny.block_causal import block_causal
 from bench.train_tiny.recipes import RECIPES, Recipe
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
@@ -60,7 +62,8 @@ def main(
       name: of the recipe, e.g. tiny-llada.
       runs: where checkpoints and the log of the run are kept.
       begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
-        first step on, for as many steps as the recipe's `further` says. From nothing by default.
+        first step on, for as many steps as the recipe's `further` says. From nothing by default. A
+        block-causal model may begin with one that attends everywhere.
       out: where the finished model goes, in a directory of its name; the package's data by default.
     """
     if name not in RECIPES:
@@ -70,8 +73,11 @@ def main(
     if begin_with is not None:
         recipe = dataclasses.replace(recipe, config=recipe.further)
         model, first = load(begin_with), len(recipe.stages)
-    print(f"{name}: {count((model.params, model.vision)):,} parameters")
     source = Curriculum(recipe.stages, recipe.reader(), recipe.spec, review_examples=32, first=first)
+    if model.spec.block_size != recipe.spec.block_size:
+        prompt, answer, *_ = source.batch(source.begin(), 0)
+        model = block_causal(model, recipe.spec, jnp.concatenate([prompt, answer], axis=1))
+    print(f"{name}: {count((model.params, model.vision)):,} parameters")
     run = train(separated(model), source, recipe.config, directory=runs / name, trainable=True)
     ship(run, recipe, out / name)
 

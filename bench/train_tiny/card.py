@@ -10,6 +10,7 @@ import jax
 
 from dllm_jax import load, tasks
 from dllm_jax.nn.model import Model
+from dllm_jax.samplers import Confidence, Dynamic, Sampler
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import Run
 
@@ -41,7 +42,7 @@ Exact match on held-out prompts, none of which is ever trained on, decoded by `d
 {table}
 """
 BEYOND_TRAINING = """
-Beyond what it was trained on, in one block:
+Beyond what it was trained on, {blocks}:
 
 | task | asked | prompt tokens | rope factor | prompts | exact match | guessing |
 |---|---|---:|---:|---:|---:|---:|
@@ -65,6 +66,7 @@ class HeldOutPrompts:
     batch: int = 32
     block: int | None = None
     title: str = ""
+    sampler: Sampler = Confidence()
 
     @property
     def words(self) -> str:
@@ -103,6 +105,14 @@ HELD_OUT = (
     HeldOutPrompts(*tasks.needle(256, 8), 256, 56, block=4, title="needles"),
     HeldOutPrompts(tasks.Sorting(), 16, 256, 24, block=4),
 )
+BLOCKWISE = (
+    *(
+        dataclasses.replace(kind, block=4)
+        for kind in HELD_OUT
+        if kind.block in (None, 4) and kind.task.name != "sorting"
+    ),
+    HeldOutPrompts(tasks.Chain(), 7, 256, 32, block=4, title="chain, `Dynamic(0.9)`", sampler=Dynamic(0.9)),
+)
 PICTURED = tuple(
     HeldOutPrompts(tasks.ReadNumbers(digits=1, scattered=True), size, 256, 2, 1 / size)
     for size in (1, 2, 3, 5)
@@ -121,7 +131,9 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
     rows = []
     for kind in kinds:
         drawn = tasks.examples(kind.task, 2026, kind.size, kind.prompts, "held_out")
-        score = tasks.accuracy(model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block)
+        score = tasks.accuracy(
+            model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block, sampler=kind.sampler
+        )
         row = {
             "task": kind.title or kind.task.name, "size": kind.size, "asked": kind.words,
             "prompt": positions(model, tokenizer, drawn[0]), "length": kind.length,
@@ -159,6 +171,7 @@ def text(recipe: "Recipe", run: Run, measured: dict[str, Any]) -> str:
         stages=stages, curve="\n".join(_curve_row(log[place], stages) for place in places),
         table="\n".join(map(accuracy_row, measured["held_out"])),
         beyond="\n".join(map(accuracy_row, measured.get("beyond", ()))),
+        blocks="in the model's blocks" if run.model.spec.block_size else "in one block",
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 TEXT = ("tiny-llada", "tiny-dream")
 PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
-NAMES = TEXT + PICTURED
+BLOCK_CAUSAL = ("tiny-sdar",)
+NAMES = TEXT + PICTURED + BLOCK_CAUSAL
 
 
 def path(name: str) -> Path:
