@@ -59,8 +59,8 @@ def load(
       check_finite: look at every weight for NaN and infinity.
       implementation: of attention and eviction, see `Model`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
-        `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs, separate
-        elsewhere. Tokens do not depend on it.
+        `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
+        experts, separate elsewhere. Tokens do not depend on it.
       weights: "int8" holds the matrices of the layers and the vocabulary head in int8
         (`dllm_jax.nn.int8`): programs read half of bfloat16's bytes, and answers change as rounding has it.
         None keeps what is stored: a directory converted to int8 loads as int8, any other one in `dtype`.
