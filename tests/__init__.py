@@ -34,7 +34,12 @@ def run_page(page: str, words: dict[str, str] | None = None, names: dict | None 
 
 
 def checked(annotated):
-    """A function or class, checked by beartype; an int is a float, as PEP 484 has it."""
+    """A function or class, checked by beartype; an int is a float, as PEP 484 has it.
+
+    Functions made within functions are left alone: they would be made ready for checks at every call.
+    """
+    if "<locals>" in annotated.__qualname__:
+        return annotated
     from beartype import BeartypeConf, beartype  # here, so that `python -m tests.replay` does without
 
     return beartype(annotated, conf=BeartypeConf(is_pep484_tower=True))

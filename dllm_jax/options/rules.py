@@ -1,5 +1,6 @@
 """The rule that an annotation states: which values are valid, how they are stored, how messages say it."""
 
+import functools
 import math
 import numbers
 import types
@@ -80,6 +81,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
+@functools.lru_cache(maxsize=512)
 def rule_of(annotation: Any, example: str) -> Rule | None:
     """The rule that an annotation states; None if it is no kind of option."""
     kind, nullable, marks = _parts(annotation)
