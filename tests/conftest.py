@@ -27,9 +27,16 @@ import pytest
 
 from tests.programs import forget_in_time
 
+WIDE = (10**6,)
+
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
 SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
+# Files whose partial steps gather what they compute, at the policy's own widths.
+NARROW = (
+    *("block_causal", "buckets", "engine", "explain", "generate_many", "goldens", "group", "mesh"),
+    *("policies", "policy_reads", "roofline", "testing", "trajectory"),
+)
 # Where shapes and dtypes of all calls are checked: every room is called by one of these.
 ANNOTATED = (
     *("analysis_capture", "attention", "cache", "canvas", "chat", "convert", "engine", "eval_runner", "int8"),
@@ -108,6 +115,22 @@ def layers_in_one_stack(request):
         ):
             patch.setattr(FORM_OF_LAYERS, lambda platform: False)
         yield separate_is_faster
+
+
+@pytest.fixture(autouse=True, scope="module")
+def steps_in_place(request):
+    """Partial steps compute their positions in place on the canvas, but in the files of `NARROW`.
+
+    One kind of step less halves what is compiled. With --exhaustive every file has the policies' own widths.
+    """
+    from dllm_jax.decoding import request as requests
+
+    narrow, name = requests.step_widths, request.path.stem.removeprefix("test_")
+    in_place = lambda policy, spec, layout, own: narrow(policy, spec, layout, WIDE if own is None else own)
+    with pytest.MonkeyPatch.context() as patch:
+        if name not in NARROW and not request.config.getoption("exhaustive"):
+            patch.setattr(requests, "step_widths", in_place)
+        yield
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.campaigns.__main__ import CAMPAIGNS, main, table
 from tests.campaigns.runner import run_for, sample
 from tests.campaigns.verdicts import Case, Outcome, Verdict, judge
 
-SEED = 0
+SEED = 2  # whose generation compiles sooner than others
 PARTS = 4  # of a sample, so that workers share it
 SAMPLES = [(c, part) for c in CAMPAIGNS for part in range(min(PARTS, c.SAMPLE))]
 

@@ -209,7 +209,9 @@ def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
     assert not any(cell.get("outputs") for cell in book.cells), "it is kept without outputs"
     monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf().axes[0].images))
     names: dict = {}
-    shown = [run_cell(cell.source, names) for cell in book.cells if cell.cell_type == "code"]
+    cells = "\x00".join(cell.source for cell in book.cells if cell.cell_type == "code")
+    assert "count=16" in cells, "fewer prompts are asked here"
+    shown = [run_cell(cell, names) for cell in cells.replace("count=16", "count=2").split("\x00")]
     assert any(isinstance(value, str) and trains.ANSWER in value for value in shown), "it answers"
     assert any(drawn), "the picture is drawn"
     text = capsys.readouterr().out

@@ -16,14 +16,14 @@ from dllm_jax.decoding import generate_many, slots
 from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
 from tests.models import in_int8, separate, tiny
-from tests.policy_cases import short
+from tests.policy_cases import WIDE, short
 from tests.test_nonfinite import POISON, poisoned
 
 P, SOME = policies, samplers.Threshold(0.25)
 RANDOM = samplers.Threshold(0.25, cfg_scale=0.5, temperature=0.3)
 LADDER = dj.buckets.Ladder((6, 12))
 KEY = jax.random.key(3)
-SHORT = dict(length=8, block=4, sampler=SOME, buckets=LADDER)
+SHORT = dict(length=8, block=4, sampler=SOME, buckets=LADDER, widths=WIDE)
 
 
 def some_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
@@ -55,7 +55,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "policy", "sampler", "more"), CASES, ids=short)
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
     model, asked = tiny(family), some_prompts(7)
-    options = SHORT | dict(policy=policy, sampler=sampler, trace=True) | more
+    options = SHORT | dict(policy=policy, sampler=sampler, trace=True, widths=None) | more
     key = KEY if sampler.draws else None
     found = dict(dj.generate_many(model, asked, slots=3, key=key, **options))
     assert sorted(found) == list(range(7))
@@ -72,7 +72,7 @@ def test_models_of_every_form(model):
         assert_alone(model, asked[i], out, **options)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
     responses=st.lists(st.sampled_from((4, 8)), min_size=9, max_size=9),
@@ -139,7 +139,7 @@ def test_nothing_of_the_sequence_before_can_be_read(policy, monkeypatch):
 
 def test_the_device_runs_for_those_who_need_it():
     model, asked = tiny("llada"), some_prompts(32, longest=6)
-    options = SHORT | dict(length=16)
+    options = SHORT | dict(length=16, widths=None)
     ratio = lambda outs: sum(o.stats.executed.sum() for o in outs) / sum(o.stats.computed.sum() for o in outs)
     flight = [out for _, out in dj.generate_many(model, asked, slots=4, group=4, **options)]
     batches = [dj.generate(model, asked[i : i + 4], group=4, **options) for i in range(0, 32, 4)]

@@ -33,7 +33,7 @@ CASES = [
 @pytest.mark.parametrize(("policy", "sampler", "size"), CASES, ids=short)
 def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size):
     model = separate(tiny("llada")) if size == 1 else tiny("llada")
-    prompt, mask = prompts(model, (9, 5, 7))
+    prompt, mask = prompts(model, (9, 5, 9))
     keys = jax.random.split(jax.random.key(1), 3)
     options = dict(length=LENGTH, block=4, policy=policy, sampler=sampler, trace=True)
     draws = lambda of: dict(key=keys[of]) if sampler.draws else {}

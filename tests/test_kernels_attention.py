@@ -215,7 +215,7 @@ def abstract(of: str, shape: Shape, dtype) -> list:
 @pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(MODELS.values()), *SMALL], 4))
 @pytest.mark.parametrize("of", OPERATIONS)
 def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised):
-    q, k, *rest = abstract(of, shape, dtype)
+    q, _, *rest = abstract(of, shape, dtype)
     swapped = 2 if of == "attention" else 1  # keys and values, or keys alone
 
     def by_heads(q, *arrays):
@@ -226,8 +226,8 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised
     heads_first = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, shape.slots, shape.head), dtype)
     program = ahead_of_time.compiled_for_v5e(by_heads, q, *[heads_first] * swapped, *rest[swapped - 1 :])
     assert "tpu_custom_call" in program.as_text()
-    # No copy of K or V and no scores or weights: one of the queries by head, of statistics two by kv head, and
-    # columns, which take 512 bytes for each query.
+    # No copy of K or V and no scores or weights: one of the queries by head, of statistics two by kv head,
+    # and columns, which take 512 bytes for each query.
     queries = shape.batch * shape.queries * shape.heads
     rows = shape.head * q.dtype.itemsize
     per_query = rows if of == "attention" else 2 * rows + 1024

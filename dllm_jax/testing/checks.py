@@ -179,7 +179,9 @@ def optimized_text(program: Any) -> str:
     knows them.
     """
     cheaper = "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
-    options = {"xla_cpu_use_fusion_emitters": True, "xla_disable_hlo_passes": ""} if cheaper else None
+    options = {"xla_cpu_use_fusion_emitters": True, "xla_disable_hlo_passes": ""} if cheaper else {}
+    # Machine code is made once the text is final; nobody runs it.
+    options |= {"xla_backend_optimization_level": 0}
     return program.lower().compile(compiler_options=options).as_text()
 
 
