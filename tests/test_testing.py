@@ -1,11 +1,17 @@
 """The checks of `dllm_jax.testing` find what they are there to find, and say where."""
 
+import re
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from dllm_jax import policies
+from dllm_jax import policies, samplers
 from dllm_jax.state.cache import KV
-from dllm_jax.testing import check_policy, check_sampler, checks
+from dllm_jax.testing import check_policy, check_sampler, checks, combinations, tiny
+from dllm_jax.testing.combinations import Combination
+from tests import DOCS
+from tests.models import EXHAUSTIVE
 
 PLACE = r"step \d+, sequence \d+, position \d+"
 
@@ -59,3 +65,43 @@ def test_a_broken_policy_is_told_by_the_check_that_it_breaks(policy, limit, chec
 def test_a_sampler_that_leaves_masks_is_told_where():
     with pytest.raises(AssertionError, match=r"only_scored_masks_are_decoded: .*(still masked|max_steps)"):
         check_sampler(checks.Frozen(), checks=[checks.only_scored_masks_are_decoded])
+
+
+# -- what goes with what ---------------------------------------------------------------------------------
+
+EVERY_COMBINATION = [
+    Combination(policy, sampler, place)
+    for policy in combinations.POLICIES
+    for sampler in combinations.SAMPLERS
+    for place in combinations.PLACES
+]
+OF_TODAY = [
+    Combination(policies.DKVPD(), samplers.Factor(), "Dream"),
+    Combination(policies.WindowDiffusion(), samplers.EBSampler(), "sliding block"),
+    Combination(policies.D2Cache(), samplers.Sequential(), "block-causal"),
+    Combination(policies.SparseDLLM(), samplers.WINO(), "LLaDA"),
+]
+of_combination = lambda c: f"{type(c.policy).__name__}-{type(c.sampler).__name__}-{c.place}"
+
+
+@pytest.mark.parametrize("one", EVERY_COMBINATION if EXHAUSTIVE else OF_TODAY, ids=of_combination)
+def test_a_combination_decodes_or_is_refused_before_its_first_step(one):
+    if one.refusal():
+        with pytest.raises(ValueError, match=re.escape(one.refusal())):
+            one.run()
+    else:
+        out = one.run()
+        assert not (np.asarray(out.tokens) == tiny(combinations.PLACES[one.place][0]).spec.mask_id).any()
+
+
+@pytest.mark.exhaustive
+def test_the_page_says_what_goes_with_what():
+    assert combinations.tables() in (DOCS / "policies" / "samplers.md").read_text()
+
+
+def test_every_policy_and_sampler_is_in_the_table():
+    page = (DOCS / "policies" / "samplers.md").read_text()
+    assert all(f"\n| `{type(policy).__name__}` | " in page for policy in combinations.POLICIES)
+    kinds = {kind for kind in vars(samplers).values() if isinstance(kind, type)}
+    asked = {kind for kind in kinds if issubclass(kind, samplers.Sampler)} - {samplers.Sampler}
+    assert {type(sampler) for sampler in combinations.SAMPLERS} == asked
