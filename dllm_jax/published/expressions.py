@@ -8,6 +8,8 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
+from dllm_jax.state import sliding
+from dllm_jax.state.sliding import Sliding
 
 
 def policy(text: str) -> Policy:
@@ -18,6 +20,11 @@ def policy(text: str) -> Policy:
 def sampler(text: str) -> Sampler:
     """Makes a sampler of its constructor call, or of its name alone with its defaults."""
     return construct(text, samplers, Sampler)
+
+
+def block(text: str) -> Sliding:
+    """Makes a block schedule of its constructor call."""
+    return construct(text, sliding, Sliding)
 
 
 def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:

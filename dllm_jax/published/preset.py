@@ -12,6 +12,7 @@ from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import Sliding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +24,13 @@ class Recipe(Options):
     Attributes:
       sampler: how positions and tokens are chosen.
       length: response positions.
-      block: positions per block.
+      block: positions per block, or how it slides.
       steps: denoising steps in all.
     """
 
     sampler: Sampler | None = None
     length: PositiveInt | None = None
-    block: PositiveInt | None = None
+    block: PositiveInt | Sliding | None = None
     steps: PositiveInt | None = None
 
     def __post_init__(self):
@@ -108,6 +109,8 @@ def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:
         values["policy"] = expressions.policy(fields["policy"])
         if "sampler" in fields:
             values["sampler"] = expressions.sampler(fields["sampler"])
+        if isinstance(fields.get("block"), str):
+            values["block"] = expressions.block(fields["block"])
         return Preset(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
