@@ -56,8 +56,8 @@ def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embed
     clean = jnp.concatenate([tokens[:, : length - r], answer], axis=1)
     both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
     twice = lambda array: None if array is None else both(array, array)
-    given, ours = (model, both(clean, tokens), twice(valid), remat, layer_pass), twice(embeds)
-    hidden = encode(*given, embeds=ours, copied=length - first)
+    canvas, real, ours = both(clean, tokens), twice(valid), twice(embeds)
+    hidden = encode(model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first)
     if not spec.shifted:
         return hidden[:, -r:]
 
