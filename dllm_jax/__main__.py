@@ -106,8 +106,8 @@ def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        layout = {"length": SHAPE["length"], "block": model.spec.block_size or 8}
-        out = generate(model, prompt, **layout, sampler=Threshold(0.9), trace=True)
+        length, block = SHAPE["length"], model.spec.block_size or 8
+        out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
     console.print("\nAll masks at first; each step decodes every token that it is sure of:\n")
     console.print(grid(Recording.of(out.trace, 0), tokenizer))
