@@ -64,7 +64,7 @@ SMALL = dict(layers=2, width=16, heads=2, kv_heads=2, head=8, vocab=64, mask_id=
 
 
 @pytest.mark.parametrize("name", ["sdar-8b", "fast-dllm-v2-7b", "llada-moe-7b", "llada2-mini"])
-def test_random_weights_of_published_shapes(name):
+def test_random_weights_of_published_shapes(name, layers_of_the_platform):
     """The parameters are those of a loaded model, experts, norms and dense first layers included."""
     spec = models.shape(name)
     if spec.experts is not None:

@@ -17,7 +17,7 @@ from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from tests.models import canvas, prompts, random_tokens, spec, tiny
-from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, short, suited
+from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, short, suited
 
 PADS, LENGTH = (0, 3, 6), 14
 EVERY_DAY = policies.Policy, policies.DualCache, policies.SubBlockCache
@@ -182,7 +182,7 @@ def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, optimised):
 def test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone():
     """Under a sampler that edits, whose blocks go on without masks."""
     model, asked = tiny("sdar", block_size=4), [list(range(10, 10 + n)) for n in (9, 6, 11)]
-    options = dict(length=10, sampler=samplers.Edit(0.3, 0.2, most_steps=2), stop_at_eos=True)
+    options = dict(length=10, sampler=samplers.Edit(0.3, 0.2, most_steps=2), stop_at_eos=True, widths=WIDE)
     alone = [dj.generate(model, [prompt], **options) for prompt in asked]
     for index, out in dj.generate_many(model, asked, slots=2, **options):
         np.testing.assert_array_equal(out.tokens, alone[index].tokens)

@@ -69,8 +69,8 @@ def test_the_block_causal_model_answers_chains_block_by_block(sampler):
     where = embedded.path("tiny-sdar")
     model, read = dj.load(where), AutoTokenizer.from_pretrained(where)
     assert model.spec.block_size == 4
-    drawn = examples(Chain(), 99, 7, 32, "held_out")
-    assert accuracy(model, read, drawn, batch=32, length=32, sampler=sampler) >= 0.9
+    drawn = examples(Chain(), 99, 7, 16, "held_out")
+    assert accuracy(model, read, drawn, batch=16, length=32, sampler=sampler) >= 0.9
 
 
 def test_it_chats(model, read):

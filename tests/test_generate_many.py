@@ -42,7 +42,7 @@ def assert_alone(model: dj.Model, prompt: list[int], out: dj.Output, **options):
 
 CASES = [
     ("llada", P.DualCache(), RANDOM, {}),
-    ("dream", P.MaskKV(budget=4), SOME, {}),
+    ("dream", P.MaskKV(budget=4), SOME, dict(widths=WIDE)),
     ("dream", P.Policy(), samplers.KLASS(), dict(stop_at_eos=True)),
     pytest.param("llada", P.D2Cache(p=0.2), SOME, {}, marks=pytest.mark.exhaustive),
     pytest.param("llada", P.ElasticCache(), samplers.KLASS(), {}, marks=pytest.mark.exhaustive),

@@ -61,7 +61,7 @@ def test_policy(policy, family):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", daily(EVERY, p.DualCache, p.SparseDLLM), ids=short)
+@pytest.mark.parametrize("policy", daily(EVERY, p.SparseDLLM), ids=short)
 def test_policies_run_over_experts(policy):
     """LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind."""
     case = CASES.get(type(policy))

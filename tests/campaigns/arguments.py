@@ -95,7 +95,7 @@ MASK_ID, VOCAB = tiny("llada").spec.mask_id, tiny("llada").spec.vocab
 # Of a model with the vocabulary [0, 61).
 IDS = Values(
     (
-        Thing(), len, {}, {1, 2}, None, "abc", b"ab", 3, 2.5, math.nan, True, [], [[]], [[1], [2, 3]],
+        Thing(), len, {}, {1, 2}, None, "abc", b"ab", 3, 2.5, math.nan, True, [], [[]],
         [["a"]], [[None]], [[1.5]], [[True]], [[[1]], [2]], [[1], 2], [[2**70]], [[-1]], [[VOCAB]],
         [[10**6]], [[1j]], [[-(2**31)]], np.zeros((1, 2, 3), int), np.zeros((0, 3), int), np.array([["x"]]),
         np.ones((2, 2)), jnp.ones((2, 2)), jnp.zeros((1, 1, 1), int), np.array(3), [[1, "2"]], range(0),
