@@ -17,7 +17,7 @@ from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from tests.models import canvas, prompts, random_tokens, spec, tiny
-from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, short, suited
+from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, matrix, short, suited
 
 PADS, LENGTH = (0, 3, 6), 14
 EVERY_DAY = policies.Policy, policies.DualCache, policies.SubBlockCache
@@ -114,8 +114,10 @@ def plainly(model: dj.Model, prompt: np.ndarray, length: int, threshold: float) 
     return canvas[count:end], steps
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("lengths", [(9, 6), (1, 4)])
+TWO = (9, 6), (1, 4)
+
+
+@matrix("shifted, lengths", (False, True), TWO, today=[(True, TWO[0]), (False, TWO[1])])
 def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths):
     """It decodes as passes over everything do, of prompts whose ends share blocks with the answers."""
     model, length = tiny("sdar", block_size=4, shifted=shifted), 10
