@@ -34,8 +34,8 @@ FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
 # Files whose partial steps gather what they compute, at the policy's own widths.
 NARROW = (
-    *("bench", "block_causal", "buckets", "engine", "explain", "generate_many", "goldens", "group", "mesh"),
-    *("policies", "policy_reads", "roofline", "testing", "trajectory"),
+    *("bench", "block_causal", "buckets", "compiled", "engine", "explain", "generate_many", "goldens"),
+    *("group", "mesh", "policies", "policy_reads", "roofline", "testing", "trajectory"),
 )
 # Where shapes and dtypes of all calls are checked: every room is called by one of these.
 ANNOTATED = (
