@@ -20,7 +20,7 @@ def einsum(
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of two operands at the `precision` of the first one's dtype; `out` widens the result.
 
-    Of an int8 matrix, whose outputs must be the last axes of the result, the sums are scaled in float32. A
+    Of an int8 matrix, whose outputs must be in the result in its own order, the sums are scaled in float32. A
     low-rank update is added to the product with its matrix, in the wider of their dtypes.
     """
     if isinstance(y, LowRankMatrix):
@@ -34,7 +34,12 @@ def einsum(
             precision=precision(x.dtype),
             preferred_element_type=jnp.float32,
         )
-        return (sums * y.scale).astype(out or x.dtype)
+        # Scales lie along the matrix's outputs: axes of x between these get one of length 1.
+        operands, result = formula.split("->")
+        outputs = [axis in operands.split(",")[1] for axis in result]
+        between = [i for i in range(outputs.index(True), len(outputs)) if not outputs[i]]
+        scale = jnp.expand_dims(y.scale, [i - len(outputs) for i in between]) if between else y.scale
+        return (sums * scale).astype(out or x.dtype)
     return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
 
 

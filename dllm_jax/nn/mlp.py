@@ -188,29 +188,12 @@ def by_all_experts(
     share = jnp.zeros((len(tokens), count), jnp.float32).at[token, chosen].set(weight, mode="drop")
     # XLA would make one product of a shared expert's and of all others', and copy these for it.
     tokens = jax.lax.optimization_barrier(tokens)
-    gate = _of_each(tokens, weights["expert_gate"])
-    up = _of_each(tokens, weights["expert_up"])
+    gate = einsum("ti,eio->eto", tokens, weights["expert_gate"])
+    up = einsum("ti,eio->eto", tokens, weights["expert_up"])
     hidden, down = jax.nn.silu(gate) * up, weights["expert_down"]
     if isinstance(down, Int8Matrix):  # each expert's sums have scales of their own
-        return jnp.sum(share.T[..., None] * _of_each(hidden, down).astype(jnp.float32), axis=0)
-    hidden *= share.T[..., None].astype(hidden.dtype)
-    exactly = precision(hidden.dtype)
-    return jnp.einsum("eti,eim->tm", hidden, down, precision=exactly, preferred_element_type=jnp.float32)
-
-
-def _of_each(
-    x: Float[Array, "t i"] | Float[Array, "e t i"], matrix: Float[Array, "e i o"] | Int8Matrix
-) -> Float[Array, "e t o"]:
-    """Products with each expert's matrix, of the same rows for all or of its own."""
-    held = isinstance(matrix, Int8Matrix)
-    sums = jnp.einsum(
-        "ti,eio->eto" if x.ndim == 2 else "eti,eio->eto",
-        x,
-        matrix.values.astype(x.dtype) if held else matrix,
-        precision=precision(x.dtype),
-        preferred_element_type=jnp.float32 if held else x.dtype,
-    )
-    return (sums * matrix.scale[:, None]).astype(x.dtype) if held else sums
+        return jnp.sum(share.T[..., None] * einsum("eti,eim->etm", hidden, down).astype(jnp.float32), axis=0)
+    return einsum("eti,eim->tm", hidden * share.T[..., None].astype(hidden.dtype), down, jnp.float32)
 
 
 def _ragged(
