@@ -27,8 +27,6 @@ import pytest
 
 from tests.programs import forget_in_time
 
-WIDE = (10**6,)
-
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
 SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
@@ -124,11 +122,12 @@ def steps_in_place(request):
     One kind of step less halves what is compiled. With --exhaustive every file has the policies' own widths.
     """
     from dllm_jax.decoding import request as requests
+    from tests.models import WIDE
 
     narrow, name = requests.step_widths, request.path.stem.removeprefix("test_")
     in_place = lambda policy, spec, layout, own: narrow(policy, spec, layout, WIDE if own is None else own)
     with pytest.MonkeyPatch.context() as patch:
-        if name not in NARROW and not request.config.getoption("exhaustive"):
+        if name not in NARROW:
             patch.setattr(requests, "step_widths", in_place)
         yield
 

@@ -82,5 +82,6 @@ def test_checkpoints_that_read_no_text_are_left_out():
     assert Arguments().models == ("tiny-llada", "tiny-dream")
     with pytest.raises(ValueError, match="prompts=0 must be a whole number of at least 1"):
         Arguments(prompts=0)
-    with pytest.raises(ValueError, match="models='tiny-llada-v' must be of tiny-llada, tiny-dream, tin"):
+    known = "tiny-llada, tiny-dream, tiny-sdar"
+    with pytest.raises(ValueError, match=f"models='tiny-llada-v' must be of {known}"):
         Arguments(models=("tiny-dream", "tiny-llada-v"))

@@ -86,8 +86,8 @@ of_combination = lambda c: f"{type(c.policy).__name__}-{type(c.sampler).__name__
 
 @pytest.mark.parametrize("one", EVERY_COMBINATION if EXHAUSTIVE else OF_TODAY, ids=of_combination)
 def test_a_combination_decodes_or_is_refused_before_its_first_step(one):
-    if one.refusal():
-        with pytest.raises(ValueError, match=re.escape(one.refusal())):
+    if why := one.refusal():
+        with pytest.raises(ValueError, match=re.escape(why)):
             one.run()
     else:
         out = one.run()

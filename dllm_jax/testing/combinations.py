@@ -19,10 +19,11 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.testing.models import spec, tiny
 
+SLIDING = Sliding(6)
 # Where blocks slide, and where a model has its own; full attention over experts is that of LLaDA.
 PLACES = {
     "LLaDA": ("llada", 6), "Dream": ("dream", 6), "LLaDA-MoE": ("llada-moe", 6),
-    "sliding block": ("llada", Sliding(6)), "block-causal": ("sdar", 6),
+    "sliding block": ("llada", SLIDING), "block-causal": ("sdar", 6),
 }  # fmt: skip
 POLICIES = (*policies.ALL, policies.SubBlockCache())
 EVEN = samplers.TokenFrequencies(np.full(spec("llada").vocab, 1 / spec("llada").vocab))
@@ -70,9 +71,7 @@ def tables() -> str:
 
     def refused(policy: policies.Policy, sampler: samplers.Sampler, place: str) -> str:
         message = Combination(policy, sampler, place).refusal()
-        message = message.replace(type(policy).__name__, "the policy").replace(
-            "Sliding(block=6, longest=None)", ".."
-        )
+        message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "..")
         if message and message not in reasons:
             reasons.append(message)
         return f"refused ({reasons.index(message) + 1})" if message else ""
