@@ -9,7 +9,6 @@ import dllm_jax as dj
 from bench.shared import runner
 from bench.shared.measure import Run
 from tests.models import FAMILIES, tiny
-from tests.policy_cases import WIDE
 
 REASON = "torch peer: install the 'oracle' extra"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -29,7 +28,7 @@ def generations(model: dj.Model, policy: dj.policies.Policy, **changes) -> tuple
     run = Run(**shape, policy=policy, sampler=dj.samplers.Confidence())
     tokens = np.asarray(run.request(model).inputs.tokens)
     shape = dict(length=run.length, block=run.block, steps=run.steps)
-    ours = dj.generate(model, tokens[:, : run.prompt], policy=policy, widths=WIDE, **shape)
+    ours = dj.generate(model, tokens[:, : run.prompt], policy=policy, **shape)
     decoder = peer(twin(model), policy)
     assert decoder is not None
     with torch.inference_mode():

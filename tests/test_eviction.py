@@ -17,7 +17,7 @@ from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
-from tests.models import WIDE, families, generated, prompts, spec, tiny
+from tests.models import families, generated, prompts, spec, tiny
 
 HEADS, WIDTH = 3, 10
 
@@ -123,7 +123,7 @@ def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     alone = prompts(model, (12, 7))[0][row : row + 1, -length:]
     profile = eviction.calibrate(model, alone, 8)
     known = with_budgets(dataclasses.replace(FIRST, importance=profile))
-    offline = dj.generate(model, alone, length=8, block=4, policy=known, trace=True, widths=WIDE)
+    offline = dj.generate(model, alone, length=8, block=4, policy=known, trace=True)
     np.testing.assert_array_equal(ours.trace.tokens[:, row, -length - 8 :], offline.trace.tokens[:, 0])
     np.testing.assert_array_equal(ours.trace.computed[:, row, -length - 8 :], offline.trace.computed[:, 0])
     assert len(set(dataclasses.replace(FIRST, importance=profile).budgets(2, 3, length))) == 2

@@ -13,7 +13,7 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from dllm_jax.testing.runs import assert_same_run, compilations, of_sequence
 from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, matrix, short, suited
+from tests.policy_cases import EVERY, KEY, matrix, short, suited
 
 Intervention = dj.Intervention
 PLACES = ("residual", "attention_output", "mlp_output", "k", "v")
@@ -131,7 +131,7 @@ def test_what_is_recomputed_from_stores_is_changed_once(policy):
     model = tiny("llada")
     prompt, _ = prompts(model, (6,))
     steer = Intervention.steer("residual", drawn(model.spec, "residual"), layers=(0, 1, 2))
-    options = dict(length=4, trace=True, interventions=(steer,), widths=WIDE)
+    options = dict(length=4, trace=True, interventions=(steer,))
     ours, exact = (dj.generate(model, prompt, policy=p, **options) for p in (policy, policies.Policy()))
     np.testing.assert_allclose(ours.trace.score[0], exact.trace.score[0], rtol=1e-4)
     if type(policy) is policies.DLLMCache:

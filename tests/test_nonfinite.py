@@ -19,7 +19,7 @@ from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.models import FAMILIES, frequencies, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, matrix, suited
+from tests.policy_cases import EVERY, KEY, matrix, suited
 
 POISON = 50  # a token that no random prompt holds
 KINDS = (
@@ -40,7 +40,7 @@ def poisoned(family: str, value=jnp.nan, token: int = POISON) -> dj.Model:
 @matrix("policy, sampler, family", EVERY, KINDS, FAMILIES, today=[(policies.DualCache, KINDS[4], "dream")])
 def test_a_sequence_without_finite_logits_ends_alone(policy, sampler, family):
     model = poisoned(family)
-    options = dict(length=8, block=2, policy=policy, sampler=suited(policy, sampler), trace=True, widths=WIDE)
+    options = dict(length=8, block=2, policy=policy, sampler=suited(policy, sampler), trace=True)
     keys = jax.random.split(KEY, 2)
     with pytest.warns(NonFiniteWarning, match=r"sequences \[0\] of 2 ended early"):
         batch = dj.generate(model, [[POISON, 1], [2, 3]], key=keys, **options)

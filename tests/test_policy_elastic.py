@@ -11,7 +11,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.policies.parts.drift import most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
-from tests.models import WIDE, canvas, families, generated, prompts, spec, tiny
+from tests.models import canvas, families, generated, prompts, spec, tiny
 
 
 def members_of(chosen) -> list[list[int]]:
@@ -131,7 +131,7 @@ def test_widened_counts_the_conditional_stream_alone():
     prompt, _ = prompts(model)
     sampler = samplers.Confidence(cfg_scale=1.5)
     policy = policies.ElasticCache(window=2, gamma=0.97)
-    options = dict(length=8, policy=policy, sampler=sampler, widths=WIDE)
+    options = dict(length=8, policy=policy, sampler=sampler)
     widened = dj.generate(model, prompt, **options).stats.widened
     alone = [dj.generate(model, prompt[i : i + 1], **options).stats.widened[0] for i in range(2)]
     assert len({float(one) for one in alone}) > 1, "the sequences must differ"

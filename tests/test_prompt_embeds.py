@@ -10,11 +10,11 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, families, random_tokens, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, daily, matrix, short, suited
+from tests.policy_cases import EVERY, KEY, daily, matrix, short, suited
 from tests.test_watch import data
 
 LENGTHS = (9, 5)
-OPTIONS = dict(length=8, block=4, steps=4, key=KEY, trace=True, widths=WIDE)
+OPTIONS = dict(length=8, block=4, steps=4, key=KEY, trace=True)
 GUIDED = samplers.Confidence(cfg_scale=0.7)
 
 

@@ -115,7 +115,7 @@ def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
     assert bool(partial_steps(batch)) == policy.reuses
     model = tiny("llada")
     prompt, _ = prompts(model, (9, 6))
-    options = dict(length=LENGTH, block=BLOCK, trace=True, policy=policy, sampler=SOME, widths=WIDE)
+    options = dict(length=LENGTH, block=BLOCK, trace=True, policy=policy, sampler=SOME)
     alone = dj.generate(model, prompt[1:, 3:], **options)
     assert_same_run(of_sequence(batch.trace, 1, 6 + LENGTH), alone.trace, computed=True)
     assert_same_stats(batch.stats, alone.stats, sequence=1)
@@ -123,7 +123,7 @@ def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
 
 def test_a_cache_that_is_always_refreshed_is_exact():
     exact = run()
-    assert_same_run(run(policies.DKVDecode(refresh_every=1), widths=WIDE).trace, exact.trace)
+    assert_same_run(run(policies.DKVDecode(refresh_every=1)).trace, exact.trace)
     stale = run(policies.DualCache())
     assert not np.array_equal(stale.trace.tokens, exact.trace.tokens), "the cache makes no difference"
 
@@ -131,7 +131,7 @@ def test_a_cache_that_is_always_refreshed_is_exact():
 def test_without_doubt_it_is_the_threshold():
     out = run(policies.DualCache(), WINO(wide_in=0.1, narrow_out=0.0, fewest=BLOCK))
     assert not taken_back(out)
-    assert_same_run(out.trace, run(policies.DualCache(), Threshold(0.1), widths=WIDE).trace)
+    assert_same_run(out.trace, run(policies.DualCache(), Threshold(0.1)).trace)
 
 
 @pytest.mark.parametrize("narrow_out", [0.2, 1.0])
@@ -154,10 +154,9 @@ def test_narrow_steps_verify_the_whole_block():
 
 def test_separate_layers_and_guidance_decode_alike():
     usual, model = run(policies.DualCache()), separate(tiny("llada"))
-    assert_same_run(run(policies.DualCache(), model=model, widths=WIDE).trace, usual.trace)
+    assert_same_run(run(policies.DualCache(), model=model).trace, usual.trace)
     faint, strong = (
-        run(policies.DualCache(), dataclasses.replace(SOME, cfg_scale=scale), widths=WIDE)
-        for scale in (1e-12, 3.0)
+        run(policies.DualCache(), dataclasses.replace(SOME, cfg_scale=scale)) for scale in (1e-12, 3.0)
     )
     assert_same_run(faint.trace, usual.trace)
     assert not np.array_equal(strong.tokens, usual.tokens)

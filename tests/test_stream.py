@@ -15,7 +15,7 @@ from dllm_jax.decoding.nonfinite import NonFiniteWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from tests.models import FAMILIES, prompts, tiny
-from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, WIDE, daily, matrix, short, suited
+from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, daily, matrix, short, suited
 
 LAYOUT = dict(length=12, block=4)
 
@@ -123,7 +123,7 @@ def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
 def test_a_stream_over_a_mesh_has_the_tokens_of_one_device(kind):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5, 7))
-    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, widths=WIDE, **LAYOUT)
+    options = dict(prompt_mask=mask, policy=policies.DualCache(), trace=True, **LAYOUT)
     out = dj.generate(model, prompt, **options)
     with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)):
         whole = dj.generate(model, prompt, **options)

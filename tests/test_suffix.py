@@ -8,7 +8,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, families, random_tokens, tiny
-from tests.policy_cases import CACHED, CASES, KEY, WIDE, matrix, suited
+from tests.policy_cases import CACHED, CASES, KEY, matrix, suited
 from tests.test_prompt_embeds import prompts
 
 SUFFIX = [3, 9, 4]
@@ -32,11 +32,11 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
 def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(policy, family):
     model, case = tiny(family), CASES[type(policy)]
     ids, mask = prompts(model)
-    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True, widths=WIDE)
+    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True)
     options["sampler"] = suited(case.limit, samplers.Confidence())
     exact = dj.generate(model, ids, **options)
     assert_same_run(dj.generate(model, ids, policy=case.limit, **options).trace, exact.trace)
-    options = dict(suffix=SUFFIX, sampler=options["sampler"], trace=True, widths=WIDE)
+    options = dict(suffix=SUFFIX, sampler=options["sampler"], trace=True)
     options |= dict(length=8, block=4, policy=policy)
     keys = jax.random.split(KEY, 2)
     batch = dj.generate(model, ids, prompt_mask=mask, key=keys, **options)

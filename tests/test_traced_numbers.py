@@ -20,7 +20,7 @@ from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced
 from tests.models import frequencies, prompts, tiny
 from tests.option_cases import OPTIONS
-from tests.policy_cases import EXHAUSTIVE, KEY, WIDE, short
+from tests.policy_cases import EXHAUSTIVE, KEY, short
 from tests.test_options import kind_of
 
 # Every traced field of the library has in one of these another value than its default. Where arithmetic
@@ -67,7 +67,7 @@ TEN = {
 def request(policy, sampler, **options) -> Request:
     """Two prompts of different length, whose trace is recorded."""
     prompt, mask = prompts(tiny("llada"), (9, 6))
-    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True, widths=WIDE) | options
+    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True) | options
     return prepare(tiny("llada"), prompt, policy=policy, sampler=sampler, **options)
 
 
@@ -251,7 +251,7 @@ def test_switching_a_feature_off_is_another_program():
 def test_vmap_over_numbers_equals_a_loop(make, values):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 6))
-    options = dict(prompt_mask=mask, length=8, block=4, widths=WIDE)
+    options = dict(prompt_mask=mask, length=8, block=4)
     generate = lambda value: dj.generate(model, prompt, **options, **make(value))
     mapped = jax.vmap(generate)(jnp.asarray(values))
     alone = [generate(value) for value in values]

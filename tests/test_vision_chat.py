@@ -14,7 +14,7 @@ from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v, run_page
 from tests.models import canvas, tiny
-from tests.policy_cases import EVERY, KEY, WIDE, matrix, suited
+from tests.policy_cases import EVERY, KEY, matrix, suited
 from tests.test_prompt_embeds import prompts
 from tests.test_vision import picture
 
@@ -36,7 +36,7 @@ def processor(llada_v_path):
 @matrix("policy", EVERY, today=[(policies.DualCache,)])
 def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, processor, policy):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, samplers.Confidence()))
-    options |= dict(key=KEY, trace=True, widths=WIDE)
+    options |= dict(key=KEY, trace=True)
     made = processor.encode(model, [ONE, TWO, TEXT])
     batch = dj.generate(model, made.ids, prompt_mask=made.mask, prompt_embeds=made.embeds, **options)
     chosen = (0, 2) if not options["sampler"].draws else ()  # with images, behind padding; without
@@ -105,7 +105,7 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     model = tiny("llada")
     ids, mask = prompts(model)
     options = dict(prompt_mask=mask, length=8, block=4, policy=policy, sampler=suited(policy, sampler))
-    options |= dict(key=KEY, trace=True, widths=WIDE)
+    options |= dict(key=KEY, trace=True)
     plain = dj.generate(model, ids, **options)
     answers, p = np.asarray(plain.trace.tokens)[:, :, ids.shape[1] :], ids.shape[1]
 
