@@ -1,12 +1,15 @@
 """The torch decoders of bench.peer_torch produce our tokens, and its rows have what the table needs."""
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench.shared import runner
+from bench.shared import models, runner
 from bench.shared.measure import Run
 from tests.models import FAMILIES, tiny
 
@@ -16,7 +19,7 @@ torch.set_num_threads(1)  # more of them spin where the cores are taken
 
 from bench.peer_torch import __main__ as peer_torch  # noqa: E402 (needs torch)
 from bench.peer_torch.decoders import peer  # noqa: E402
-from bench.peer_torch.twin import twin  # noqa: E402
+from bench.peer_torch.twin import Twin, twin  # noqa: E402
 
 SPARSE = dj.policies.SparseDLLM
 POLICIES = dj.policies.Policy(), dj.policies.DualCache(), SPARSE(), SPARSE(keep=0.3, kernel=1, delay=0)
@@ -72,9 +75,46 @@ def test_rows(tmp_path, capsys, monkeypatch):
     assert report["torch"] == torch.__version__
     assert report["specs"]["tiny"]["layers"] == 2
     assert {"cpu", "cores", "jax", "dtype", "weights"} <= set(report)
+    assert (report["platform"], exact["their_device"]) == ("cpu", "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert lines == runner.table_of(peer_torch.COLUMNS, report["rows"]).splitlines()
     assert "4 of 4" in lines[4]
+
+
+def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(capsys):
+    model = models.random_model(models.shape("tiny"), "bfloat16", gain=peer_torch.GAIN)
+    theirs = twin(model)
+    kinds = {name: tensor.dtype for name, tensor in theirs.network.named_parameters()}
+    assert set(kinds.values()) == {torch.bfloat16}
+    assert theirs.network.model.rotary_emb.inv_freq.dtype == torch.float32
+    geometry = dict(prompt=(8,), length=4, block=2, repeats=1, device="cpu", dtype="bfloat16")
+    options = peer_torch.Options(("tiny",), ("DualCache",), **geometry)
+    (row,) = peer_torch.measure(options, "bfloat16")
+    assert row["agreeing"] >= 3  # roundings differ
+    assert row["theirs_over_ours"]["low"] > 0
+
+
+def test_the_device_reaches_torch_and_jax(monkeypatch):
+    with pytest.raises(RuntimeError, match="Unknown backend cuda"):
+        peer_torch.main(peer_torch.Options(("tiny",), device="cuda"))
+    chosen = []
+    monkeypatch.setattr(peer_torch, "measure", lambda *_: chosen.append(jax.config.jax_default_device) or ())
+    peer_torch.main(peer_torch.Options(("tiny",), device="cpu"))
+    assert chosen == jax.devices("cpu")[:1]
+
+    # Theirs goes where our weights are: torch here has no GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    norm = SimpleNamespace(device=SimpleNamespace(platform="gpu"))
+    with pytest.raises(SystemExit, match="finds no GPU, where our weights are"):
+        twin(cast(Any, SimpleNamespace(params={"norm": norm})))
+
+    # Kernels are queued: a step on a GPU has ended once the device is idle.
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
+    for kind in ("cpu", "cuda"):
+        network = SimpleNamespace(device=SimpleNamespace(type=kind))
+        Twin(torch, network, tiny("llada").spec).run(lambda kind=kind: done.append(kind))
+    assert done == ["cpu", "cuda", "idle"]
 
 
 def test_tokens_that_differ_are_counted(monkeypatch):

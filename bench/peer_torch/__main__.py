@@ -2,12 +2,11 @@
 
     taskset -c 0 python -m bench.peer_torch --shape small base --prompt 128 512 --length 32 --block 8
     taskset -c 0 python -m bench.peer_torch --policy D2Cache DLLMCache --shape small --prompt 512 --length 32
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.45 python -m bench.peer_torch --out FILE    (with a CUDA build of torch)
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.45 python -m bench.peer_torch --device cuda --out FILE
 
-The first line holds both to one core. Theirs is transformers' Llama or Qwen2, whose modules get our random
+The first line holds both to one core; the last is of LLaDA-8B's shape in bfloat16 on a GPU. Theirs is transformers' Llama or Qwen2, whose modules get our random
 weights, with SDPA and no mask (`twin`); around it the exact decoder, DualCache or SparseDLLM in plain torch
-(`decoders`), in bfloat16 on a GPU and float32 on a CPU, on GPUs with `torch.compile` for the exact decoder if
-it works. Both decode the most confident tokens of the block, and apply the vocabulary head to the block only.
+(`decoders`), on GPUs with `torch.compile` for the exact decoder if it works. Both decode the most confident tokens of the block, and apply the vocabulary head to the block only.
 Before anything is timed both generate once, and the tokens that agree are counted. Policies that have no peer
 in torch take turns with our own exact decoder.
 """
@@ -16,7 +15,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -41,6 +40,7 @@ class Options:
     Attributes:
       shape: see `bench.shared.models.SHAPES`.
       policy: class names of policies, "exact" for the exact decoder.
+      device: of both; that of jax if not given.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       prompt: positions.
       batch: sequences.
@@ -54,7 +54,8 @@ class Options:
 
     shape: tuple[str, ...] = ("llada-8b",)
     policy: tuple[str, ...] = (EXACT, "DualCache", "SparseDLLM")
-    dtype: str | None = None
+    device: Literal["cuda", "cpu"] | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     prompt: tuple[int, ...] = (1024,)
     batch: int = 1
     length: int = 256
@@ -73,18 +74,14 @@ class Options:
         """The policies, in the order of `policies.ALL`."""
         return models.policies_named(["Policy" if name == EXACT else name for name in self.policy])
 
-    def run(self, prompt: int, policy: dj.policies.Policy) -> Run:
-        """Our generation."""
-        steps, sampler = self.steps or self.length, dj.samplers.Confidence()
-        return Run(prompt, self.batch, self.length, self.block, steps, policy, sampler)
-
 
 def rows(
     model: dj.Model, theirs: Twin, options: Options, prompt: int, policy: dj.policies.Policy
 ) -> Iterator[runner.Row]:
     """A generation's row; of the exact decoder also that of a single forward, first."""
-    run, decoder = options.run(prompt, policy), peer(theirs, policy)
-    request = run.request(model)
+    shape = options.batch, options.length, options.block, options.steps or options.length
+    run = Run(prompt, *shape, policy, dj.samplers.Confidence())
+    request, decoder = run.request(model), peer(theirs, policy)
     case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt}
     ours = program(model, request).run
 
@@ -127,7 +124,7 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
     for shape in options.shape:
         model = models.random_model(models.shape(shape), dtype, gain=GAIN)
         theirs = twin(model, options.compiled)
-        if jax.devices()[0].platform == "cpu":
+        if theirs.network.device.type == "cpu":
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
         for prompt in options.prompt:
@@ -159,18 +156,20 @@ COLUMNS: runner.Columns = {
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compares and prints."""
-    dtype = options.dtype or runner.default_dtype()
+    ours = jax.devices(options.device)[0]  # jax says which there are where it has none of these
+    dtype = options.dtype or ("float32" if ours.platform == "cpu" else "bfloat16")
     where = runner.provenance(dtype) | {
+        "device": ours.device_kind, "platform": ours.platform,
         "weights": f"random, std {GAIN * models.INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},
         "batch": options.batch, "length": options.length, "block": options.block,
         "steps": options.steps or options.length, "repeats": options.repeats,
     }  # fmt: skip
     # torch is imported by the first row, which says so where it is missing.
-    names = ("torch", "transformers")
-    versions = lambda: {name: sys.modules[name].__version__ for name in names}
+    versions = lambda: {name: sys.modules[name].__version__ for name in ("torch", "transformers")}
     document = lambda rows: where | versions() | {"rows": rows}
-    runner.run(measure(options, dtype), COLUMNS, options.json, document)
+    with jax.default_device(ours):
+        runner.run(measure(options, dtype), COLUMNS, options.json, document)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
 from dllm_jax.checkpoint.source import read
 
-CLASSES = {"llada": ("LlamaConfig", "LlamaForCausalLM"), "dream": ("Qwen2Config", "Qwen2ForCausalLM")}
+CONFIGS = {"llada": transformers.LlamaConfig, "dream": transformers.Qwen2Config}
 MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
 
 Attend = Callable[[int, Any, Any, Any], Any]  # layer index, q [b h q d], k and v [b k q d] -> o [b h q d]
@@ -38,7 +38,7 @@ class Twin:
         """What a step returns, without gradients, once the device is idle."""
         with self.torch.inference_mode():
             out = step()
-        if self.torch.cuda.is_available():
+        if self.network.device.type == "cuda":
             self.torch.cuda.synchronize()
         return out
 
@@ -87,35 +87,36 @@ class Twin:
 
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
-    """A torch model of these shapes with random weights; `options` go into its config."""
-    config, made = CLASSES[spec.family]
-    described = getattr(transformers, config)(
+    """A torch model of these shapes with random weights, made in this dtype but for the rotary frequencies."""
+    described = CONFIGS[spec.family](
         vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
         num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
         head_dim=spec.head, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base}, **options,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
     )  # fmt: skip
-    return getattr(transformers, made)(described).to(dtype).eval()
+    return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, **options).eval()
 
 
 def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
-    """Their model with our weights and dtype, on the GPU if there is one; ours is fetched layer by layer.
+    """Their model with our weights and dtype, on the GPU if ours is; ours is fetched layer by layer.
 
     `compiled` tries torch.compile for full forwards; None does on GPUs.
 
     Raises:
-      SystemExit: torch is not installed.
+      SystemExit: torch is not installed, or not for GPUs.
     """
     try:
         import torch
     except ModuleNotFoundError as error:
         raise SystemExit(MISSING) from error
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    on_gpu = model.params["norm"].device.platform == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} finds no GPU, where our weights are: it needs a CUDA build")
+    with torch.device("cuda" if on_gpu else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
     _load(made, model, torch.from_numpy)
     found = Twin(torch, made, model.spec)
-    wanted = torch.cuda.is_available() if compiled is None else compiled
-    return _through_compiler(found) if wanted else found
+    return _through_compiler(found) if (on_gpu if compiled is None else compiled) else found
 
 
 def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
