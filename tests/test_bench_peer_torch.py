@@ -105,7 +105,7 @@ def test_the_device_reaches_torch_and_jax(monkeypatch):
     # Theirs goes where our weights are: torch here has no GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     norm = SimpleNamespace(device=SimpleNamespace(platform="gpu"))
-    with pytest.raises(SystemExit, match="finds no GPU, where our weights are"):
+    with pytest.raises(SystemExit, match="has no GPU, where our weights are"):
         twin(cast(Any, SimpleNamespace(params={"norm": norm})))
 
     # Kernels are queued: a step on a GPU has ended once the device is idle.

@@ -4,9 +4,11 @@
     taskset -c 0 python -m bench.peer_torch --policy D2Cache DLLMCache --shape small --prompt 512 --length 32
     XLA_PYTHON_CLIENT_MEM_FRACTION=.45 python -m bench.peer_torch --device cuda --out FILE
 
-The first line holds both to one core; the last is of LLaDA-8B's shape in bfloat16 on a GPU. Theirs is transformers' Llama or Qwen2, whose modules get our random
-weights, with SDPA and no mask (`twin`); around it the exact decoder, DualCache or SparseDLLM in plain torch
-(`decoders`), on GPUs with `torch.compile` for the exact decoder if it works. Both decode the most confident tokens of the block, and apply the vocabulary head to the block only.
+The first line holds both to one core; the last is of LLaDA-8B's shape in bfloat16 on a GPU. Theirs is
+transformers' Llama or Qwen2, whose modules get our random weights, with SDPA and no mask (`twin`); around it
+the exact decoder, DualCache or SparseDLLM in plain torch (`decoders`), on GPUs with `torch.compile` for the
+exact decoder if it works. Both decode the most confident tokens of the block, and apply the vocabulary head
+to the block only.
 Before anything is timed both generate once, and the tokens that agree are counted. Policies that have no peer
 in torch take turns with our own exact decoder.
 """

@@ -87,7 +87,7 @@ class Twin:
 
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
-    """A torch model of these shapes with random weights, made in this dtype but for the rotary frequencies."""
+    """A torch model of these shapes with random weights of this dtype; rotary frequencies are float32."""
     described = CONFIGS[spec.family](
         vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
         num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
@@ -111,7 +111,7 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
         raise SystemExit(MISSING) from error
     on_gpu = model.params["norm"].device.platform == "gpu"
     if on_gpu and not torch.cuda.is_available():
-        raise SystemExit(f"torch {torch.__version__} finds no GPU, where our weights are: it needs a CUDA build")
+        raise SystemExit(f"torch {torch.__version__} has no GPU, where our weights are: take a CUDA build")
     with torch.device("cuda" if on_gpu else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
     _load(made, model, torch.from_numpy)
