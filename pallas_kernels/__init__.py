@@ -4,7 +4,7 @@
 depends on `dllm_jax`.
 """
 
-from pallas_kernels import attention, sparse_gather, topk_evict
+from pallas_kernels import attention, experts, sparse_gather, topk_evict
 from pallas_kernels.choice import Implementation as Implementation
 from pallas_kernels.choice import Operation as Operation
 
@@ -14,4 +14,5 @@ OPERATIONS: tuple[Operation, ...] = (
     attention.HEAD_MEAN,
     sparse_gather.OPERATION,
     topk_evict.OPERATION,
+    experts.OPERATION,
 )

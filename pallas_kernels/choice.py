@@ -5,7 +5,7 @@
 
 - "xla": never a kernel.
 - "pallas": on every platform its kernel, wherever the kernel supports the call, and XLA's form elsewhere.
-  CPUs have no kernels of their own and interpret the TPU's, slowly.
+  CPUs have no kernels of their own and interpret the TPU's, or the GPU's where TPUs need none, slowly.
 - "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
   elsewhere.
 - None, the default: the kernel on the platforms where it was measured to be faster (`Operation.preferred`)
@@ -65,7 +65,7 @@ class Operation:
       operands: axes of each array, a letter each (b sequences, h query heads, k kv heads; others are not
         split); an axis may have length 1 instead, and an optional array may be None.
       results: axes of each array that it returns.
-      kernels: one per platform, TPUs' among them; same signature and an option `interpret` besides. A kernel
+      kernels: one per platform that has one; same signature and an option `interpret` besides. A kernel
         raises NotImplementedError, while it is traced, for a call that it does not support.
       preferred: platforms whose kernel was measured to be faster than XLA's form.
       cudnn: the library's form, same signature, which refuses calls as a kernel does; None if it has none.
@@ -103,7 +103,7 @@ class Operation:
         kernels = {}
         for platform, form in forms.items():
             if reasons[form] is None:
-                # A kernel of another platform, TPUs' on a CPU, is interpreted.
+                # A kernel of another platform, on a CPU, is interpreted.
                 own = implementation == "cudnn" or platform in self.kernels
                 interpreted = {} if own else {"interpret": True}
                 kernels[platform] = functools.partial(form, **options, **interpreted)
@@ -142,9 +142,9 @@ class Operation:
                 return "xla: as asked for"
             if implementation == "cudnn" and platform not in forms:
                 return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
-            if platform not in forms and platform not in self.kernels:
+            form = forms.get(platform, self.kernels.get(platform))
+            if form is None:
                 return "xla: no kernel for this platform"
-            form = forms[platform] if platform in forms else self.kernels[platform]
             if reason := self._reason(form, arrays, options):
                 return f"xla: {reason}"
             if platform not in forms:
@@ -156,12 +156,16 @@ class Operation:
         return {platform: why(platform) for platform in get_args(Platform)}
 
     def _forms(self, implementation: Implementation | None) -> dict[Platform, Callable[..., Any]]:
-        """What platforms take instead of XLA's form where it supports the call; CPUs interpret the TPU's."""
+        """What platforms take instead of XLA's form where it supports the call."""
         if implementation == "cudnn":
             return {} if self.cudnn is None else {"cuda": self.cudnn}
-        wanted = get_args(Platform) if implementation == "pallas" else ()
-        platforms = self.preferred if implementation is None else wanted
-        return {platform: self.kernels.get(platform, self.kernels["tpu"]) for platform in platforms}
+        if implementation is None:
+            return {platform: self.kernels[platform] for platform in self.preferred}
+        if implementation == "xla":
+            return {}
+        # CPUs interpret the TPU's kernel, or the GPU's.
+        on_cpu = self.kernels["tpu" if "tpu" in self.kernels else "cuda"]
+        return {"cpu": on_cpu, **self.kernels}
 
     def _reason(
         self, form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]

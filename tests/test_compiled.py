@@ -42,11 +42,13 @@ def test_bytes_are_those_of_slices_and_of_updates_in_place():
 
 
 def test_a_ragged_product_reads_the_experts_that_rows_are_sent_to():
-    """As a TPU's kernel does, whose operands end in rows and experts; others read all of an operand."""
+    """As kernels do: a TPU's, whose operands end in rows and experts, and ours, whose begin with all rows."""
     call = "%small = bf16[1,8,512]{2,1,0} custom-call(%weights)"
     assert call in PROGRAM
-    for name, part in (("ragged-dot-none.3", 0.25), ("other", 1)):
-        experts = f"%{name} = bf16[8,512]{{1,0}} custom-call(%index, %weights, %stack)"
+    ours = 'custom-call(%weights, %index, %stack), metadata={op_name="jit(f)/experts_down/pallas_call"}'
+    others = "custom-call(%index, %weights, %stack)"
+    for name, of, part in (("ragged-dot-none.3", others, 0.25), ("ours", ours, 0.25), ("other", others, 1)):
+        experts = f"%{name} = bf16[8,512]{{1,0}} {of}"
         text = PROGRAM.replace(call, experts).replace("%stack, %small,", f"%stack, %{name},")
         (loop,) = traffic.program(text, read={1024: 0.25}.__getitem__).inner
         (read,) = [m.read for m in loop.moves if m.instruction.name == f"%{name}"]

@@ -10,11 +10,11 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import lora
-from dllm_jax.nn.int8 import quantise
-from dllm_jax.nn.mlp import by_all_experts, by_expert, mixture, route
+from dllm_jax.nn.mlp import mixture, route
 from dllm_jax.nn.parameters import form_of_layers, stacked
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.testing.runs import finite
+from pallas_kernels.experts.xla import by_all_experts, by_expert
 from tests.models import generated, in_int8, prompts, random_tokens, separate, tiny
 from tests.test_mesh import assert_same, mesh_of, on_mesh
 
@@ -77,29 +77,26 @@ def test_a_mixture_is_what_a_loop_over_tokens_and_experts_makes(spec):
         np.testing.assert_allclose(ours[token], out, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(("tokens", "rows"), [(91, 512), (13, 39)])
-def test_ragged_products_give_what_all_experts_do(tokens, rows, held):
+def test_gradients_of_ragged_products_are_those_of_all_experts(tokens, rows):
     """TPUs' form beside the others', where each token is sent to an expert that is not here.
 
     A TPU's tile divides the rows: of 3 x 91 it would be one row, a multiple of 256 has whole tiles.
     """
     w, rng = weights(EVERYTHING), np.random.default_rng(6)
-    own = {name: w[name] for name in w if "expert" in name}
-    if held:
-        narrow = lambda matrix: jax.tree.map(jnp.asarray, quantise(np.asarray(matrix), "eio", "eo"))
-        own = {name: narrow(matrix) for name, matrix in own.items()}
+    own = [w[f"expert_{name}"] for name in ("gate", "up", "down")]
     x = jnp.asarray(rng.standard_normal((tokens, WIDTH)), jnp.float32)
     chosen, weight = route(w, x, EVERYTHING)
     chosen = chosen.at[:, 1].set(EVERYTHING.count)
-    found = by_expert(own, x, chosen, weight)
-    np.testing.assert_allclose(by_all_experts(own, x, chosen, weight), found, rtol=1e-5, atol=1e-5)
-    if not held:
-        forms = (by_expert, by_all_experts)
-        squares = [lambda own, x, form=form: jnp.sum(form(own, x, chosen, weight) ** 2) for form in forms]
-        ragged, plain = (jax.grad(of, argnums=(0, 1))(own, x) for of in squares)
+    in_parts = functools.partial(by_all_experts, wide_bytes=4000)
+    squares = [
+        lambda own, x, form=form: jnp.sum(form(x, chosen, weight, *own) ** 2)
+        for form in (by_expert, by_all_experts, in_parts)
+    ]
+    ragged, *others = (jax.grad(of, argnums=(0, 1))(own, x) for of in squares)
+    for plain in others:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), ragged, plain)
-    traced = jax.make_jaxpr(by_expert)(own, x, chosen, weight)
+    traced = jax.make_jaxpr(by_expert)(x, chosen, weight, *own)
     products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
     assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3
 
@@ -139,13 +136,13 @@ def test_stacked_and_separate_layers_and_gradients():
         assert (jnp.abs(gradient.params["layers"][name]).max(axis=-1) > 0).any(), name
 
 
-@pytest.mark.parametrize("mesh", ["ep=2 tp=2 dp=2", "dp=2 ep=3"])
-def test_experts_over_a_mesh(mesh):
+@pytest.mark.parametrize(("mesh", "kernels"), [("ep=2 tp=2 dp=2", "pallas"), ("dp=2 ep=3", None)])
+def test_experts_over_a_mesh(mesh, kernels):
     """What does not divide is on all devices: three sequences over dp, four kv heads over tp."""
     model = separate(tiny("llada-moe", vocab=64))
     prompt, mask = prompts(model, (9, 6, 8))
     options = dict(prompt_mask=mask, length=8, block=4, policy=dj.policies.DualCache(), trace=True)
-    split = on_mesh(model, mesh_of(mesh))
+    split = dataclasses.replace(on_mesh(model, mesh_of(mesh)), implementation=kernels)
     axes = split.params["layers"][0]["expert_gate"].sharding.spec
     assert axes[0] == "ep"
     assert (axes[2] == "tp") == ("tp" in mesh)

@@ -105,9 +105,12 @@ def operands(name, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("mesh", some(["dp=2 x tp=4", "tp=2", "dp=8"], 1))
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", OPERATIONS[:-1], ids=lambda operation: operation.name)
 def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh, kv_heads):
-    """By kernels over a mesh as by XLA on one device; kv heads that do not divide are on every device."""
+    """By kernels over a mesh as by XLA on one device; kv heads that do not divide are on every device.
+
+    Experts, the last operation, have no heads: `test_experts.test_experts_over_a_mesh`.
+    """
     mesh, (arrays, options) = jax.make_mesh(*MESHES[mesh]), operands(operation.name, kv_heads)
     run = lambda *arrays: Kernels("pallas", dj.MeshRules()).run(operation, *arrays, **options)
     spread = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
@@ -146,6 +149,34 @@ def test_explain():
     lines = str(asked).splitlines()
     assert lines[0].split() == ["operation", "positions", "platform", "implementation"]
     assert lines[-1] == "topk_evict: not called by this policy"
+
+
+def test_explain_tells_how_experts_are_computed():
+    model = tiny("llada-moe")
+    choices = lambda implementation: {
+        (row.positions, row.platform): row.implementation
+        for row in explained(model, implementation, dj.policies.DualCache()).rows
+        if row.operation == "experts"
+    }
+    by_default, asked = choices(None), choices("pallas")
+    assert set(by_default) == {(n, platform) for n in (4, 16) for platform in ("cpu", "cuda", "tpu")}
+    assert by_default[4, "cuda"] == "xla: the kernel was not measured to be faster"
+    assert asked[4, "cuda"] == "pallas"
+    assert asked[4, "tpu"] == "xla: no kernel for this platform"
+    without = explained(tiny("llada"), "pallas")
+    assert "experts" not in str(without)
+
+
+def test_experts_by_kernels_decode_the_same():
+    model = tiny("llada-moe")
+    options = dict(length=8, block=4, policy=dj.policies.DualCache())
+    prompt = np.arange(12).reshape(2, 6)
+    wanted = dj.generate(model, prompt, **options)
+    kernels = dataclasses.replace(model, implementation="pallas")
+    found = dj.generate(kernels, prompt, **options)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    traced = jax.make_jaxpr(lambda p: dj.generate(kernels, p, **options).tokens)(jnp.asarray(prompt))
+    assert "name=experts_down" in str(traced)
 
 
 def test_explain_tells_what_each_policy_calls():

@@ -46,7 +46,7 @@ class Setting:
       tp: chips that share each layer.
       dp: chips that share the batch.
       dtype: of the weights.
-      implementation: of attention and eviction.
+      implementation: of attention, eviction and experts.
       separate_layers: as in `dj.load`.
       weights: as in `dj.load`; the roofline stays that of `dtype`.
       widths: as in `dj.generate`.

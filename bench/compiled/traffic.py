@@ -6,9 +6,10 @@ a TPU's VMEM (memory spaces S(1), S(2), S(6)); what is only sliced or gathered f
 read; what is updated in place, beyond the part that is written. What a GPU's L2 cache holds is counted too,
 and once more on its own: results of a loop body that are no larger than a third of the cache and are read in
 the same body (`Move.cached`). Of all experts' matrices a TPU's ragged product reads those that rows are sent
-to, each once where a tile holds it whole; a GPU's is expanded into products over all of them, and counted
-as such. `compiled.cost_analysis()` is no substitute: it counts every loop body once,
-and whole stacks instead of slices.
+to, each once where a tile holds it whole, and so does our kernel for GPUs, where an expert's tiles follow one
+another through the L2 cache; XLA's products for GPUs are over all of them, and counted as such.
+`compiled.cost_analysis()` is no substitute: it counts every loop body once, and whole stacks instead of
+slices.
 """
 
 import collections
@@ -25,6 +26,8 @@ UPDATES = ("dynamic-update-slice", "scatter")
 RAGGED = (
     "%ragged-dot-"  # a TPU's kernel, by name: metadata, and products whose last operands are rows and experts
 )
+# Our kernel for GPUs, by its scope; the numbers of all rows are its first operand.
+GROUPED = "/experts_"
 FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"),
     *("custom-call-start", "after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
@@ -202,8 +205,10 @@ class _Reader:
             return name, touched if k else 0
         if i.op in SLICES:
             return name, min(full, sum(leaf.size for leaf in i.leaves)) if k == 0 else 0
-        if i.op == "custom-call" and i.name.startswith(RAGGED) and len(lengths(source.type)) == 3:
-            return name, round(full * self.read(lengths(body[i.args[-2]].type)[0]))
+        if i.op == "custom-call" and len(lengths(source.type)) == 3:
+            sorted_rows = -2 if i.name.startswith(RAGGED) else 0 if GROUPED in i.source else None
+            if sorted_rows is not None:
+                return name, round(full * self.read(lengths(body[i.args[sorted_rows]].type)[0]))
         return name, full
 
     def _read(self, computation: str, index: str, full: int) -> int:

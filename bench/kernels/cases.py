@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels.attention.shapes as attention_shapes
+import pallas_kernels.experts.shapes as expert_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
@@ -95,12 +97,27 @@ def _evict(shape: topk_shapes.Shape, dtype: Any) -> Operands:
     return Operands((score, count), dict(width=shape.width))
 
 
+def _experts(shape: expert_shapes.Shape, dtype: Any) -> Operands:
+    """Tokens sent to random experts; read are the matrices of those that any token is sent to."""
+    t, c, e, m, i = shape
+    chosen = np.argsort(np.random.default_rng(0).random((t, e)), axis=1)[:, :c].astype(np.int32)
+    weight = jnp.full((t, c), 1 / c, jnp.float32)
+    matrices = [_normal(k, size, dtype) for k, size in enumerate(((e, m, i), (e, m, i), (e, i, m)), 1)]
+    read = np.unique(chosen).size * 3.0 * m * i * matrices[0].dtype.itemsize
+    arrays = _normal(4, (t, m), dtype), jnp.asarray(chosen), weight
+    flops = 6.0 * t * c * m * i
+    return Operands(
+        (*arrays, *matrices, None, None, None), flops=flops, read=read + sum(x.nbytes for x in arrays)
+    )
+
+
 MAKE: Mapping[str, tuple[Any, Callable[[Any, Any], Operands]]] = {
     "attention": (attention_shapes, _attention),
     "received": (attention_shapes, _received),
     "head_mean": (attention_shapes, _head_mean),
     "sparse_gather": (gather_shapes, _gather),
     "topk_evict": (topk_shapes, _evict),
+    "experts": (expert_shapes, _experts),
 }
 _NAMED = {operation.name: operation for operation in OPERATIONS}
 FAMILIES = tuple(Family(_NAMED[name], of.SMALL, of.MODELS, make) for name, (of, make) in MAKE.items())

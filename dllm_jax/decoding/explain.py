@@ -1,4 +1,4 @@
-"""Which implementation attention and eviction take in a generation; `pallas_kernels.choice` decides."""
+"""Which implementation attention, eviction and experts take in a generation, by `pallas_kernels.choice`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
-from pallas_kernels import OPERATIONS, Operation, topk_evict
+from pallas_kernels import OPERATIONS, Operation, experts, topk_evict
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,8 @@ class Choice(NamedTuple):
 
     Attributes:
       operation: its name.
-      positions: query positions of attention, or candidates that an eviction chooses or copies from.
+      positions: query positions of attention, or candidates that an eviction chooses or copies from; of
+        experts the positions of all sequences (of a mesh's device, of its own).
       platform: "cpu", "cuda" or "tpu".
       implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these.
     """
@@ -69,9 +70,10 @@ class Call(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Query positions of attention, candidates of an eviction, of each sequence."""
-        # Scores are [b k l]; queries are [b q h d] and keys to copy [b s k d].
-        return self.arrays[0].shape[2 if self.operation is topk_evict.OPERATION else 1]
+        """Query positions of attention, candidates of an eviction; experts' tokens of all sequences."""
+        # Scores are [b k l], tokens [t m]; queries are [b q h d] and keys to copy [b s k d].
+        axis = {topk_evict.OPERATION.name: 2, experts.OPERATION.name: 0}.get(self.operation.name, 1)
+        return self.arrays[0].shape[axis]
 
 
 @jax.tree_util.register_static
@@ -105,7 +107,7 @@ class Recorded(Model):
 
 
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
-    """Which implementation attention and eviction take in a generation on each platform.
+    """Which implementation attention, eviction and experts take in a generation on each platform.
 
     Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.
 
@@ -140,7 +142,8 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
         ).items()
     )
     called = {call.operation.name for call in calls}
-    unused = (operation.name for operation in OPERATIONS if operation.name not in called)
+    without = {experts.OPERATION.name} if model.spec.experts is None else set()
+    unused = (operation.name for operation in OPERATIONS if operation.name not in called | without)
     return Explanation(tuple(rows), tuple((name, "not called by this policy") for name in unused))
 
 

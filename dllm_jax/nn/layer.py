@@ -36,8 +36,8 @@ class Layer:
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: which layer this is.
-      kernels: implementations of attention (`attention`, `received`, `head_mean`) and eviction
-        (`topk_evict`, `sparse_gather`), see `Model`.
+      kernels: implementations of attention (`attention`, `received`, `head_mean`), eviction
+        (`topk_evict`, `sparse_gather`) and experts, see `Model`.
     """
 
     weights: Mapping[str, Any]
@@ -130,7 +130,7 @@ class Layer:
         # Layers that differ are separate, and know their number; of stacked ones all have what the first has.
         layer = self.index if isinstance(self.index, int) else 0
         if self.spec.experts is not None and self.spec.has_experts(layer):
-            return mixture(self.weights, normed, self.spec.experts, self.kernels.rules)
+            return mixture(self.weights, normed, self.spec.experts, self.kernels)
         return dense(self.weights, normed)
 
     def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
@@ -222,7 +222,7 @@ def walk(
       rope: rotary tables of all canvas positions.
       run: one layer; traced once if the layers are stacked, else once per layer.
       carry: the state before the first layer, a pytree of any structure.
-      kernels: implementations of attention and eviction, see `Model`.
+      kernels: implementations of attention, eviction and experts, see `Model`.
       where_used: read each of the stacked weights where the layer uses it (`OneOfStacked`), for layers with
         loops or branches of their own. Not for gradients: each layer's would be added to a whole stack.
 

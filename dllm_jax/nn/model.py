@@ -41,10 +41,10 @@ class Model:
     Attributes:
       params: see `dllm_jax.nn.parameters`.
       spec: static.
-      implementation: of attention and eviction in a generation's steps, static: "xla"; "pallas" (kernels
-        where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs); or None,
-        kernels where they were measured to be faster (nowhere yet). Full passes (`forward`, training) always
-        use XLA. `dllm_jax.explain` shows the choice.
+      implementation: of attention, eviction and experts in a generation's steps, static: "xla"; "pallas"
+        (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs); or
+        None, kernels where they were measured to be faster (nowhere yet). Full passes (`forward`, training)
+        always use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
@@ -67,7 +67,10 @@ class Model:
     def __repr__(self) -> str:
         size, *lines = describe(self.params)
         if self.implementation is not None:
-            lines.append(f"attention and eviction by {self.implementation}")
+            what = (
+                "attention and eviction" if self.spec.experts is None else "attention, eviction and experts"
+            )
+            lines.append(f"{what} by {self.implementation}")
         if self.vision is not None:
             lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
@@ -84,7 +87,7 @@ class Model:
 
     @property
     def kernels(self) -> Kernels:
-        """The implementations of attention and eviction that a generation's steps take."""
+        """The implementations of attention, eviction and experts that a generation's steps take."""
         return Kernels(self.implementation, self.rules)
 
     @property

@@ -1,0 +1,187 @@
+"""The experts of a mixture by XLA: on TPUs ragged products of sorted rows, elsewhere of all by all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+# Rows of a tile of a TPU's ragged product: the largest power of two up to this that divides all rows. Eight
+# times an odd number of positions would be tiles of 8.
+TILE = 256
+# Of what all experts make of the tokens at once, gate, up or their product: 2048 tokens of LLaDA2-mini's 256
+# experts in bfloat16, of which a product reads the matrices far faster than it multiplies.
+WIDE_BYTES = 2**29
+
+Matrix = Float[Array, "e i o"] | Int8[Array, "e i o"]
+Scale = Float[Array, "e o"]  # of an int8 matrix, by output
+
+
+def experts(
+    tokens: Float[Array, "t m"],
+    chosen: Int[Array, "t c"],
+    weight: Float[Array, "t c"],
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    gate_scale: Scale | None = None,
+    up_scale: Scale | None = None,
+    down_scale: Scale | None = None,
+) -> Float[Array, "t m"]:
+    """The weighted sums of what each token's experts make of it, down(silu(gate x) * up x), in float32.
+
+    Args:
+      tokens: inputs.
+      chosen: each token's experts; their number in the place of one that is not here.
+      weight: theirs, float32.
+      gate: all experts' matrices, as `up` and `down` in the tokens' dtype or int8.
+      up: as `gate`.
+      down: as `gate`, from the experts' width back.
+      gate_scale: of an int8 `gate`, float32, as those of the others; None otherwise.
+      up_scale: of `up`.
+      down_scale: of `down`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not go together.
+    """
+    arrays = tokens, chosen, weight, gate, up, down, gate_scale, up_scale, down_scale
+    check_shapes(*arrays)
+    # Only TPUs have a ragged product. Elsewhere XLA makes it of a dense one of every row, a token's once per
+    # choice, with every expert, which takes c times as much as every token with every expert.
+    return jax.lax.platform_dependent(*arrays, tpu=by_expert, default=by_all_experts)
+
+
+def check_shapes(
+    tokens: Array,
+    chosen: Array,
+    weight: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *scales: Array | None,
+):
+    """Refuses arrays whose shapes or dtypes do not fit together.
+
+    Raises:
+      ValueError: choices and weights of different shape or of other tokens, matrices that are not of the same
+        experts from the tokens' width to the experts' and back, or a scale where there is no int8 matrix, or
+        none where there is one.
+    """
+    if chosen.shape != weight.shape or chosen.shape[0] != tokens.shape[0]:
+        raise ValueError(f"choices {chosen.shape} and weights {weight.shape} must be of {len(tokens)} tokens")
+    count, width, hidden = gate.shape
+    if width != tokens.shape[1] or up.shape != gate.shape or down.shape != (count, hidden, width):
+        found = f"gate {gate.shape}, up {up.shape} and down {down.shape}"
+        raise ValueError(f"{found} must be [e m i], [e m i] and [e i m] for tokens {tokens.shape}")
+    for matrix, scale in zip((gate, up, down), scales or (None,) * 3, strict=True):
+        if (matrix.dtype == jnp.int8) != (scale is not None):
+            raise ValueError(f"a matrix in {matrix.dtype}: int8 ones have a scale, others none")
+        if scale is not None and scale.shape != (count, matrix.shape[2]):
+            raise ValueError(f"a scale {scale.shape} must be {(count, matrix.shape[2])}")
+
+
+def by_expert(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
+    """As `experts`: rows sorted by expert, in ragged products."""
+    count, expert = gate.shape[0], chosen.reshape(-1)
+
+    # Sorted by expert, the tokens that one expert is sent are neighbours, each token once per choice.
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
+    # More rows than a tile are filled up to whole tiles, with rows of no expert.
+    spare = -len(order) % TILE if len(order) > TILE else 0
+    sent = jnp.pad(tokens[order // chosen.shape[1]], ((0, spare), (0, 0)))
+    of = jnp.pad(expert[order], (0, spare))
+    product = functools.partial(_ragged, sizes=sizes, expert=of)
+    hidden = jax.nn.silu(product(sent, gate, gate_scale)) * product(sent, up, up_scale)
+    # What is sent to no expert comes back as anything.
+    out = jnp.where((of < count)[:, None], product(hidden, down, down_scale), 0)
+
+    # Back in the order of tokens and choices, where the choices of a token are added.
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    return weighted(out[back].reshape(*chosen.shape, -1), weight)
+
+
+def weighted(of_choice: Float[Array, "t c m"], weight: Float[Array, "t c"]) -> Float[Array, "t m"]:
+    """The sums of what a token's choices gave, in float32."""
+    return jnp.sum(weight[..., None] * of_choice.astype(jnp.float32), axis=1)
+
+
+def _ragged(
+    x: Float[Array, "r i"],
+    matrix: Matrix,
+    scale: Scale | None,
+    sizes: Int[Array, "e"],
+    expert: Int[Array, "r"],
+) -> Float[Array, "r o"]:
+    """Each row times the matrix of its expert; rows are sorted by expert, `sizes` of each.
+
+    Of int8 matrices, the sums are scaled in float32 by their expert's scales.
+    """
+    sums = jax.lax.ragged_dot(
+        x,
+        matrix if scale is None else matrix.astype(x.dtype),
+        sizes,
+        precision=_precision(x),
+        preferred_element_type=x.dtype if scale is None else jnp.float32,
+    )
+    return sums if scale is None else (sums * scale[expert]).astype(x.dtype)
+
+
+def by_all_experts(
+    tokens,
+    chosen,
+    weight,
+    gate,
+    up,
+    down,
+    gate_scale=None,
+    up_scale=None,
+    down_scale=None,
+    wide_bytes=WIDE_BYTES,
+):
+    """As `experts`: every expert over every token, whose weight is 0 where it is not sent.
+
+    So many tokens at a time that what all experts make of them takes no more than `wide_bytes`.
+    """
+    count, _, hidden = gate.shape
+    rows, token = len(tokens), jnp.arange(len(tokens))[:, None]
+    share = jnp.zeros((rows, count), jnp.float32).at[token, chosen].set(weight, mode="drop")
+    # XLA would make one product of a shared expert's and of all others', and copy these for it.
+    tokens = jax.lax.optimization_barrier(tokens)
+
+    def some(tokens: Float[Array, "t m"], share: Float[Array, "t e"]) -> Float[Array, "t m"]:
+        wide = jax.nn.silu(_product("ti,eio->eto", tokens, gate, gate_scale))
+        wide = wide * _product("ti,eio->eto", tokens, up, up_scale)
+        if down_scale is not None:  # each expert's sums have scales of their own
+            back = functools.partial(_product, "eti,eim->etm")
+            # XLA's CPU compiler has no batched product of bfloat16 with float32 sums.
+            in_float32 = lambda wide, *matrix: back(wide.astype(jnp.float32), *matrix).astype(wide.dtype)
+            of_expert = jax.lax.platform_dependent(wide, down, down_scale, cpu=in_float32, default=back)
+            return weighted(jnp.swapaxes(of_expert, 0, 1), share)
+        wide = wide * share.T[..., None].astype(wide.dtype)
+        return _product("eti,eim->tm", wide, down, out=jnp.float32)
+
+    # Chunks of nearly equal size, the last of them filled up with tokens that no expert counts.
+    chunks = max(1, -(-rows * count * hidden * tokens.dtype.itemsize // wide_bytes))
+    each = -(-rows // chunks)
+    if each == rows:
+        return some(tokens, share)
+    chunks = -(-rows // each)
+    split = lambda x: jnp.pad(x, ((0, chunks * each - rows), (0, 0))).reshape(chunks, each, -1)
+    out = jax.lax.map(lambda parts: some(*parts), (split(tokens), split(share)))
+    return out.reshape(chunks * each, -1)[:rows]
+
+
+def _product(formula: str, x: Array, matrix: Array, scale: Scale | None = None, out=None) -> Array:
+    """A product with all experts' matrices; of int8 ones the sums are scaled in float32."""
+    if scale is None:
+        return jnp.einsum(formula, x, matrix, precision=_precision(x), preferred_element_type=out)
+    # The conversion is all that stands between the values and the product: compilers then fuse the two.
+    matrix = matrix.astype(x.dtype)
+    sums = jnp.einsum(formula, x, matrix, precision=_precision(x), preferred_element_type=jnp.float32)
+    return (sums * scale[:, None]).astype(x.dtype)
+
+
+def _precision(x: Array) -> jax.lax.Precision:
+    """Full precision for float32, the hardware's default for narrower types."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
