@@ -35,14 +35,6 @@ NARROW = (
     *("bench", "block_causal", "buckets", "compiled", "engine", "explain", "generate_many", "goldens"),
     *("group", "mesh", "policies", "policy_reads", "roofline", "testing", "trajectory"),
 )
-# Where shapes and dtypes of all calls are checked: every room is called by one of these.
-ANNOTATED = (
-    *("analysis_capture", "attention", "cache", "canvas", "chat", "convert", "engine", "eval_runner", "int8"),
-    *("eviction", "interventions", "likelihood", "load", "lora", "rows"),
-    *("policy_d2cache", "policy_dllm_cache", "policy_elastic", "policy_maskkv", "policy_sparse_dllm"),
-    *("prompt_embeds", "stream", "training_loss", "training_objectives", "training_run"),
-    *("trajectory", "vision"),
-)
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 # Arrays lie on the first of these unless a test makes a mesh.
@@ -65,11 +57,21 @@ def pytest_addoption(parser):
         action="store_true",
         help="run every combination of a `matrix` and the tests marked `exhaustive`, and draw new examples",
     )
+    parser.addoption(
+        "--annotations",
+        action="store_true",
+        help="check shapes and dtypes of all calls, as --exhaustive does",
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
     hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
+
+    # CI does so in files that call every room: what looks at each call takes a fifth of the time that tests
+    # take, however little it checks. Annotations of what is imported before this are not checked.
+    if config.getoption("annotations") or config.getoption("exhaustive"):
+        jaxtyping.install_import_hook(["dllm_jax", "pallas_kernels"], "tests.checked")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,18 +86,6 @@ def pytest_collection_modifyitems(config, items):
 def forget_programs():
     yield
     forget_in_time()
-
-
-@pytest.fixture(autouse=True)
-def annotations_in_part(request):
-    """Shapes and dtypes are checked in the files of `ANNOTATED`, or in all with --exhaustive.
-
-    Checking them takes a seventh of the time that a test takes, and most functions are called by many tests.
-    """
-    name = request.path.stem.removeprefix("test_")
-    checked = name in ANNOTATED or name.startswith("samplers")
-    if not checked and not request.config.getoption("exhaustive"):
-        request.getfixturevalue("unannotated")
 
 
 @pytest.fixture(autouse=True, scope="module")
