@@ -213,11 +213,12 @@ def commands(printed: bool) -> list[list[str]]:
 
 def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert len(commands(printed=True)) == 3
+    assert len(commands(printed=True)) == 4
     for words in commands(printed=True):
         monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
         assert command.main() == 0, words
     text = capsys.readouterr().out
+    assert re.search(r"dKV-Cache-Decode .* 28\.13 .* 28\.73 .* dkv-decode ", text)
     assert re.search(r"(100\.0|9\d\.\d|8\d\.\d)% of the answers are the same", text)
     assert record.read(tmp_path / "runs/few-shot/tasks-DualCache.json")["average"] >= 0.8
     assert (tmp_path / "runs/recall/recall-Policy.png").exists()

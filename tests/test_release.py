@@ -87,6 +87,7 @@ def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     needed = "decoding/loop.py", "decoding/watch/page.js", "configs/models/llada-8b.json"
     needed += "configs/generation/llada-8b-instruct.toml", "configs/policies/sparse-dllm.toml"
+    needed += ("published/tables.toml",)
     needed += "embedded/tiny-llada/model.safetensors", "embedded/tiny-llada/tokenizer.json"
     assert {f"dllm_jax/{name}" for name in needed} | {"pallas_kernels/__init__.py"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "bench/", "convert/"))]

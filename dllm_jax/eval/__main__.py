@@ -1,4 +1,4 @@
-"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,images,tune,compare,merge,lm_eval}`."""
+"""`python -m dllm_jax.eval {tasks,longbench,needle,recall,images,tune,reproduce,compare,merge,lm_eval}`."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ import tyro
 from dllm_jax.command_line import plain_errors
 from dllm_jax.eval import cli
 
-NAMES = ("tasks", "longbench", "needle", "recall", "images", "tune", "compare", "merge")
+NAMES = ("tasks", "longbench", "needle", "recall", "images", "tune", "reproduce", "compare", "merge")
 COMMANDS = {name: getattr(cli, f"run_{name}") for name in NAMES}
 
 

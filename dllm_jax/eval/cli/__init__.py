@@ -8,4 +8,5 @@ from dllm_jax.eval.cli.commands import run_recall as run_recall
 from dllm_jax.eval.cli.commands import run_tasks as run_tasks
 from dllm_jax.eval.cli.images import run_images as run_images
 from dllm_jax.eval.cli.options import Options as Options
+from dllm_jax.eval.cli.reproduce import run_reproduce as run_reproduce
 from dllm_jax.eval.cli.tune import run_tune as run_tune

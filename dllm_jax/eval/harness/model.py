@@ -32,12 +32,21 @@ class DllmJax(TemplateLM):
     """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
 
     def __init__(self, **arguments: Any):
+        given = harness_args.read(arguments)
+        journal = None if given.journal is None else Journal(Path(given.journal))
+        self._begin(given, Runner(given.checkpoint.open(), given.decoding), journal)
+
+    @classmethod
+    def of(cls, arguments: harness_args.Arguments, runner: Runner, journal: Journal | None) -> "DllmJax":
+        """One whose answers are a runner's: of a model that is loaded already."""
+        made = cls.__new__(cls)
+        made._begin(arguments, runner, journal)
+        return made
+
+    def _begin(self, arguments: harness_args.Arguments, runner: Runner, journal: Journal | None):
         super().__init__()
-        self.arguments = harness_args.read(arguments)
-        self.lm = self.arguments.checkpoint.open()
-        self.runner = Runner(self.lm, self.arguments.decoding)
-        self.tokenizer = self.lm.tokenizer
-        self.journal = None if self.arguments.journal is None else Journal(Path(self.arguments.journal))
+        self.arguments, self.runner, self.journal = arguments, runner, journal
+        self.lm, self.tokenizer = runner.lm, runner.lm.tokenizer
         self.answers: list[Entry] = []
         self.likelihoods: list[Entry] = []
 

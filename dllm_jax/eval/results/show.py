@@ -52,11 +52,21 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
 def _score(group: str, record: Record) -> str:
     """Mean score of a task, with its interval."""
     scores = [row["score"] for row in record["requests"] if row["group"] == group]
-    if not scores:
-        return "-"
-    means = bootstrap(np.asarray(scores, np.float64), DRAWS, np.random.default_rng(0))
-    low, high = 100 * interval(means, CONFIDENCE)
-    return f"{100 * record['scores'][group]:.2f} [{low:.1f}, {high:.1f}]"
+    return percent(estimate([scores])) if scores else "-"
+
+
+def estimate(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """The average of the means of groups of scores, and the ends of its percentile bootstrap interval."""
+    groups = [np.asarray(scores, np.float64) for scores in groups]
+    resampled = [bootstrap(scores, DRAWS, np.random.default_rng(i)) for i, scores in enumerate(groups)]
+    low, high = interval(np.mean(resampled, axis=0), CONFIDENCE)
+    return float(np.mean([scores.mean() for scores in groups])), float(low), float(high)
+
+
+def percent(estimated: tuple[float, float, float]) -> str:
+    """Such an estimate times 100."""
+    mean, low, high = (100 * value for value in estimated)
+    return f"{mean:.2f} [{low:.1f}, {high:.1f}]"
 
 
 def line(text: str, style: str | None = None):

@@ -1,0 +1,248 @@
+"""`reproduce`: a published table measured again, beside what is printed there."""
+
+import functools
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+import tyro
+from rich.markup import escape
+
+from dllm_jax.checkpoint.source import open_checkpoint
+from dllm_jax.eval.benchmarks import longbench
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX
+from dllm_jax.eval.results import record, show
+from dllm_jax.eval.run.checkpoint import Checkpoint
+from dllm_jax.eval.run.files import read_json, write_json
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.published import Asked, Session, manager_of
+from dllm_jax.policies import Policy
+from dllm_jax.published import tables
+from dllm_jax.published.tables import KINDS, Cell, Table
+from dllm_jax.roofline import HARDWARE, work
+from dllm_jax.state.layout import Layout
+
+Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
+DEFAULTS = Asked()
+MARKERS = "osD^v<>Ph*"
+
+
+def run_reproduce(
+    table: tyro.conf.Positional[str],
+    asked: Annotated[Asked, WITHOUT_PREFIX] = DEFAULTS,
+    checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint(),
+    rows_of: str | None = None,
+    figure: Path | None = None,
+    list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
+    chip: str = "h100",
+    prompt: int = 1024,
+) -> int:
+    """A published table measured again: accuracy and speed beside what is printed.
+
+    Args:
+      table: paper and number: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2,
+        sparse-dllm/1 and 2, d2cache/1.
+      asked: what is asked, and how.
+      checkpoint: which checkpoint.
+      rows_of: the published model whose rows are meant, such as llada-1.5; None: the only one of the
+        checkpoint's family.
+      figure: accuracy by speed as a picture, printed points hollow.
+      list_: say what each cell needs and what it costs, and measure nothing.
+      chip: whose roofline says the costs: a name of `dllm_jax.roofline.HARDWARE`.
+      prompt: tokens that --list takes every prompt to have.
+    """
+    found = tables.table(table)
+    if rows_of is not None and rows_of not in found.models:
+        raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
+    if list_:
+        for model in found.models if rows_of is None else (rows_of,):
+            for part in needs(found, model, asked, chip, prompt):
+                rich.console.Console().print(part, highlight=False)
+        return 0
+
+    # All that can be refused is refused before anything is loaded.
+    if figure is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--figure needs matplotlib: pip install '.[figures]' in a clone")
+    model = _model(found, checkpoint, rows_of)
+    cells = asked.chosen(found, model)
+    return reproduce(found, model, cells, asked, checkpoint, figure)
+
+
+def reproduce(
+    table: Table, model: str, cells: Cells, asked: Asked, checkpoint: Checkpoint, figure: Path | None = None
+) -> int:
+    """Measures cells, prints and writes them; the exit code is 1 if requests failed.
+
+    Raises:
+      ValueError: there is a result with other settings, or lm_eval cannot load a task.
+    """
+    tasks = dict.fromkeys(one.task for cell in cells.values() for one in cell.benchmarks if one.task)
+    manager = manager_of(asked, tuple(tasks)) if tasks else None
+    session = Session(asked, model, checkpoint.open(), Journal(asked.out / JOURNAL), manager)
+    path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
+    about = record.provenance(session.runner(next(iter(cells.values())).settings()[0]))
+    about = {name: about[name] for name in ("model", "device", "versions", "date")}
+    document = {
+        "kind": "reproduce",
+        "table": table.source,
+        "rows_of": model,
+        "settings": asked.settings(),
+        **about,
+    }
+    if path.exists():
+        # Its cells would be mixed with those of another question, or of another model.
+        old, of = read_json(path), lambda one: (one["settings"], one["model"]["identity"])
+        if of(old) != of(document):
+            raise ValueError(f"{path} is of {of(old)}, this is {of(document)}; choose another --out")
+
+    measured = dict[tuple[str, str], dict[str, Any]]()
+    for key, cell in cells.items():
+        measured[key] = session.measure(cell)
+        write_json(path, document | {"cells": [_row(cells[k], m, measured) for k, m in measured.items()]})
+        show.line(f"{', '.join(key)}: {show.percent(measured[key]['accuracy'])}")
+    rows = [_row(cells[key], found, measured) for key, found in measured.items()]
+    show.line(
+        f"{table.source}: {model}" + (f"; printed speeds are of {table.hardware}" * bool(table.hardware))
+    )
+    for part in beside(rows):
+        rich.console.Console().print(part)
+    if table.note:
+        show.line(table.note)
+    show.line(f"wrote {path}")
+    if session.lm.model.spec.width != tables.shape_of(model).width:
+        show.line(
+            f"{session.lm.name} has not the shape of {model}: its numbers are not the paper's to reproduce"
+        )
+    if figure is not None:
+        draw(table, model, rows, figure)
+        show.line(f"wrote {figure}")
+    failed = sum(row["ours"]["totals"]["failed"] for row in rows)
+    if failed:
+        show.line(f"{failed} requests failed and scored 0", style="red")
+    return 1 if failed else 0
+
+
+def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Iterator[rich.table.Table | str]:
+    """What the cells of a model need, and what they cost by the roofline: a table for each task."""
+    if chip not in HARDWARE:
+        raise ValueError(f"--chip {chip} must be one of {', '.join(HARDWARE)}")
+    cells, seconds = asked.named(table, model), _seconds(model, asked, chip, prompt)
+    at = f"hours: {HARDWARE[chip].name}'s roofline, bfloat16, prompts of {prompt}"
+    yield escape(f"{table.source}: {model}; {at}\n{table.note}".strip())
+    for task in dict.fromkeys(task for task, _ in cells):
+        own = [cell for cell in cells.values() if cell.task == task]
+        shown = rich.table.Table(title=escape(f"{task}: {_question(own[0])}"), title_justify="left")
+        for name in ("method", "printed", "tokens/s", "preset", "hours"):
+            shown.add_column(name, justify="left" if name in ("method", "preset") else "right")
+        for cell in own:
+            settings = cell.missing or str(cell.method_settings["preset"])
+            hours = "-" if cell.missing else f"{seconds(cell) / 3600:.2g}"
+            numbers = _number(cell.accuracy), _number(cell.speed)
+            shown.add_row(*map(escape, (cell.method, *numbers, settings, hours)))
+        yield shown
+
+
+def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
+    """Printed numbers beside ours, and speeds over the exact decoder's of this run: a table for each task."""
+    ours = f"ours [{show.CONFIDENCE:.0%}]"
+    for task in dict.fromkeys(row["task"] for row in rows):
+        shown = rich.table.Table(title=escape(task), title_justify="left")
+        shown.add_column("method")
+        for name in ("printed", ours, "tokens/s", "ours", "over exact", "ours"):
+            shown.add_column(escape(name), justify="right")
+        for row in (row for row in rows if row["task"] == task):
+            own = show.percent(row["ours"]["accuracy"]), *(_number(row["ours"][kind]) for kind in KINDS[1:])
+            pairs = [(_number(row["printed"][kind]), text) for kind, text in zip(KINDS, own, strict=True)]
+            shown.add_row(*map(escape, (row["method"], *itertools.chain(*pairs))))
+        yield shown
+
+
+def draw(table: Table, model: str, rows: Sequence[dict[str, Any]], path: Path):
+    """Accuracy by tokens per second, averages over the measured tasks; printed points are hollow."""
+    from matplotlib.figure import Figure  # in the `figures` extra
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        own = [row for row in rows if row["method"] == method]
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "linestyle": "none", "ms": 9}
+        for kind, fill in (("printed", "none"), ("ours", f"C{i % 10}")):
+            points = [(row[kind]["speed"], row[kind]["accuracy"]) for row in own]
+            if all(x and y is not None for x, y in points):
+                at = [(x, y if kind == "printed" else 100 * y[0]) for x, y in points]
+                speed, accuracy = np.exp(np.mean(np.log([x for x, _ in at]))), np.mean([y for _, y in at])
+                axes.plot([speed], [accuracy], mfc=fill, label=f"{method}, {kind}", **style)
+    axes.set_xscale("log")
+    axes.set(xlabel="tokens/s", ylabel="accuracy in percent", title=f"{table.source}, {model}")
+    figure.legend(loc="outside right upper", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _model(table: Table, checkpoint: Checkpoint, rows_of: str | None) -> str:
+    """Whose rows are meant: of the checkpoint's family, which is read from its files' headers."""
+    family = open_checkpoint(checkpoint.path).spec.family
+    alike = [name for name in table.models if tables.shape_of(name).family == family]
+    if not alike or (rows_of is not None and rows_of not in alike):
+        meant = rows_of or ", ".join(table.models)
+        raise ValueError(f"{checkpoint.model} is a {family} model; {table.name}, {meant}: another family")
+    if rows_of is None and len(alike) > 1:
+        raise ValueError(f"{table.name} has rows of {', '.join(alike)}: --rows-of says which are meant")
+    return rows_of or alike[0]
+
+
+def _row(
+    cell: Cell, found: dict[str, Any], measured: Mapping[tuple[str, str], dict[str, Any]]
+) -> dict[str, Any]:
+    """A cell as printed and as measured, for files, tables and figures."""
+    speed = found["totals"]["tokens_per_second"]
+    exact = None if cell.over is None else measured.get((cell.task, cell.over))
+    base = exact and exact["totals"]["tokens_per_second"]
+    return {
+        "task": cell.task,
+        "method": cell.method,
+        "presets": list(cell.preset_names),
+        "policies": [repr(preset.policy) for preset in cell.settings()],
+        "printed": {kind: getattr(cell, kind) for kind in KINDS},
+        "ours": {**found, "speed": speed, "speedup": speed / base if speed and base else None},
+    }
+
+
+def _seconds(model: str, asked: Asked, chip: str, prompt: int) -> Callable[[Cell], float]:
+    """Seconds of all of a cell's samples at the roofline, one token a step where the sampler decides."""
+
+    @functools.cache
+    def each(policy: Policy, layout: Layout) -> float:
+        done = work(tables.shape_of(model), policy, layout, asked.batch, jnp.bfloat16)
+        return done.on(HARDWARE[chip]).seconds / asked.batch
+
+    def all_of(cell: Cell) -> float:
+        total = 0.0
+        for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
+            layout = Layout.of(prompt, preset.length, preset.block, preset.steps)
+            count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
+            total += count * each(preset.policy, layout)
+        return total
+
+    return all_of
+
+
+def _question(cell: Cell) -> str:
+    """Who asks a cell's questions, and what that needs."""
+    (one, *more), files = cell.benchmarks, f"{longbench.FILE} in --data"
+    if more:
+        return f"the mean of {1 + len(more)} tasks of LongBench, each <task>.jsonl, and {files}"
+    if one.task is None:
+        return one.missing or f"{one.name}.jsonl and {files}"
+    code = "; --run-code runs its answers here" if one.runs_code else ""
+    return f"{one.task} of lm_eval (extra: harness), {cell.shots} shots{code}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,190 @@
+"""Cells of published tables, measured: what lm_eval and LongBench ask, answered as a preset says."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from dllm_jax.eval.benchmarks import longbench
+from dllm_jax.eval.harness.arguments import Arguments
+from dllm_jax.eval.results import record, show
+from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.runner import Runner
+from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.options import NoneMeans, Options, PositiveInt
+from dllm_jax.published.preset import Preset
+from dllm_jax.published.tables import Benchmark, Cell, Table
+
+OWN_TASKS = "lm_eval"  # folder of --data with <task>.yaml that stand for lm_eval's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Options):
+    """What is asked, of whom, and where its answers go.
+
+    Attributes:
+      data: a folder with LongBench's <task>.jsonl and dataset2prompt.json; tasks of lm_eval that are to
+        replace its own are lm_eval/<task>.yaml in it.
+      tasks: columns of the table; none: all that can be asked.
+      methods: rows of the table; none: all that have settings. Their exact decoder is measured too.
+      limit: only the first samples of each task, or of each of its parts (MMLU has 57).
+      truncate_to: longer prompts of LongBench lose their middle; in tokens.
+      batch: sequences decoded together; printed speeds are of one.
+      run_code: run the programs that are the answers of HumanEval and MBPP, on this machine.
+      out: folder of the result and of the journal from which an interrupted run resumes.
+    """
+
+    data: Path | None = None
+    tasks: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    limit: Annotated[PositiveInt | None, NoneMeans("all")] = None
+    truncate_to: Annotated[PositiveInt | None, NoneMeans("never")] = None
+    batch: PositiveInt = 1
+    run_code: bool = False
+    out: Path = Path("runs/reproduce")
+
+    def named(self, table: Table, model: str) -> dict[tuple[str, str], Cell]:
+        """The cells of a model that are meant, whether or not they can be measured.
+
+        Raises:
+          ValueError: unknown tasks or methods.
+        """
+        cells = table.of(model)
+        for kind, given, i in (("tasks", self.tasks, 0), ("methods", self.methods, 1)):
+            known = list(dict.fromkeys(key[i] for key in cells))
+            if unknown := [name for name in given if name not in known]:
+                raise ValueError(f"--{kind} {unknown[0]!r} is not in {table.name}: {'; '.join(known)}")
+        tasks, methods = (
+            self.tasks or {task for task, _ in cells},
+            self.methods or {name for _, name in cells},
+        )
+        return {key: cell for key, cell in cells.items() if key[0] in tasks and key[1] in methods}
+
+    def chosen(self, table: Table, model: str) -> dict[tuple[str, str], Cell]:
+        """The cells of a model that are measured, with their exact decoders.
+
+        Raises:
+          ValueError: unknown tasks or methods; one that is named cannot be measured, or none can.
+        """
+        cells = table.of(model)
+        lacking = {key: self.lacks(cell) for key, cell in self.named(table, model).items()}
+        kept = {key for key, reason in lacking.items() if reason is None}
+
+        # Of what is not named, that which can be measured; of each task and method that is named, something.
+        for name in (*self.tasks, *self.methods, None):
+            own = {key: reason for key, reason in lacking.items() if name is None or name in key}
+            if not kept & own.keys():
+                (task, method), reason = next(iter(own.items()))
+                raise ValueError(f"{table.name}: {task}, {method}: {reason}")
+        kept |= {(task, over) for task, method in kept if (over := cells[task, method].over)}
+        return {key: cell for key, cell in cells.items() if key in kept}
+
+    def lacks(self, cell: Cell) -> str | None:
+        """What is missing for a cell to be measured here, None if nothing is."""
+        if cell.missing is not None:
+            return cell.missing
+        for one in cell.benchmarks:
+            if one.task is not None:
+                if importlib.util.find_spec("lm_eval") is None:
+                    return "lm_eval is not installed: pip install '.[harness]' in a clone"
+                if one.runs_code and not self.run_code:
+                    return "its answers are programs, which --run-code runs on this machine"
+                if one.runs_code and os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
+                    return "set HF_ALLOW_CODE_EVAL=1, without which `evaluate` runs no programs"
+            elif self.data is None:
+                return "it needs --data, a folder with LongBench's files"
+            elif absent := [
+                f for f in (f"{one.name}.jsonl", longbench.FILE) if not (self.data / f).is_file()
+            ]:
+                return f"{self.data / absent[0]} does not exist"
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What a measured cell depends on besides table, model and checkpoint."""
+        return {name: getattr(self, name) for name in ("limit", "truncate_to", "batch")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A loaded model that cells are measured with.
+
+    Attributes:
+      asked: the command line's.
+      model: whose rows are reproduced.
+      lm: the model.
+      journal: of all answers.
+      manager: of lm_eval's tasks, None if there are none.
+    """
+
+    asked: Asked
+    model: str
+    lm: LanguageModel
+    journal: Journal
+    manager: Any
+
+    def runner(self, preset: Preset) -> Runner:
+        """Answers as a preset says. Nothing is cold: the first request of each shape runs twice."""
+        decoding = Decoding(batch=self.asked.batch, **preset.options())
+        return Runner(self.lm, decoding, sys.stderr.isatty(), warm_up=True)
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        """Accuracy with its interval, and costs, of all that a cell averages."""
+        scores, entries = list[list[float]](), list[Entry]()
+        for benchmark, preset in zip(cell.benchmarks, cell.settings(), strict=True):
+            ask = self._longbench if benchmark.task is None else self._lm_eval
+            own, answers = ask(benchmark, self.runner(preset), cell.shots)
+            scores.append(own)
+            entries += answers
+        return {"accuracy": show.estimate(scores), "totals": record.totals(entries)}
+
+    def _longbench(
+        self, benchmark: Benchmark, runner: Runner, _: int | None
+    ) -> tuple[list[float], list[Entry]]:
+        asked, (task,) = self.asked, longbench.tasks_named([benchmark.name])
+        assert asked.data is not None
+        prompts, cut = longbench.Prompts.read(asked.data / longbench.FILE), (asked.truncate_to, asked.limit)
+        requests = longbench.requests(runner, asked.data, prompts, [task], *cut, runner.decoding.length)
+        rows = record.scored(requests, entries := runner.run(requests, self.journal))
+        return [row["score"] for row in rows], entries
+
+    def _lm_eval(
+        self, benchmark: Benchmark, runner: Runner, shots: int | None
+    ) -> tuple[list[float], list[Entry]]:
+        import lm_eval  # pyright: ignore[reportMissingImports]
+
+        from dllm_jax.eval.harness.model import DllmJax
+
+        # Dream's base model is asked as its authors do: without a chat, behind a beginning of text.
+        base = self.model.endswith("base-7b")
+        checkpoint = Checkpoint(self.lm.name)
+        lm = DllmJax.of(
+            Arguments(checkpoint, runner.decoding, add_bos=base, failures="empty"), runner, self.journal
+        )
+        found = lm_eval.simple_evaluate(
+            lm, tasks=[benchmark.task], num_fewshot=shots, limit=self.asked.limit, task_manager=self.manager,
+            apply_chat_template=not base, fewshot_as_multiturn=not base, bootstrap_iters=0,
+            confirm_run_unsafe_code=self.asked.run_code,
+        )  # fmt: skip
+        metric, kind = benchmark.score.rsplit(",", 1)
+        samples = [one for task in found["samples"].values() for one in task if one["filter"] == kind]
+        return [float(one[metric]) for one in samples], lm.answers
+
+
+def manager_of(asked: Asked, tasks: tuple[str, ...]) -> Any:
+    """lm_eval's manager, which has loaded these tasks and their data once."""
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    own = None if asked.data is None else asked.data / OWN_TASKS
+    here = [] if own is None else [task for task in tasks if (own / f"{task}.yaml").is_file()]
+    manager = TaskManager(include_path=str(own) if here else None, include_defaults=len(here) < len(tasks))
+    for task in tasks:
+        try:
+            manager.load([task])
+        except Exception as error:  # many causes: no network, a gated data set, a package that is missing
+            reason = str(error).strip().splitlines() or ["no message"]
+            raise ValueError(f"lm_eval cannot load {task}: {type(error).__name__}: {reason[0]}") from error
+    return manager
