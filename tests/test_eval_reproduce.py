@@ -51,6 +51,7 @@ def test_the_tables_are_whole_and_hold_what_is_printed():
                 assert cell.speed / exact.speed == pytest.approx(cell.speedup, rel=0.14, abs=0.06)
             if cell.missing is None and cell.method not in seen:
                 seen.add(cell.method)
+                assert all(preset.length for preset in cell.settings())
                 assert cell.over is not None or not any(preset.policy.reuses for preset in cell.settings())
     for name, model, *key, accuracy, speed, speedup in PRINTED:
         cell = tables.table(name).of(model)[tuple(key)]

@@ -164,8 +164,7 @@ def of(content: dict[str, Any], known: dict[str, dict[str, Any]], name: str) -> 
                 printed = {kind: _numbers(rows[kind].get(method), tasks, method)[i] for kind in KINDS}
                 where, over = (model, method, task, benchmarks, shots[i]), settings.get("over")
                 cells.append(Cell(*where, **printed, method_settings=settings, over=over))
-    head = [content.get(key, "") for key in ("source", "hardware", "note")]
-    return Table(name, *head, tuple(cells))
+    return Table(name, content["source"], content.get("hardware", ""), content.get("note", ""), tuple(cells))
 
 
 def shape_of(model: str) -> ModelSpec:

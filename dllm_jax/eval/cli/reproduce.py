@@ -225,6 +225,7 @@ def _seconds(model: str, asked: Asked, chip: str, prompt: int) -> Callable[[Cell
     def all_of(cell: Cell) -> float:
         total = 0.0
         for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
+            assert preset.length is not None  # as every preset of a table has
             layout = Layout.of(prompt, preset.length, preset.block, preset.steps)
             count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
             total += count * each(preset.policy, layout)

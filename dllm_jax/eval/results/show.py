@@ -57,10 +57,10 @@ def _score(group: str, record: Record) -> str:
 
 def estimate(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """The average of the means of groups of scores, and the ends of its percentile bootstrap interval."""
-    groups = [np.asarray(scores, np.float64) for scores in groups]
-    resampled = [bootstrap(scores, DRAWS, np.random.default_rng(i)) for i, scores in enumerate(groups)]
+    values = [np.asarray(scores, np.float64) for scores in groups]
+    resampled = [bootstrap(scores, DRAWS, np.random.default_rng(i)) for i, scores in enumerate(values)]
     low, high = interval(np.mean(resampled, axis=0), CONFIDENCE)
-    return float(np.mean([scores.mean() for scores in groups])), float(low), float(high)
+    return float(np.mean([scores.mean() for scores in values])), float(low), float(high)
 
 
 def percent(estimated: tuple[float, float, float]) -> str:
