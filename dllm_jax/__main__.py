@@ -1,6 +1,7 @@
 """`python -m dllm_jax`: the embedded models answer, and a table says what each policy costs.
 
-`python -m dllm_jax chat PATH` is a conversation with a checkpoint.
+`python -m dllm_jax chat PATH` is a conversation with a checkpoint, `python -m dllm_jax check` a report on
+this machine's device.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import rich.console
 import tyro
 
 from dllm_jax import embedded, provenance
+from dllm_jax.check import command
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import plain_errors
@@ -47,7 +49,8 @@ READING = embedded.TEXT + embedded.BLOCK_CAUSAL
 class Arguments(Options):
     """Demonstration of dllm_jax on the checkpoints that ship with it.
 
-    `python -m dllm_jax chat PATH` is a conversation with a checkpoint instead; see `chat --help`.
+    `python -m dllm_jax chat PATH` is a conversation with a checkpoint instead, `python -m dllm_jax check` a
+    report on this machine's device; see `chat --help`, `check --help`.
     """
 
     models: tuple[str, ...] = embedded.TEXT
@@ -71,6 +74,9 @@ def main() -> int:
     if sys.argv[1:2] == ["chat"]:
         with plain_errors():
             return chatting.main(sys.argv[2:])
+    if sys.argv[1:2] == ["check"]:
+        with plain_errors():
+            return command.main(sys.argv[2:])
     return demonstration(tyro.cli(Arguments))
 
 

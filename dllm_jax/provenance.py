@@ -2,10 +2,14 @@
 
 import datetime
 import importlib.metadata
+import os
+import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
 
 NOT_INSTALLED = "not installed"  # dllm_jax itself, run from a checkout
 
@@ -38,6 +42,32 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 def now() -> str:
     """The current date and time in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def measured_on(dtype: str) -> dict[str, Any]:
+    """Device, driver and CPU if known, cores, versions and date, for every result."""
+    where = device()
+    return {
+        "device": where.kind, "platform": where.platform, "devices": where.count, "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)), "driver": driver(where.platform), "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__, "dllm_jax": _version("dllm-jax"), "dtype": dtype, "date": now(),
+    }  # fmt: skip
+
+
+def processor() -> str | None:
+    """Model of the CPU as the kernel names it, None if unknown."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return found.group(1) if found else None
+
+
+def driver(platform: str) -> str | None:
+    """Version of the accelerator's driver, None if unknown."""
+    file = Path("/proc/driver/nvidia/version")
+    if platform == "gpu" and file.exists():
+        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
+        return found.group() if found else None
+    return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
 
 
 def _version(name: str) -> str:

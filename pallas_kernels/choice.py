@@ -8,8 +8,9 @@
   CPUs have no kernels of their own and interpret the TPU's, or the GPU's where TPUs need none, slowly.
 - "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
   elsewhere.
-- None, the default: the kernel on the platforms where it was measured to be faster (`Operation.preferred`)
-  and supports the call, and XLA's form elsewhere.
+- evidence, a tuple of `Entry`: the first one that speaks of the call decides, and XLA's form where none does.
+  `dllm_jax.load` puts it in the place of None, see `pallas_kernels.evidence`.
+- None: XLA's form.
 
 The platform is the one that a program is lowered for, so one traced program serves all of them; but one that
 is exported for several at once has to ask for XLA's form. Whether there is cuDNN, the tracing host says. Why
@@ -21,6 +22,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -32,12 +34,58 @@ Platform = Literal["cpu", "cuda", "tpu"]
 log = logging.getLogger(__name__)
 
 
-def check_implementation(implementation: Implementation | None):
-    """Refuses a name that is no implementation.
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Which implementation is the best one known for some calls of an operation.
+
+    Attributes:
+      operation: its name.
+      platform: that programs are lowered for.
+      device: how `jax.Device.device_kind` begins; "" is every device of the platform.
+      implementation: "xla", "pallas" or "cudnn".
+      dtypes: of the first operand.
+      positions: fewest and most of `Operation.positions`.
+      report: what says so.
+    """
+
+    operation: str
+    platform: Platform
+    device: str
+    implementation: Implementation
+    dtypes: tuple[str, ...]
+    positions: tuple[int, int] = (1, sys.maxsize)
+    report: str = ""
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "Entry":
+        """An entry from JSON, which has no tuples.
+
+        Raises:
+          ValueError, TypeError: other fields, or another implementation.
+        """
+        fewest, most = fields["positions"]
+        check_implementation(fields["implementation"])
+        return cls(**{**fields, "dtypes": tuple(fields["dtypes"]), "positions": (fewest, most)})
+
+    def speaks_of(self, operation: "Operation", arrays: tuple[Any, ...]) -> bool:
+        """Whether it is about a call."""
+        fewest, most = self.positions
+        known = operation.name == self.operation and str(arrays[0].dtype) in self.dtypes
+        return known and fewest <= operation.positions(arrays) <= most
+
+
+Evidence = tuple[Entry, ...]
+Choice = Implementation | Evidence | None
+
+
+def check_implementation(implementation: Choice):
+    """Refuses what is no choice of an implementation.
 
     Raises:
-      ValueError: neither "xla" nor "pallas" nor "cudnn" nor None.
+      ValueError: neither "xla" nor "pallas" nor "cudnn" nor None, nor evidence.
     """
+    if isinstance(implementation, tuple) and all(isinstance(entry, Entry) for entry in implementation):
+        return
     if implementation not in (*get_args(Implementation), None):
         raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas', 'cudnn' or None")
 
@@ -67,9 +115,9 @@ class Operation:
       results: axes of each array that it returns.
       kernels: one per platform that has one; same signature and an option `interpret` besides. A kernel
         raises NotImplementedError, while it is traced, for a call that it does not support.
-      preferred: platforms whose kernel was measured to be faster than XLA's form.
       cudnn: the library's form, same signature, which refuses calls as a kernel does; None if it has none.
       averages_heads: the result is a mean over query heads.
+      counted: which axis `positions` counts, by letter.
     """
 
     name: str
@@ -78,13 +126,15 @@ class Operation:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     kernels: Mapping[Platform, Callable[..., Any]]
-    preferred: tuple[Platform, ...] = ()
     cudnn: Callable[..., Any] | None = None
     averages_heads: bool = False
+    counted: str = "q"
 
-    def run(
-        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
-    ) -> Any:
+    def positions(self, arrays: tuple[Any, ...]) -> int:
+        """Query positions of attention, or candidates that an eviction chooses or copies from."""
+        return arrays[0].shape[self.operands[0].index(self.counted)]
+
+    def run(self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Choice) -> Any:
         """The result of the chosen implementation.
 
         Args:
@@ -98,24 +148,19 @@ class Operation:
         check_implementation(implementation)
         self.check(*arrays, **options)
         xla = functools.partial(self.xla, **options)
-        forms = self._forms(implementation)
-        reasons = {form: self._reason(form, arrays, options) for form in set(forms.values())}
         kernels = {}
-        for platform, form in forms.items():
-            if reasons[form] is None:
-                # A kernel of another platform, on a CPU, is interpreted.
-                own = implementation == "cudnn" or platform in self.kernels
-                interpreted = {} if own else {"interpret": True}
-                kernels[platform] = functools.partial(form, **options, **interpreted)
+        for platform, form in self._forms(implementation, arrays).items():
+            if (reason := _reason(form, arrays, options)) is None:
+                kernels[platform] = functools.partial(form, **options)
             else:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reasons[form])
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reason)
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
 
-    def takes_kernels(self, implementation: Implementation | None) -> bool:
+    def takes_kernels(self, implementation: Choice, arrays: tuple[Any, ...]) -> bool:
         """Whether any platform takes another form than XLA's where that supports the call."""
-        return bool(self._forms(implementation))
+        return bool(self._forms(implementation, arrays))
 
     def unsupported(
         self,
@@ -125,55 +170,66 @@ class Operation:
         implementation: Implementation = "pallas",
     ) -> str | None:
         """Why what a platform takes does not support these arrays (or their shapes); None if it does."""
-        form = self._forms(implementation).get(platform)
+        form = self._forms(implementation, arrays).get(platform)
         if form is None:
             return f"no {self.name} by {implementation} on {platform}"
-        return self._reason(form, arrays, options)
+        return _reason(form, arrays, options)
 
     def explain(
-        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Implementation | None
+        self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Choice
     ) -> dict[Platform, str]:
-        """What `run` takes on each platform for arrays (or their shapes), and why if that is XLA's form."""
+        """What `run` takes on each platform for arrays (or their shapes), and why."""
         check_implementation(implementation)
-        forms = self._forms(implementation)
+        forms = self._forms(implementation, arrays)
 
         def why(platform: Platform) -> str:
-            if implementation == "xla":
-                return "xla: as asked for"
-            if implementation == "cudnn" and platform not in forms:
-                return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
-            form = forms.get(platform, self.kernels.get(platform))
-            if form is None:
+            entry = self._entry(platform, implementation, arrays)
+            name = implementation if isinstance(implementation, str) else entry and entry.implementation
+            said = f" ({entry.report})" if entry else ""
+            if name is None:
+                if platform not in self.kernels:
+                    return "xla: no kernel for this platform"
+                reason = _reason(self.kernels[platform], arrays, options)
+                return f"xla: {reason or 'the kernel was not measured to be faster'}"
+            if name == "xla":
+                return f"xla{said}" if entry else "xla: as asked for"
+            if platform not in forms and name == "pallas":
                 return "xla: no kernel for this platform"
-            if reason := self._reason(form, arrays, options):
-                return f"xla: {reason}"
             if platform not in forms:
-                return "xla: the kernel was not measured to be faster"
-            if implementation == "cudnn":
-                return "cudnn"
-            return "pallas" if platform in self.kernels else "pallas, interpreted"
+                return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
+            if reason := _reason(forms[platform], arrays, options):
+                return f"xla: {reason}"
+            interpreted = name == "pallas" and platform not in self.kernels
+            return f"{name}, interpreted{said}" if interpreted else f"{name}{said}"
 
         return {platform: why(platform) for platform in get_args(Platform)}
 
-    def _forms(self, implementation: Implementation | None) -> dict[Platform, Callable[..., Any]]:
-        """What platforms take instead of XLA's form where it supports the call."""
-        if implementation == "cudnn":
-            return {} if self.cudnn is None else {"cuda": self.cudnn}
-        if implementation is None:
-            return {platform: self.kernels[platform] for platform in self.preferred}
-        if implementation == "xla":
-            return {}
-        # CPUs interpret the TPU's kernel, or the GPU's.
-        on_cpu = self.kernels["tpu" if "tpu" in self.kernels else "cuda"]
-        return {"cpu": on_cpu, **self.kernels}
+    def _entry(self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]) -> Entry | None:
+        """The entry that decides, where it is evidence that does."""
+        entries = implementation if isinstance(implementation, tuple) else ()
+        return next((e for e in entries if e.platform == platform and e.speaks_of(self, arrays)), None)
 
-    def _reason(
-        self, form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> str | None:
-        """Why a form does not support these arrays (or their shapes); None if it does."""
-        try:
-            # A kernel refuses a call while it is traced: by shapes and dtypes, before anything is compiled.
-            jax.eval_shape(functools.partial(form, **options), *arrays)
-        except NotImplementedError as reason:
-            return str(reason)
-        return None
+    def _forms(self, implementation: Choice, arrays: tuple[Any, ...]) -> dict[Platform, Callable[..., Any]]:
+        """What platforms take instead of XLA's form where it supports the call."""
+        # CPUs interpret the TPU's kernel, or the GPU's.
+        on_cpu = functools.partial(self.kernels.get("tpu") or self.kernels["cuda"], interpret=True)
+        kernels = {"cpu": on_cpu, **self.kernels}
+        forms = {}
+        for platform in get_args(Platform):
+            entry = self._entry(platform, implementation, arrays)
+            name = implementation if isinstance(implementation, str) else entry and entry.implementation
+            if name == "pallas" and platform in kernels:
+                forms[platform] = kernels[platform]
+            elif name == "cudnn" and platform == "cuda" and self.cudnn is not None:
+                forms[platform] = self.cudnn
+        return forms
+
+
+def _reason(form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Why a form does not support these arrays (or their shapes); None if it does."""
+    try:
+        # A kernel refuses a call while it is traced: by shapes and dtypes, before anything is compiled.
+        jax.eval_shape(functools.partial(form, **options), *arrays)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None

@@ -10,7 +10,7 @@ from pathlib import Path
 import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
-APPLICATIONS = {"demo", "embedded", "eval", "roofline", "tasks", "training"}
+APPLICATIONS = {"check", "demo", "embedded", "eval", "roofline", "tasks", "training"}
 NETWORK = {"traced", "options", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}

@@ -19,23 +19,19 @@ from bench import roofline as predictions
 from bench.compiled import __main__ as compiled
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
-from bench.kernels import __main__ as kernels
-from bench.kernels.cases import FAMILIES
 from bench.shared import models, runner
 from bench.shared.measure import Grid
 from bench.train_tiny.block_causal import block_causal
+from dllm_jax.check.weights import random_model
 from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.model import full_pass
-from dllm_jax.roofline import Hardware
 from tests import models as small
-
-ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return models.random_model(models.shape("tiny"), "float32")
+    return random_model(models.shape("tiny"), "float32")
 
 
 def test_generate_tiny(tmp_path):
@@ -70,7 +66,7 @@ def test_random_weights_of_published_shapes(name, layers_of_the_platform):
     if spec.experts is not None:
         spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, hidden=4))
     spec = dataclasses.replace(spec, **SMALL, hidden=24, eot_id=None)
-    model = models.random_model(spec, "bfloat16")
+    model = random_model(spec, "bfloat16")
     described = jax.eval_shape(parameters.separate, parameters.abstract(spec, "bfloat16"))
     shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
     assert shapes(model.params) == shapes(described)
@@ -131,29 +127,6 @@ def test_documented_commands_parse():
         folder = pathlib.Path(__file__).parents[1] / module.replace(".", "/")
         main = importlib.import_module(f"{module}.__main__" if folder.is_dir() else module).main
         assert tyro.cli(functools.wraps(main)(lambda *given, **named: True), args=arguments), command
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.operation.name)
-def test_kernel_operands_fit_every_implementation_and_real_models(family):
-    case = family.make(family.small[0], jnp.float32)
-    results = [jax.eval_shape(kernels.function(family, i, case), *case.arrays) for i in ("xla", "pallas")]
-    first, *others = (jax.tree.map(lambda a: (a.shape, a.dtype), result) for result in results)
-    assert all(other == first for other in others)
-    assert case.bytes(results[0]) > 0
-    for _, shape in family.shapes(small=False):
-        made = jax.eval_shape(lambda s=shape: family.make(s, jnp.bfloat16).arrays)
-        assert all(a.size for a in jax.tree.leaves(made))
-
-
-def test_kernels_small():
-    few = dict(small=True, most=1, repeats=1, calls=1)
-    options = kernels.Options(operations=("topk_evict",), implementations=("xla",), **few)
-    assert dataclasses.replace(options, calls=None, dtype="bfloat16").per_run == 1  # on a CPU, at any dtype
-    rows = list(kernels.measure(options, "float32", ROOF))
-    assert [row["implementation"] for row in rows] == ["xla"]
-    assert rows[0]["over_xla"] == 1.0
-    with pytest.raises(ValueError, match="nothing"):
-        kernels.Options(operations=("nothing",)).chosen()
 
 
 def test_predictions(tmp_path, capsys):

@@ -102,7 +102,9 @@ class Case(Setting):
 def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     """A row of results with the fields of the case, and the optimised program; raises as compilers do."""
     mesh = case.on.mesh(case.dp, case.tp)
-    model = dj.abstract(case.spec, case.dtype, mesh, case.implementation, case.separate_layers, case.weights)
+    model = dj.abstract(
+        case.spec, case.dtype, mesh, case.implementation or "xla", case.separate_layers, case.weights
+    )
     # Traced, lowered and compiled for a platform that is not there; nothing is run.
     before = _cpu_seconds()
     if case.policy == TRAINING:

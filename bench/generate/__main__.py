@@ -4,7 +4,7 @@
     python -m bench.generate --model PATH --policies DualCache MaskKV --prompts 1024 --batches 1
     python -m bench.generate --shape tiny --prompts 32 --batches 1 --length 16 --block 8     (on a CPU)
 
-Single steps are timed by kind (`bench.shared.steps`): a full one, and the first partial one. Whole
+Single steps are timed by kind (`dllm_jax.check.steps`): a full one, and the first partial one. Whole
 generations are interleaved with the exact decoder's. Percentages are of the rates this device reaches in the
 same process: in a copy or a matrix-vector product (bandwidth), and in a square product (arithmetic).
 """
@@ -17,8 +17,10 @@ import tyro
 
 import dllm_jax as dj
 from bench.generate.generation import Generation, Limits, prepare, whole_run
-from bench.shared import device, models, runner
+from bench.shared import models, runner
 from bench.shared.measure import Grid, Run
+from dllm_jax.check import timing
+from dllm_jax.check.weights import random_model
 from dllm_jax.roofline import Hardware
 
 
@@ -107,9 +109,9 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     if options.model:
         model = dj.load(options.model, dtype=dtype)
     else:
-        model = models.random_model(models.shape(options.shape), dtype)
+        model = random_model(models.shape(options.shape), dtype)
     small = options.shape == "tiny" and not options.model
-    roof = device.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
+    roof = timing.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
     where = runner.provenance(dtype) | {
         "model": options.model or f"{options.shape}, random weights", "spec": dataclasses.asdict(model.spec),
         "length": options.grid.length, "block": options.grid.block, "steps": options.grid.denoising_steps,

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 import dllm_jax as dj
-from bench.shared import device
-from bench.shared.device import Time
 from bench.shared.measure import Program, Run, program
-from bench.shared.steps import StepTimes, step_times
 from dllm_jax import roofline
+from dllm_jax.check import timing
+from dllm_jax.check.steps import StepTimes, step_times
+from dllm_jax.check.timing import Time
 from dllm_jax.roofline import Hardware
 
 
@@ -94,7 +94,7 @@ def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Genera
     predicted = roofline.work(model.spec, run.policy, request.plan.layout, run.batch, model.dtype)
     if not predicted.memory.fits(roof):
         raise MemoryError(f"needs {predicted.memory.total(roof) / 1e9:.0f} GB by prediction")
-    before = device.peak_bytes()
+    before = timing.peak_bytes()
     try:
         steps = step_times(model, request, limits.repeats)
         mine = Generation(run, predicted, steps, program(model, request))
@@ -106,7 +106,7 @@ def prepare(model: dj.Model, run: Run, roof: Hardware, limits: Limits) -> Genera
         raise
     finally:
         jax.clear_caches()  # programs hold memory
-    peak = device.peak_bytes()
+    peak = timing.peak_bytes()
     return dataclasses.replace(mine, peak=None if peak == before else peak)
 
 
@@ -124,7 +124,7 @@ def whole_run(mine: Generation, exact: Generation | None, limits: Limits) -> dic
     runs = {"ours": mine.program.run}
     if exact is not None and exact is not mine and exact.out is not None:
         runs["exact"] = exact.program.run
-    times = device.interleaved(runs, limits.repeats)
+    times = timing.interleaved(runs, limits.repeats)
     ours = times["ours"]
     base = ours if exact is mine else times.get("exact")
     compared = Time.of([by_steps]) if by_steps else base

@@ -26,10 +26,13 @@ import tyro
 import dllm_jax as dj
 from bench.peer_torch.decoders import peer
 from bench.peer_torch.twin import Twin, twin
-from bench.shared import device, models, runner
+from bench.shared import models, runner
 from bench.shared.measure import Run, program
+from dllm_jax.check import timing
+from dllm_jax.check.weights import random_model
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import encode
+from dllm_jax.nn.modules import INIT_STD
 
 GAIN = 3.0  # of the random weights: confidences and scores lie further apart than rounding, and tokens differ
 EXACT = "exact"  # names our `Policy()`
@@ -116,7 +119,7 @@ def rows(
 def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row, dict[str, Any]]:
     """Times of the runs in turns and of the first one over ours; and what each returned before, untimed."""
     out = {name: jax.block_until_ready(once()) for name, once in runs.items()}
-    times, (other, *_) = device.interleaved(runs, repeats), runs
+    times, (other, *_) = timing.interleaved(runs, repeats), runs
     times[f"{other}_over_ours"] = times[other].over(times["ours"])
     return {name: dataclasses.asdict(time) for name, time in times.items()}, out
 
@@ -124,7 +127,7 @@ def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row
 def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
     """Rows of every shape, prompt length and policy."""
     for shape in options.shape:
-        model = models.random_model(models.shape(shape), dtype, gain=GAIN)
+        model = random_model(models.shape(shape), dtype, gain=GAIN)
         theirs = twin(model, options.compiled)
         if theirs.network.device.type == "cpu":
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
@@ -162,7 +165,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     dtype = options.dtype or ("float32" if ours.platform == "cpu" else "bfloat16")
     where = runner.provenance(dtype) | {
         "device": ours.device_kind, "platform": ours.platform,
-        "weights": f"random, std {GAIN * models.INIT_STD}, the same in both",
+        "weights": f"random, std {GAIN * INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},
         "batch": options.batch, "length": options.length, "block": options.block,
         "steps": options.steps or options.length, "repeats": options.repeats,

@@ -1,19 +1,15 @@
 """Runs benches: a line of a Markdown table per row as it is measured, and a JSON file that says on what."""
 
 import functools
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jaxlib.version
 import tyro
 
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.provenance import device, now
+from dllm_jax.provenance import measured_on as provenance  # noqa: F401 (for benches)
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], Any]]
@@ -80,32 +76,6 @@ def _head(heads: Sequence[str], align: str) -> list[str]:
 
 def _line(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def provenance(dtype: str) -> dict[str, Any]:
-    """Device, driver and CPU if known, cores, versions and date, for every result."""
-    where = device()
-    return {
-        "device": where.kind, "platform": where.platform, "devices": where.count, "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)), "driver": driver(where.platform), "jax": jax.__version__,
-        "jaxlib": jaxlib.version.__version__, "dllm_jax": version("dllm-jax"), "dtype": dtype, "date": now(),
-    }  # fmt: skip
-
-
-def processor() -> str | None:
-    """Model of the CPU as the kernel names it, None if unknown."""
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
-    return found.group(1) if found else None
-
-
-def driver(platform: str) -> str | None:
-    """Version of the accelerator's driver, None if unknown."""
-    file = Path("/proc/driver/nvidia/version")
-    if platform == "gpu" and file.exists():
-        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
-        return found.group() if found else None
-    return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
 
 
 @functools.cache

@@ -24,6 +24,8 @@ from dllm_jax.nn.sharding import WIDE, default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from pallas_kernels import Implementation
+from pallas_kernels.choice import Evidence, check_implementation
+from pallas_kernels.evidence import known
 
 MOST_POSITIONS = 2**31 - 1  # that int32 numbers
 
@@ -57,7 +59,8 @@ def load(
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
         positions that the model is good for.
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, eviction and experts, see `Model`.
+      implementation: of attention, eviction and experts, see `Model`; None takes what is known to be right and
+        fastest on the devices, see `pallas_kernels.evidence`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
         experts, separate elsewhere. Tokens do not depend on it.
@@ -95,7 +98,9 @@ def load(
     source = open_checkpoint(path)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
-    empty = Model({}, scale_rope(source.spec, rope_factor), implementation, rules)  # refuses before it reads
+    check_implementation(implementation)
+    chosen = evidence_for(mesh) if implementation is None else implementation
+    empty = Model({}, scale_rope(source.spec, rope_factor), chosen, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
     if verify:
@@ -103,6 +108,11 @@ def load(
     warn_of_replicas(source.spec, mesh, rules)
     params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
     return dataclasses.replace(empty, params=params, vision=vision, origin=source.path)
+
+
+def evidence_for(mesh: Mesh | None) -> Evidence | None:
+    """What is known of implementations where a model is put; None if that is nothing."""
+    return known(default_device() if mesh is None else mesh.devices.flat[0]) or None
 
 
 def usable_mesh(mesh: Mesh | None, rules: MeshRules) -> Mesh | None:

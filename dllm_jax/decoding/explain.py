@@ -24,7 +24,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
-from pallas_kernels import OPERATIONS, Operation, experts, topk_evict
+from pallas_kernels import OPERATIONS, Operation
 
 
 class Choice(NamedTuple):
@@ -35,7 +35,8 @@ class Choice(NamedTuple):
       positions: query positions of attention, or candidates that an eviction chooses or copies from; of
         experts the positions of all sequences (of a mesh's device, of its own).
       platform: "cpu", "cuda" or "tpu".
-      implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these.
+      implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these; behind
+        it, in brackets, what says that it is the best one here.
     """
 
     operation: str
@@ -67,13 +68,6 @@ class Call(NamedTuple):
     operation: Operation
     arrays: tuple[Any, ...]
     options: dict[str, Any]
-
-    @property
-    def positions(self) -> int:
-        """Query positions of attention, candidates of an eviction; experts' tokens of all sequences."""
-        # Scores are [b k l], tokens [t m]; queries are [b q h d] and keys to copy [b s k d].
-        axis = {topk_evict.OPERATION.name: 2, experts.OPERATION.name: 0}.get(self.operation.name, 1)
-        return self.arrays[0].shape[axis]
 
 
 @jax.tree_util.register_static
@@ -135,7 +129,7 @@ def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = No
 
     # Layers call the same: equal choices are one row, in the order of the first of them.
     rows = dict.fromkeys(
-        Choice(call.operation.name, call.positions, platform, implementation)
+        Choice(call.operation.name, call.operation.positions(call.arrays), platform, implementation)
         for call in calls
         for platform, implementation in call.operation.explain(
             call.arrays, call.options, model.implementation

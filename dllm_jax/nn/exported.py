@@ -7,7 +7,7 @@
 `import dllm_jax` registers models and the results of a generation; serialising needs the package flatbuffers.
 A generation says in which order the axes of its cache lie in memory (`dllm_jax.nn.memory`), by a custom call
 for whose meaning in other versions of XLA JAX gives no guarantee: `CHECKS` is the consent to it. Programs for
-several platforms hold XLA's attention (`implementation` "xla" or None): every platform's branch is lowered
+several platforms hold XLA's attention (`load(..., implementation="xla")`): every platform's branch is lowered
 for all of them, and neither kernels nor cuDNN's call can be.
 """
 
@@ -22,17 +22,22 @@ from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
+from pallas_kernels.choice import Entry
 
 CHECKS = (export.DisabledSafetyCheck.custom_call("LayoutConstraint"),)
 
 
 def _model_to_bytes(static: tuple[Any, ...]) -> bytes:
     spec, implementation, rules = static
+    if isinstance(implementation, tuple):
+        implementation = [dataclasses.asdict(entry) for entry in implementation]
     return json.dumps([dataclasses.asdict(spec), implementation, dataclasses.asdict(rules)]).encode()
 
 
 def _model_from_bytes(data: bytes) -> tuple[Any, ...]:
     spec, implementation, rules = json.loads(data)
+    if isinstance(implementation, list):
+        implementation = tuple(Entry.of_fields(fields) for fields in implementation)
 
     # JSON has no tuples, and lists would make the rules unhashable.
     names = {axis: tuple(listed) for axis, listed in rules.items()}

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from dllm_jax.nn.mesh import MeshRules, partitioned_over
-from pallas_kernels import Implementation, Operation
+from pallas_kernels import Choice, Operation
 
 
 @jax.tree_util.register_static
@@ -22,12 +22,18 @@ class Kernels:
     """The choice of implementations, see `pallas_kernels.choice`.
 
     Attributes:
-      implementation: "xla", "pallas", "cudnn" or None.
+      implementation: "xla", "pallas", "cudnn", evidence or None.
       rules: what the axes of a mesh split; None leaves that to XLA's partitioner, and kernels alone.
     """
 
-    implementation: Implementation | None = None
+    implementation: Choice = None
     rules: MeshRules | None = None
+
+    @property
+    def by_cudnn(self) -> bool:
+        """Whether attention on GPUs is cuDNN's, of the calls that it takes."""
+        entries = self.implementation if isinstance(self.implementation, tuple) else ()
+        return self.implementation == "cudnn" or any(entry.implementation == "cudnn" for entry in entries)
 
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         """The operation on whole arrays; over a mesh each device computes its sequences and heads.
@@ -41,7 +47,7 @@ class Kernels:
             return on_one_device(arrays)
         operation.check(*arrays, **options)
         split = _split(operation, arrays, mesh, self.rules)
-        if not operation.takes_kernels(self.implementation):
+        if not operation.takes_kernels(self.implementation, arrays):
             # XLA splits heads, and repeats kv heads where there are more devices. Sequences it would not keep
             # apart, since attention may take them one after another.
             split = {"b": split["b"]}

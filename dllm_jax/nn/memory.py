@@ -27,12 +27,12 @@ def same_in_all_loops(
 ) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
-    Heads first, as XLA's attention and kernels read them. As named on GPUs if cuDNN was asked for, whether or
-    not it takes every call; and on TPUs if single positions are written (`scattered`), whose scatter would
+    Heads first, as XLA's attention and kernels read them. As named on GPUs if attention is cuDNN's, whether
+    or not it takes every call; and on TPUs if single positions are written (`scattered`), whose scatter would
     copy the stack into that order and back. CPUs keep their own order through a loop.
     """
     on_tpu = _as_named if scattered else _heads_first
-    on_cuda = _as_named if kernels.implementation == "cudnn" else _heads_first
+    on_cuda = _as_named if kernels.by_cudnn else _heads_first
     order = lambda x: jax.lax.platform_dependent(x, tpu=on_tpu, cuda=on_cuda, default=lambda x: x)
     return _on_each_device(order, x, kernels.rules, "nbskd"[-x.ndim :])
 

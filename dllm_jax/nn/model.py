@@ -25,7 +25,7 @@ from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_table
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
-from pallas_kernels.choice import Implementation, check_implementation
+from pallas_kernels.choice import Choice, check_implementation
 
 
 @functools.partial(
@@ -42,9 +42,9 @@ class Model:
       params: see `dllm_jax.nn.parameters`.
       spec: static.
       implementation: of attention, eviction and experts in a generation's steps, static: "xla"; "pallas"
-        (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs); or
-        None, kernels where they were measured to be faster (nowhere yet). Full passes (`forward`, training)
-        always use XLA. `dllm_jax.explain` shows the choice.
+        (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs);
+        evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is "xla". Full
+        passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
@@ -54,7 +54,7 @@ class Model:
 
     params: Params
     spec: ModelSpec
-    implementation: Implementation | None = None
+    implementation: Choice = None
     rules: MeshRules = MeshRules()
     vision: Params | None = None
     origin: Path | None = dataclasses.field(default=None, compare=False)
@@ -66,11 +66,12 @@ class Model:
 
     def __repr__(self) -> str:
         size, *lines = describe(self.params)
-        if self.implementation is not None:
-            what = (
-                "attention and eviction" if self.spec.experts is None else "attention, eviction and experts"
-            )
-            lines.append(f"{what} by {self.implementation}")
+        if isinstance(self.implementation, str):
+            experts = "" if self.spec.experts is None else ", and experts"
+            lines.append(f"attention and eviction{experts} by {self.implementation}")
+        elif self.implementation:
+            best = (f"{entry.operation} by {entry.implementation}" for entry in self.implementation)
+            lines.append(f"{', '.join(dict.fromkeys(best))}, of the calls that it takes: see `explain`")
         if self.vision is not None:
             lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
-from dllm_jax.checkpoint.loading import usable_mesh
+from dllm_jax.checkpoint.loading import evidence_for, usable_mesh
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.nn import parameters
 from dllm_jax.nn.int8 import Weights, is_int8, placements
@@ -81,4 +81,5 @@ def abstract(
     towers = parameters.abstract_vision(spec, target)
     towers = jax.eval_shape(parameters.separate, towers) if towers and separate_layers else towers
     put = lambda tree: jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_int8)
-    return Model(put(params), spec, implementation, rules, put(towers))
+    chosen = evidence_for(mesh) if implementation is None else implementation
+    return Model(put(params), spec, chosen, rules, put(towers))

@@ -14,5 +14,6 @@ OPERATION = Operation(
     check=check_shapes,
     operands=("tm", "tc", "tc", "eio", "eio", "eio", "eo", "eo", "eo"),
     results=("tm",),
+    counted="t",
     kernels={"cuda": imported("pallas_kernels.experts.gpu", "experts")},
 )

@@ -14,6 +14,7 @@ OPERATION = Operation(
     check=check_shapes,
     operands=("bskd", "bskd", "bkw"),
     results=("bwkd", "bwkd"),
+    counted="s",
     kernels={
         "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
         "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),

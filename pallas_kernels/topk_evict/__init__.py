@@ -14,6 +14,7 @@ OPERATION = Operation(
     check=lambda score, count, width: check_options(score, width),
     operands=("bkl", "bk"),
     results=("bkw",),
+    counted="l",
     kernels={
         "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
         "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.shared.models import drawn
+from dllm_jax.check.weights import drawn
 from dllm_jax.nn.arithmetic import precision
 from dllm_jax.roofline import Hardware
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import jax
 
-import dllm_jax as dj
-from bench.shared.device import Time, seconds
+from dllm_jax.check.timing import Time, seconds
 from dllm_jax.decoding.generation import Generation
 from dllm_jax.decoding.loop import begin, coming
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
 from dllm_jax.decoding.step import State, step
+from dllm_jax.nn.model import Model
 
 LEADING = 8  # steps within which the first partial one is looked for
 ENOUGH = 0.5  # seconds of steps that are timed together
@@ -37,7 +37,7 @@ class StepTimes:
 class Stepper:
     """A generation, one step at a time."""
 
-    model: dj.Model
+    model: Model
     request: Request
 
     def start(self) -> State:
@@ -63,7 +63,7 @@ class Stepper:
         return state, None
 
 
-def step_times(model: dj.Model, request: Request, repeats: int, most: int = 4) -> StepTimes:
+def step_times(model: Model, request: Request, repeats: int, most: int = 4) -> StepTimes:
     """Times single steps, each from the states it occurs in.
 
     Up to `most` steps are queued and waited for together. Full steps only if every step is one: what follows
@@ -99,5 +99,5 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
-def _step(model: dj.Model, inputs: Inputs, plan: Plan, state: State, width: int | None) -> State:
+def _step(model: Model, inputs: Inputs, plan: Plan, state: State, width: int | None) -> State:
     return step(Generation.of(model, inputs, plan), width, state)

@@ -1,0 +1,146 @@
+"""`python -m dllm_jax check`: runs the parts of the report, one after another."""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import jax
+import rich.console
+import tyro
+
+from dllm_jax import embedded
+from dllm_jax.check import environment, operations, several, speed, timing, tokens
+from dllm_jax.check.report import Findings, Report
+from dllm_jax.checkpoint.source import open_checkpoint
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Options, PositiveFloat
+from dllm_jax.policies import ALL
+from dllm_jax.provenance import device, now
+from dllm_jax.published.presets import presets
+from pallas_kernels.choice import Implementation
+from pallas_kernels.evidence import known, platform_of, record, user_file
+from pallas_kernels.operands import FAMILIES
+
+Part = Literal["environment", "operations", "tokens", "speed", "several"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Options):
+    """Checks dllm_jax on this machine's device: is it right, how near the roofline, and what is fastest?
+
+    Works offline. One line per thing that is looked at; then a verdict. The exit code is 0 only if nothing
+    was wrong. Ctrl-C leaves a report of what was found so far.
+    """
+
+    shape: str | None = None
+    """Of the random weights that are timed: llada-8b, dream-7b or another published model, an embedded one,
+    or a checkpoint's path. By default llada-8b, and tiny-llada on CPUs."""
+    quick: bool = False
+    """One embedded model, small operands, a few policies: a first look."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the report here."""
+    record: bool = False
+    """Keep which implementation is fastest here, for `load` on this machine."""
+    minutes: PositiveFloat = 8
+    """After which no further speed is measured; the rest takes the time that it takes."""
+    parts: tuple[Part, ...] = get_args(Part)
+    """What to look at."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return check(tyro.cli(Arguments, args=arguments, prog="python -m dllm_jax check"), rich.console.Console())
+
+
+def check(arguments: Arguments, console: rich.console.Console) -> int:
+    """Runs the parts that are asked for and prints the verdict.
+
+    Raises:
+      ValueError, OSError: an unknown shape, or a file that cannot be written; before anything is measured.
+    """
+    until = time.monotonic() + 60 * arguments.minutes
+    spec = shape(arguments.shape)
+    dtype = "float32" if device().platform == "cpu" else "bfloat16"
+    report = Report.begin(dataclasses.asdict(arguments) | {"json": None}, dtype, arguments.json)
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    parts = _parts(arguments, spec, dtype, until)
+    try:
+        for name in arguments.parts:
+            report.run(name, parts[name], say)
+        report.complete = True
+    except KeyboardInterrupt:
+        say("interrupted")
+    if arguments.record and report.complete:
+        name = f"python -m dllm_jax check, {now()}"
+        found = operations.evidence(report.parts.get("operations", []), name)
+        record(found, user_file())
+        say(f"recorded for this machine: {len(found)} entries in {user_file()}")
+    report.write()
+    console.rule()
+    for line in report.verdict():
+        say(line)
+    return 0 if report.complete and not report.wrong else 1
+
+
+def shape(name: str | None) -> ModelSpec:
+    """The spec to time, by the name of a model or a checkpoint's path.
+
+    Raises:
+      FileNotFoundError, ValueError: no such model.
+    """
+    name = name or ("tiny-llada" if device().platform == "cpu" else "llada-8b")
+    if name in presets.names("models"):
+        return presets.model_spec(name)
+    return open_checkpoint(embedded.path(name) if name in embedded.NAMES else name).spec
+
+
+def _parts(
+    arguments: Arguments, spec: ModelSpec, dtype: str, until: float
+) -> dict[Part, Callable[[], Findings]]:
+    """What each part does; rates are measured when the first one asks for them."""
+    here, quick = jax.devices()[0], arguments.quick
+    on_cpu = here.platform == "cpu"
+    sizes = {"megabytes": 64, "side": 512} if on_cpu else {}
+    hardware = functools.cache(lambda: timing.ceilings(dtype, **sizes))
+    dtypes = ("float32",) if on_cpu and quick else ("float32", "bfloat16")
+    geometry = speed.SMALL if on_cpu else speed.Geometry()
+    embedded_models = embedded.TEXT[:1] if quick else embedded.TEXT
+    policies = speed.POLICIES[:3] if quick else ALL
+    every: tuple[Implementation, ...] = get_args(Implementation)
+    by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
+    cases = speed.cases(geometry, [] if on_cpu else by, quick)
+    return {
+        "environment": lambda: environment.findings(spec, hardware()),
+        "operations": lambda: operations.findings(hardware(), dtypes, quick),
+        "tokens": lambda: tokens.findings(here, _reference(), embedded_models, dtypes, policies),
+        "speed": lambda: speed.findings(spec, dtype, hardware(), geometry, cases, known(here), until),
+        "several": lambda: several.findings(spec, dtype, geometry),
+    }
+
+
+def _takes(implementation: Implementation, dtype: str) -> bool:
+    """Whether attention has the implementation on this platform, for some shape of a model."""
+    family = next(family for family in FAMILIES if family.operation.name == "attention")
+    platform = platform_of(jax.devices()[0])
+    make = lambda shape: jax.eval_shape(lambda: family.make(shape, dtype).arrays)
+    return platform is not None and any(
+        family.operation.unsupported(platform, make(shape), {}, implementation) is None
+        for shape in family.models.values()
+    )
+
+
+def _reference() -> jax.Device:
+    """A CPU of this process.
+
+    Raises:
+      RuntimeError: jax was told to leave the CPU out.
+    """
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise RuntimeError(f"no CPU to compare with (JAX_PLATFORMS={platforms}): unset it") from error

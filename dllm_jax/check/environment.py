@@ -1,0 +1,94 @@
+"""What is installed, whether it goes together, and whether the memory suffices."""
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from dllm_jax.check.report import Finding
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies import DualCache
+from dllm_jax.provenance import NOT_INSTALLED, device, driver, versions
+from dllm_jax.roofline import predict
+from dllm_jax.roofline.hardware import Hardware
+from dllm_jax.state.layout import Layout
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dllm-jax")
+EXTRAS = ("tpu", "cuda12", "cuda13")  # of jax, each with plugins of its own
+# The oldest driver of each CUDA, by https://docs.jax.dev/en/latest/installation.html.
+DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
+GPU = Path("/proc/driver/nvidia/version")
+LIBRARIES = ("libtpu", "nvidia-cudnn", "nvidia-nccl", "nvidia-cublas")
+
+
+def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
+    """The device, versions, what does not go together, and the memory that a shape needs.
+
+    Args:
+      spec: of the model whose speed is measured.
+      hardware: this device, of which the capacity counts.
+    """
+    found = device()
+    client = jax.devices()[0].client.platform_version.splitlines()
+    about = {"driver": driver(found.platform), "runtime": client}
+    yield Finding("device", f"{found.count} x {found.kind} ({found.platform})", None, found._asdict() | about)
+
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    extra = [name for name in sorted(filter(None, installed)) if name.startswith((*DRIVERS, *LIBRARIES))]
+    listed = versions((*PACKAGES, *extra))
+    yield Finding("versions", ", ".join(f"{name} {is_}" for name, is_ in listed.items()), None, listed)
+
+    problems = list(mismatches(listed, found.platform, about["driver"]))
+    yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
+
+    needed = predict.work(spec, DualCache(), Layout(1024, 256, 32, 256)).memory
+    free = free_bytes(hardware)
+    fits = needed.fits(hardware)
+    gigabytes = "{:.1f} GB; of {:.1f} GB {:.1f} are free".format(
+        *(size / 1e9 for size in (needed.total(hardware), hardware.capacity, free))
+    )
+    data = {"needed": needed.total(hardware), "capacity": hardware.capacity, "free": free}
+    yield Finding(
+        "memory", f"DualCache at prompt 1024 needs {gigabytes}", fits and free >= needed.total(hardware), data
+    )
+
+
+def free_bytes(hardware: Hardware) -> float:
+    """Memory of the default device that is not in use; the capacity where the device does not say."""
+    used = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+    return hardware.capacity - used
+
+
+def mismatches(installed: dict[str, str], platform: str, driver: str | None) -> Iterator[str]:
+    """What is known not to go together, a sentence each.
+
+    Args:
+      installed: versions by distribution.
+      platform: of the default device.
+      driver: version of NVIDIA's driver, None if there is none.
+    """
+    for wanted in required():
+        version = installed.get(wanted.name, NOT_INSTALLED)
+        if version != NOT_INSTALLED and not wanted.specifier.contains(version, prereleases=True):
+            yield f"{wanted.name} {version} is installed, but this jax wants {wanted.specifier}"
+    plugins = [name for name in DRIVERS if name in installed]
+    if len(plugins) > 1:
+        yield f"{' and '.join(plugins)} are both installed: remove one"
+    for name in plugins:
+        if driver and Version(re.sub(r"[^\d.].*", "", driver)) < Version(DRIVERS[name]):
+            yield f"NVIDIA's driver {driver} is older than {DRIVERS[name]}, which {name} needs"
+    if platform == "cpu" and GPU.exists():
+        yield 'there is an NVIDIA GPU, but jax runs on the CPU: pip install "dllm-jax[cuda]"'
+
+
+def required() -> Iterator[Requirement]:
+    """What the installed jax wants of the packages for accelerators, by its own metadata."""
+    for requirement in map(Requirement, importlib.metadata.requires("jax") or ()):
+        marker = requirement.marker
+        of_plugin = marker is not None and any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if of_plugin if requirement.name != "jaxlib" else marker is None:
+            yield requirement

@@ -1,0 +1,153 @@
+"""Every implementation of every operation that claims to run here: is it right, and how fast is it?"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.check import timing
+from dllm_jax.check.report import Finding, failed
+from dllm_jax.roofline.hardware import Hardware
+from pallas_kernels.choice import Entry, Evidence, Implementation
+from pallas_kernels.evidence import deviation, platform_of, run
+from pallas_kernels.operands import FAMILIES, Family, Operands
+
+CALLS = 20  # queued per timed run on an accelerator
+MARGIN = 1.05  # times faster than XLA's at which another implementation is set
+LARGEST_SMALL = 3  # of the small shapes, which have odd lengths, masks of all kinds and grouped heads
+
+
+def findings(
+    hardware: Hardware,
+    dtypes: Sequence[str],
+    quick: bool,
+    families: Sequence[Family] = FAMILIES,
+    repeats: int = 7,
+) -> Iterator[Finding]:
+    """One finding per operation, shape and dtype, of all implementations.
+
+    Args:
+      hardware: this device, at its measured rates.
+      dtypes: of the operands.
+      quick: the small shapes alone. On CPUs, which interpret kernels, there are no others.
+      families: what to look at.
+      repeats: timed turns of each implementation.
+    """
+    small = quick or jax.devices()[0].platform == "cpu"
+    for family in families:
+        shapes = [(name, shape, False) for name, shape in list(family.shapes(small=True))[:LARGEST_SMALL]]
+        shapes += [] if small else [(name, shape, True) for name, shape in family.shapes(small=False)]
+        for name, shape, of_model in shapes:
+            for dtype in dtypes:
+                title = f"{family.operation.name}, {name}, {dtype}"
+                try:
+                    case = family.make(shape, jnp.dtype(dtype))
+                    yield _finding(title, family, case, name, dtype, hardware, repeats if of_model else 0)
+                except Exception as error:  # the other operations are looked at all the same
+                    yield failed(title, error)
+
+
+def _finding(
+    title: str, family: Family, case: Operands, shape: str, dtype: str, hardware: Hardware, repeats: int
+) -> Finding:
+    """Compares all implementations, and times those that are right if there are turns to do so."""
+    found: dict[str, Any] = {}
+    for implementation in get_args(Implementation):
+        try:
+            off = deviation(family, case, implementation)
+            found[implementation] = off._asdict() | {"right": off.right}
+        except NotImplementedError as reason:
+            found[implementation] = {"unsupported": str(reason)}
+        except jax.errors.JaxRuntimeError as error:
+            found[implementation] = {"right": False, "message": str(error).strip().partition("\n")[0]}
+    right = [name for name, one in found.items() if one.get("right")]
+    wrong = [name for name, one in found.items() if one.get("right") is False]
+    data = {
+        "operation": family.operation.name, "shape": shape, "dtype": dtype, "implementations": found,
+        "positions": family.operation.positions(case.arrays),
+    }  # fmt: skip
+    why = lambda one: one.get("message") or f"{one['error']:.2g} off, not {one['allowed']:.2g}"
+    text = [f"{name} {why(found[name])}" for name in wrong] + [f"{', '.join(right)} right"]
+    if repeats and right:
+        for name, time in _times(family, case, right, repeats).items():
+            found[name]["us"] = dataclasses.asdict(time.scaled(1e6))
+            moved = case.bytes(
+                jax.eval_shape(functools.partial(family.operation.xla, **case.options), *case.arrays)
+            )
+            floor = max(moved / hardware.bandwidth, case.flops / hardware.flops)
+            found[name]["share"] = floor / time.median
+        fastest = min(right, key=lambda name: found[name]["us"]["median"])
+        data["fastest"] = fastest
+        text.append(
+            f"fastest {fastest}: " + ", ".join(f"{n} {found[n]['us']['median']:.0f} us" for n in right)
+        )
+    return Finding(title, "; ".join(text), not wrong, data)
+
+
+def _times(family: Family, case: Operands, names: Sequence[str], repeats: int) -> dict[str, timing.Time]:
+    """Seconds per call of each implementation, in turns."""
+    ready: dict[str, Callable[[], Any]] = {}
+    for name in names:
+        # Arrays are arguments, not constants, or XLA would compute the result while it compiles.
+        function = jax.jit(functools.partial(run, family, case, name))  # type: ignore[arg-type]
+        ready[name] = functools.partial(timing.several, functools.partial(function, *case.arrays), CALLS)
+        jax.block_until_ready(ready[name]())
+    return {name: time.scaled(1 / CALLS) for name, time in timing.interleaved(ready, repeats).items()}
+
+
+def evidence(found: Sequence[Finding], report: str) -> Evidence:
+    """What findings say of this device: where another implementation than XLA's is right and clearly faster.
+
+    A measured shape speaks for calls of its operation and dtype up to its number of positions, down to the
+    next smaller one that was measured; the largest one for all above it too. Where anything was wrong with an
+    implementation of an operation, it is not set for any shape of it.
+
+    Args:
+      found: of `findings`.
+      report: what says so.
+    """
+    device = jax.devices()[0]
+    platform = platform_of(device)
+    timed = [f.data for f in found if "fastest" in f.data]
+    broken = {
+        (f.data["operation"], name)
+        for f in found
+        for name, one in f.data.get("implementations", {}).items()
+        if one.get("right") is False
+    }
+    entries: list[Entry] = []
+    for operation, dtype in dict.fromkeys((data["operation"], data["dtype"]) for data in timed):
+        ours = [data for data in timed if (data["operation"], data["dtype"]) == (operation, dtype)]
+        counts = sorted({data["positions"] for data in ours})
+        bounds = zip((0, *counts), (*counts[:-1], 2**31 - 1), strict=False)
+        for count, (below, most) in zip(counts, bounds, strict=True):
+            best = _best([d["implementations"] for d in ours if d["positions"] == count], operation, broken)
+            entries.append(
+                Entry(
+                    operation,
+                    platform or "cpu",
+                    device.device_kind,
+                    best,
+                    (dtype,),
+                    (below + 1, most),
+                    report,
+                )
+            )
+    return tuple(entries)
+
+
+def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str, str]]) -> Implementation:
+    """What is clearly faster than XLA's at all of these shapes that it takes; XLA's if nothing is."""
+
+    def gain(name: str) -> float:
+        both = [one for one in measured if "us" in one.get(name, {}) and "us" in one["xla"]]
+        if not both or (operation, name) in broken:
+            return 0.0
+        return min(one["xla"]["us"]["median"] / one[name]["us"]["median"] for one in both)
+
+    others: tuple[Implementation, ...] = ("pallas", "cudnn")
+    best = max(others, key=gain)
+    return best if gain(best) >= MARGIN else "xla"

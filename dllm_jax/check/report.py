@@ -1,0 +1,110 @@
+"""What a check has found so far: a file that is valid at any time, and a verdict."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.eval.run.files import write_json
+from dllm_jax.provenance import measured_on
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+      name: what it is, unique within its part.
+      text: what was found, in a few words.
+      right: whether it is as it should be; None of what can only be reported.
+      data: the numbers behind it, for JSON.
+    """
+
+    name: str
+    text: str
+    right: bool | None = None
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Findings = Iterable[Finding]
+
+
+@dataclasses.dataclass
+class Report:
+    """Findings by part, in the order in which the parts ran.
+
+    Attributes:
+      about: what was asked for and where, as in every result of this project.
+      path: written after each finding; None writes nothing.
+      parts: findings of each.
+      complete: False until everything that was asked for has been looked at.
+    """
+
+    about: dict[str, Any]
+    path: Path | None = None
+    parts: dict[str, list[Finding]] = dataclasses.field(default_factory=dict)
+    complete: bool = False
+
+    @staticmethod
+    def begin(asked: dict[str, Any], dtype: str, path: Path | None = None) -> "Report":
+        """An empty report, written at once, so that a path that cannot be is refused before the work."""
+        report = Report(measured_on(dtype) | {"asked": asked}, path)
+        report.write()
+        return report
+
+    def run(self, part: str, findings: Callable[[], Findings], say: Callable[[str], None]):
+        """Adds what a part finds; an error in it is a finding, and the parts after it still run."""
+        self.parts[part] = []
+        try:
+            for found in findings():
+                self.add(part, found, say)
+        except Exception as error:  # whatever it is, it belongs into the report, and the rest goes on
+            self.add(part, failed("the whole part", error), say)
+
+    def add(self, part: str, found: Finding, say: Callable[[str], None]):
+        """Adds a finding, writes the report and says a line."""
+        self.parts[part].append(found)
+        mark = {True: "right", False: "WRONG", None: "     "}[found.right]
+        say(f"{part:<12} {mark}  {found.name}: {found.text}")
+        self.write()
+
+    @property
+    def wrong(self) -> list[str]:
+        """The names of what is not as it should be."""
+        return [
+            f"{part}, {f.name}: {f.text}"
+            for part, found in self.parts.items()
+            for f in found
+            if f.right is False
+        ]
+
+    def write(self):
+        """Writes the file as a whole or not at all."""
+        if self.path is not None:
+            parts = {part: list(map(dataclasses.asdict, found)) for part, found in self.parts.items()}
+            verdict = {"complete": self.complete, "right": not self.wrong, "wrong": self.wrong}
+            write_json(self.path, self.about | {"verdict": verdict, "parts": parts})
+
+    def verdict(self) -> Iterator[str]:
+        """Lines for a person: is it right, how near the roofline, what is fastest, what to set."""
+        checked = sum(f.right is not None for found in self.parts.values() for f in found)
+        if self.wrong:
+            yield f"{len(self.wrong)} of {checked} things are wrong:"
+            yield from (f"  {line}" for line in self.wrong)
+        else:
+            yield f"All {checked} things that can be right or wrong are right."
+        if not self.complete:
+            yield "Not everything that was asked for has been looked at."
+        steps = [f.data for f in self.parts.get("speed", []) if "share" in f.data]
+        for policy in dict.fromkeys(data["policy"] for data in steps):
+            shares = [data["share"] for data in steps if data["policy"] == policy]
+            yield f"{policy}: {min(shares):.0%} to {max(shares):.0%} of the roofline at this device's rates"
+        operations = [f.data for f in self.parts.get("operations", []) if "fastest" in f.data]
+        for data in operations:
+            yield f"{data['operation']}, {data['shape']}, {data['dtype']}: fastest by {data['fastest']}"
+
+
+def failed(name: str, error: BaseException) -> Finding:
+    """The finding that something could not be looked at."""
+    text = str(error).strip() or "no message"
+    return Finding(name, f"{type(error).__name__}: {text.splitlines()[0]}", False)

@@ -1,0 +1,88 @@
+"""Meshes of all devices: the same tokens as one device, and the time of a shape's generation on each."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from dllm_jax import embedded
+from dllm_jax.check import timing
+from dllm_jax.check.report import Finding, failed
+from dllm_jax.check.speed import Case, Geometry, request
+from dllm_jax.check.weights import random_model
+from dllm_jax.checkpoint import load
+from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.placement import place, runs_on
+from dllm_jax.nn.mesh import ReplicationWarning
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies import DualCache
+from dllm_jax.published.shapes import abstract
+
+AXES = ("tp", "dp")  # weights and heads; sequences
+
+
+def findings(
+    spec: ModelSpec, dtype: str, geometry: Geometry, axes: tuple[str, ...] = AXES
+) -> Iterator[Finding]:
+    """Per axis: are the tokens of an embedded model those of one device, and how long does a shape take?
+
+    Args:
+      spec: whose time is taken.
+      dtype: of its weights.
+      geometry: of its generations, of which the first prompt is taken, and a sequence per device.
+      axes: names of meshes' one axis.
+    """
+    devices = jax.local_devices()
+    count = len(devices)
+    if count == 1:
+        yield Finding("meshes", "one device: there is nothing to divide")
+        return
+    alone = _tokens(None)
+    alone_takes: float | None = None
+    for axis in (None, *axes):
+        title = f"one of {count}" if axis is None else f"{axis}={count}"
+        try:
+            mesh = None if axis is None else jax.make_mesh((count,), (axis,), devices=devices)
+            if mesh is not None:
+                equal = bool((_tokens(mesh) == alone).all())
+                text = "the tokens of one device" if equal else "other tokens than one device's"
+                yield Finding(f"{title}, tokens", text, equal)
+            case = Case(DualCache(), geometry.prompts[0], count)
+            taken = _time(spec, dtype, case, geometry, mesh)
+            text = f"{taken.median:.2f} s for {count} sequences"
+            if mesh is not None and alone_takes is not None:
+                text += f", {alone_takes / taken.median:.2f} times as fast as one"
+            alone_takes = taken.median if mesh is None else alone_takes
+            yield Finding(f"{title}, time", text, None, {"seconds": dataclasses.asdict(taken)})
+        except Exception as error:  # the other axes are looked at all the same
+            yield failed(title, error)
+
+
+def _tokens(mesh: jax.sharding.Mesh | None) -> np.ndarray:
+    """Of an embedded model in float32 with a cache; a sequence per device."""
+    with warnings.catch_warnings():
+        # What its four heads do not divide lies on all devices, which is no fault of theirs.
+        warnings.simplefilter("ignore", ReplicationWarning)
+        model = load(embedded.path("tiny-llada"), dtype="float32", mesh=mesh)
+    ids = np.random.default_rng(0).integers(5, 40, (jax.local_device_count(), 16))
+    return np.asarray(generate(model, ids, length=16, block=4, policy=DualCache()).tokens)
+
+
+def _time(
+    spec: ModelSpec, dtype: str, case: Case, geometry: Geometry, mesh: jax.sharding.Mesh | None
+) -> timing.Time:
+    """Of a generation; what does not fit on one device is an error that says so."""
+    model = random_model(spec, dtype)
+    if mesh is not None:
+        where = jax.tree.map(lambda leaf: leaf.sharding, abstract(spec, dtype, mesh).params)
+        model = Model(jax.device_put(model.params, where), spec)
+    asked = request(model, case, geometry)
+    placed = place(model, asked, asked.inputs.tokens)
+    with runs_on(placed):
+        program = denoise.lower(*placed[:3]).compile()
+        return timing.timed(functools.partial(program, *placed[:3]), 3)

@@ -1,0 +1,210 @@
+"""Steps and generations of a shape with random weights, beside the roofline at this device's own rates."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dllm_jax.check import timing
+from dllm_jax.check.report import Finding, failed
+from dllm_jax.check.steps import StepTimes, step_times
+from dllm_jax.check.weights import random_model
+from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.nn.int8 import Weights
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies import DKVPD, D2Cache, DualCache, MaskKV, Policy
+from dllm_jax.roofline.hardware import Hardware
+from dllm_jax.roofline.predict import Work, work
+from pallas_kernels.choice import Choice, Implementation
+
+POLICIES = (Policy(), DualCache(), DKVPD(), MaskKV(), D2Cache())
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Prompt lengths and batch sizes, what matters most first, and the response."""
+
+    prompts: tuple[int, ...] = (1024, 4096)
+    batches: tuple[int, ...] = (1, 8)
+    length: int = 256
+    block: int = 32
+
+
+SMALL = Geometry((48,), (1,), 16, 8)
+
+
+class Case(NamedTuple):
+    """One generation.
+
+    Attributes:
+      policy: of it.
+      prompt: positions.
+      batch: sequences.
+      weights: "int8", or None for the dtype.
+      implementation: of attention and eviction; None is what `load` takes here.
+    """
+
+    policy: Policy
+    prompt: int
+    batch: int
+    weights: Weights | None = None
+    implementation: Implementation | None = None
+
+    @property
+    def title(self) -> str:
+        """A short name."""
+        held = f", {self.weights}" if self.weights else ""
+        by = f", {self.implementation}" if self.implementation else ""
+        return f"{type(self.policy).__name__}, prompt {self.prompt}, batch {self.batch}{held}{by}"
+
+
+def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[Case]:
+    """What is measured, what matters most first, as time may not suffice for all of it.
+
+    Args:
+      geometry: lengths and batches.
+      implementations: that attention has here, besides the one that is taken by default.
+      quick: the policies at the first prompt and batch alone.
+    """
+    prompt, batch = geometry.prompts[0], geometry.batches[0]
+    first = [Case(policy, prompt, batch) for policy in POLICIES]
+    if quick:
+        return first[:3]
+    by = [Case(DualCache(), prompt, batch, None, name) for name in implementations]
+    others = [(p, b) for b in geometry.batches for p in geometry.prompts if (p, b) != (prompt, batch)]
+    rest = [Case(policy, p, b) for p, b in others for policy in POLICIES]
+    held = [Case(policy, prompt, batch, "int8") for policy in POLICIES]
+    more = [
+        Case(policy, p, b, None, name)
+        for p, b in others
+        for name in implementations
+        for policy in POLICIES[:2]
+    ]
+    return [*first, *by, *held, *rest, *more]
+
+
+def findings(
+    spec: ModelSpec,
+    dtype: str,
+    hardware: Hardware,
+    geometry: Geometry,
+    chosen: Sequence[Case],
+    choice: Choice,
+    until: float,
+) -> Iterator[Finding]:
+    """A finding per case, as long as there is time; then one that names those that were left out.
+
+    Args:
+      spec: of random weights, which are made on the default device.
+      dtype: of theirs.
+      hardware: this device, at its measured rates.
+      geometry: the response.
+      chosen: of `cases`.
+      choice: the implementation of cases that name none.
+      until: `time.monotonic()` after which no case is begun.
+    """
+    model: Model | None = None
+    for index, case in enumerate(chosen):
+        if time.monotonic() > until:
+            left = ", ".join(f"({case.title})" for case in chosen[index:])
+            yield Finding("left out", f"no time for {len(chosen) - index} of {len(chosen)}: {left}")
+            return
+        try:
+            if model is None or model.weights != case.weights:
+                model = None  # never two at once
+                model = random_model(spec, dtype, weights=case.weights)
+            by = case.implementation or choice
+            yield measure(dataclasses.replace(model, implementation=by), case, hardware, geometry)
+        except Exception as error:  # the other cases are measured all the same
+            yield _failed(case, error)
+        finally:
+            jax.clear_caches()  # programs hold memory
+
+
+def _failed(case: Case, error: Exception) -> Finding:
+    """Memory that does not suffice is no fault; anything else is."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return Finding(case.title, f"out of memory: {str(error).partition(chr(10))[0]}")
+    return failed(case.title, error)
+
+
+def request(model: Model, case: Case, geometry: Geometry) -> Request:
+    """A generation from random ids with a fixed schedule."""
+    lowest = min(model.spec.mask_id, model.spec.eos_id, model.spec.vocab)
+    tokens = np.random.default_rng(0).integers(0, lowest, (case.batch, case.prompt))
+    return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
+
+
+def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, repeats: int = 5) -> Finding:
+    """Times the steps of a case and its whole generation, beside the prediction.
+
+    Raises:
+      MemoryError: by prediction it does not fit.
+    """
+    asked = request(model, case, geometry)
+    predicted = _predicted(model, case, asked)
+    if not predicted.memory.fits(hardware):
+        raise MemoryError(f"needs {predicted.memory.total(hardware) / 1e9:.1f} GB by prediction")
+    steps = step_times(model, asked, repeats)
+
+    placed = place(model, asked, asked.inputs.tokens)
+    begun = time.perf_counter()
+    program = denoise.lower(*placed[:3]).compile()
+    compiled = time.perf_counter() - begun
+    # As many turns of long generations as take half a minute.
+    turns = max(1, min(3, round(30 / max(1e-3, steps.full.median * asked.plan.layout.steps))))
+    whole = timing.timed(functools.partial(program, *placed[:3]), turns)
+    rate = case.batch * geometry.length / whole.median
+    kinds, account = _steps(predicted, steps, hardware), program.memory_analysis()
+    data: dict[str, Any] = {
+        "policy": repr(case.policy), "prompt": case.prompt, "batch": case.batch, "weights": case.weights,
+        "implementation": case.implementation, "dtype": str(model.dtype), "steps": kinds,
+        "share": kinds["partial" if "partial" in kinds else "full"]["share"], "compile_s": compiled,
+        "seconds": dataclasses.asdict(whole), "predicted_s": predicted.on(hardware).seconds,
+        "tokens_per_s": rate,
+        "program_bytes": account and held(account), "predicted_bytes": predicted.memory.total(hardware),
+        "device_peak_bytes": timing.peak_bytes(),
+    }  # fmt: skip
+    of_step = lambda kind: "{} {:.2f} ms ({:.0%})".format(
+        kind, kinds[kind]["ms"]["median"], kinds[kind]["share"]
+    )
+    text = f"{', '.join(map(of_step, kinds))}, {rate:.1f} tokens/s, compiled in {compiled:.0f} s"
+    return Finding(case.title, text, None, data)
+
+
+def _predicted(model: Model, case: Case, asked: Request) -> Work:
+    """What the generation has to do; int8 matrices have a byte per scalar, their scales are left out."""
+    found = work(model.spec, case.policy, asked.plan.layout, case.batch, model.dtype)
+    if case.weights is None:
+        return found
+    smaller = lambda of: dataclasses.replace(of, weights=of.weights / model.dtype.itemsize)
+    kinds = tuple(kind._replace(cost=smaller(kind.cost)) for kind in found.steps)
+    return dataclasses.replace(found, steps=kinds, memory=smaller(found.memory))
+
+
+def _steps(predicted: Work, steps: StepTimes, hardware: Hardware) -> dict[str, dict[str, Any]]:
+    """Full and partial steps: milliseconds, the prediction, and its share of what was measured."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, taken in (("full", steps.full), ("partial", steps.partial)):
+        price = next((kind.cost for kind in predicted.steps if kind.step.full is (name == "full")), None)
+        if taken is not None and price is not None:
+            seconds = price.seconds(hardware)
+            found[name] = {
+                "ms": dataclasses.asdict(taken.scaled(1e3)),
+                "predicted_ms": 1e3 * seconds,
+                "share": seconds / taken.median,
+            }
+    return found
+
+
+def held(account: Any) -> int:
+    """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
+    kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    return kept + account.temp_size_in_bytes

@@ -1,0 +1,71 @@
+"""Models of any shape with random weights, made on the device."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.nn.int8 import Int8Matrix, Weights, is_int8
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.modules import INIT_STD
+from dllm_jax.nn.parameters import abstract, form_of_layers
+from dllm_jax.nn.sharding import default_device
+from dllm_jax.nn.spec import ModelSpec
+
+STEP = 1 / 32  # of an int8 matrix's values, in standard deviations: the range is four of them
+
+
+def random_model(
+    spec: ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.0, weights: Weights | None = None
+) -> Model:
+    """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
+
+    They have the form that `load` gives weights on this device. Memory never holds more than the weights and
+    one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
+    `gain` multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
+    `weights` is "int8" for matrices in int8.
+    """
+    stacked = not spec.layers_differ
+    apart = stacked and form_of_layers(spec, None, default_device().platform)
+    described = abstract(spec, jnp.dtype(dtype), weights)
+    paths, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_int8)
+    keys = jax.random.split(jax.random.key(seed), len(paths))
+    leaves = []
+    for (path, leaf), key in zip(paths, keys, strict=True):
+        stack = stacked and path[0].key == "layers"
+        array = _leaf(path[-1].key, leaf, key, gain, stack)
+        layers = (
+            [jax.tree.map(lambda a, i=i: a[i], array) for i in range(spec.layers)] if apart and stack else ()
+        )
+        leaves.append(list(layers) if layers else array)
+    params = jax.tree.unflatten(tree, leaves)
+    if apart:
+        layers = params["layers"]
+        params["layers"] = [{name: layers[name][i] for name in layers} for i in range(spec.layers)]
+    return Model(params, spec)
+
+
+def _leaf(name: str, leaf: Any, key: jax.Array, gain: float, stack: bool) -> Any:
+    if is_int8(leaf):
+        scale = jnp.full(leaf.scale.shape, gain * INIT_STD * STEP, leaf.scale.dtype)
+        return Int8Matrix(_leaf(name, leaf.values, key, gain, stack), scale)
+    if "norm" in name:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    if "bias" in name:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    # A layer of a stack at a time; a table [v m] in at most 64 equal parts of its rows.
+    pieces = leaf.shape[0] if stack else math.gcd(leaf.shape[0], 64)
+    return drawn(key, pieces, leaf.shape, leaf.dtype, gain)
+
+
+@functools.partial(jax.jit, static_argnames=("pieces", "shape", "dtype", "gain"))
+def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any, gain: float = 1.0) -> jax.Array:
+    """Normal numbers of std 0.02 times `gain`, drawn in `pieces` equal parts; in int8, in `STEP` of these."""
+    part = (math.prod(shape) // pieces,)
+    if dtype == jnp.int8:
+        one = lambda key: jnp.clip(jax.random.normal(key, part) / STEP, -127, 127).astype(dtype)
+    else:
+        one = lambda key: (gain * INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
+    return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)

@@ -1,0 +1,196 @@
+"""Which implementation is known to be right and fastest on a device, and what says so.
+
+A model of `dllm_jax.load(..., implementation=None)` carries the entries that hold where its weights lie:
+those that `python -m dllm_jax check --record` wrote on this machine, then `SHIPPED`. None of them is believed
+before the operation has once been computed by it on small operands in this process (`fault`).
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.choice import Entry, Evidence, Implementation, Platform
+from pallas_kernels.operands import FAMILIES, Family, Operands
+
+SHIPPED: Evidence = (
+    Entry(
+        "attention", "cuda", "", "cudnn", ("bfloat16", "float16"), (1, sys.maxsize),
+        "docs/background/compiled.md: half of the bytes of XLA's full steps, compiled for H100, not run",
+    ),
+)  # fmt: skip
+
+# How far results may be from those of float32, relative to the largest: roundings of sums in another order.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+
+
+class ImplementationWarning(UserWarning):
+    """An implementation that is said to be the best one here is not right, so that XLA's is taken."""
+
+
+class Deviation(NamedTuple):
+    """How far results lie from XLA's of the same operands in float32, and how far they may.
+
+    Attributes:
+      error: largest absolute difference, over the largest magnitude; infinite where one of the two is not
+        finite, and of integers where any differ.
+      allowed: `TOLERANCE`, or twice what XLA's own results in the operands' dtype are off by.
+    """
+
+    error: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the results are as near as they should be."""
+        return self.error <= self.allowed
+
+
+def user_file() -> Path:
+    """Where what was recorded on this machine is kept, in the user's cache directory (XDG)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "dllm_jax" / "implementations.json"
+
+
+def known(device: jax.Device, path: Path | None = None) -> Evidence:
+    """The entries that hold on a device, of which the first that speaks of a call decides.
+
+    What was recorded with another jax says nothing. Of a device that is only described, or not this
+    process's, and with several processes, whose files may differ, only what ships counts.
+
+    Args:
+      device: where weights lie.
+      path: what was recorded; None is `user_file`.
+
+    Raises:
+      ValueError: a file that is none of ours.
+    """
+    ours = jax.process_count() == 1 and device in jax.local_devices()
+    entries = (*(recorded(user_file() if path is None else path) if ours else ()), *SHIPPED)
+    platform = _PLATFORMS.get(device.platform)
+    held = (e for e in entries if e.platform == platform and device.device_kind.startswith(e.device))
+    if not ours:
+        return tuple(held)
+    # In a thread of its own, where neither `jax.set_mesh` nor `jax.default_device` is in force.
+    with ThreadPoolExecutor(1) as alone:
+        return tuple(alone.submit(lambda: list(filter(_believed, held))).result())
+
+
+_PLATFORMS: dict[str, Platform] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
+
+
+def platform_of(device: jax.Device) -> Platform | None:
+    """The platform that programs for a device are lowered for; None of one that has no forms of its own."""
+    return _PLATFORMS.get(device.platform)
+
+
+def recorded(path: Path) -> Evidence:
+    """What `record` wrote with this version of jax; nothing if there is no such file.
+
+    Raises:
+      ValueError: the file does not hold entries.
+    """
+    if not path.is_file():
+        return ()
+    try:
+        found = json.loads(path.read_text())
+        entries = tuple(Entry.of_fields(fields) for fields in found["entries"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold implementations ({error!r}): remove it") from error
+    return entries if found.get("jax") == jax.__version__ else ()
+
+
+def record(entries: Evidence, path: Path):
+    """Writes entries in the place of those that were recorded before; never half of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]}
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.replace(path)
+
+
+def deviation(family: Family, case: Operands, implementation: Implementation) -> Deviation:
+    """Compares an implementation on the default device with XLA's, of operands of one shape.
+
+    Raises:
+      NotImplementedError: it does not support the call, and why.
+    """
+    ours = jax.jit(functools.partial(run, family, case, implementation))(*case.arrays)
+    plain = functools.partial(family.operation.xla, **case.options)
+    own = jax.jit(plain)(*case.arrays)
+    wide = [x.astype(jnp.float32) if _floats(x) else x for x in case.arrays]
+    with jax.default_matmul_precision("highest"):
+        exact = jax.tree.leaves(jax.jit(plain)(*wide))
+    off = [_off(*pair) for pair in zip(jax.tree.leaves(ours), exact, strict=True)]
+    by_xla = [_off(*pair) for pair in zip(jax.tree.leaves(own), exact, strict=True)]
+    narrow = [str(x.dtype) for x in case.arrays if _floats(x)]
+    return Deviation(max(off), max(2 * max(by_xla), *(TOLERANCE.get(name, 0) for name in narrow)))
+
+
+def run(family: Family, case: Operands, implementation: Implementation, *arrays: jax.Array) -> object:
+    """The operation by this implementation and no other.
+
+    Raises:
+      NotImplementedError: it does not support the call, and why.
+    """
+    platform = platform_of(jax.devices()[0])
+    if implementation != "xla":  # XLA's form would be taken silently
+        why = f"no kernels for {jax.devices()[0].platform}"
+        if platform is not None:
+            why = family.operation.unsupported(platform, arrays, case.options, implementation)
+        if why:
+            raise NotImplementedError(why)
+    return family.operation.run(arrays, case.options, implementation)
+
+
+@functools.cache
+def fault(operation: str, implementation: Implementation, dtype: str) -> str | None:
+    """What is wrong with an implementation on the default device: computed once per process, on few operands.
+
+    None if nothing is, or if it takes none of the small shapes.
+    """
+    (family,) = (family for family in FAMILIES if family.operation.name == operation)
+    for shape in family.small:
+        case = family.make(shape, jnp.dtype(dtype))
+        try:
+            found = deviation(family, case, implementation)
+        except NotImplementedError:
+            continue
+        except jax.errors.JaxRuntimeError as error:
+            return str(error).strip().partition("\n")[0]
+        return None if found.right else f"{found.error:.2g} off, where {found.allowed:.2g} would be rounding"
+    return None
+
+
+def _believed(entry: Entry) -> bool:
+    for dtype in entry.dtypes if entry.implementation != "xla" else ():
+        if reason := fault(entry.operation, entry.implementation, dtype):
+            what = f"{entry.operation} by {entry.implementation} is wrong here ({dtype}: {reason})"
+            warnings.warn(f"{what}; XLA's is taken", ImplementationWarning, stacklevel=1)
+            return False
+    return True
+
+
+def _floats(x: object) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _off(ours: jax.Array, exact: jax.Array) -> float:
+    a, b = (np.asarray(x, np.float64) for x in (ours, exact))
+    if not jnp.issubdtype(exact.dtype, jnp.floating):
+        return float(np.inf if (a != b).any() else 0)
+    # A query that may attend to nothing has the log-sum-exp -inf; elsewhere results are finite.
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if not (np.isfinite(a) & np.isfinite(b) | same).all():
+        return float("inf")
+    scale = np.max(np.abs(b), where=np.isfinite(b), initial=0)
+    return float(np.max(np.abs(a - b), where=~same, initial=0) / (scale or 1))

@@ -1,0 +1,311 @@
+"""`python -m dllm_jax check`: whatever is wrong with a device turns the verdict, and nothing else does."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+import dllm_jax as dj
+from dllm_jax.check import command, environment, operations, several, speed, timing, tokens
+from dllm_jax.check.report import Finding, Report
+from dllm_jax.roofline import Hardware
+from pallas_kernels import evidence
+from pallas_kernels.attention import xla
+from pallas_kernels.choice import Entry
+from pallas_kernels.operands import FAMILIES
+from pallas_kernels.topk_evict import OPERATION as TOPK
+from tests.models import spec
+
+ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
+ATTENTION = next(family for family in FAMILIES if family.operation.name == "attention")
+
+
+def with_kernel(kernel, family=ATTENTION):
+    """The operation with another kernel, which CPUs interpret."""
+    operation = dataclasses.replace(family.operation, kernels={"tpu": kernel})
+    return family._replace(operation=operation, small=family.small[2:3])
+
+
+def almost(q, k, v, mask=None, lengths=None, *, by):
+    out, lse = xla.attention(q, k, v, mask, lengths)
+    return (out + by * jnp.max(jnp.abs(out))).astype(q.dtype), lse
+
+
+def failing(*arrays, interpret=False):
+    raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nmore")
+
+
+def kernel(by):
+    return lambda *arrays, interpret=False: almost(*arrays, by=by)
+
+
+@pytest.mark.parametrize(
+    ("broken", "right", "said"),
+    [
+        pytest.param(kernel(1e-7), True, "xla, pallas right", id="rounding"),
+        pytest.param(kernel(1e-3), False, "pallas 0.001 off, not 1e-05", id="off"),
+        pytest.param(failing, False, "INTERNAL: no such", id="fails"),
+    ],
+)
+def test_a_kernel_that_is_wrong_turns_the_verdict(broken, right, said):
+    (found,) = operations.findings(ROOF, ("float32",), quick=True, families=(with_kernel(broken),))
+    assert found.right is right
+    assert said in found.text
+    report = Report({}, parts={"operations": [found]}, complete=True)
+    assert bool(report.wrong) is not right
+    assert ("are right" in next(report.verdict())) is right
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.operation.name)
+def test_operands_fit_every_implementation_and_real_models(family):
+    case = family.make(family.small[0], jnp.float32)
+    by = lambda name: lambda *arrays: evidence.run(family, case, name, *arrays)
+    shapes = [jax.eval_shape(by(name), *case.arrays) for name in ("xla", "pallas")]
+    first, other = (jax.tree.map(lambda a: (a.shape, a.dtype), one) for one in shapes)
+    assert first == other
+    assert case.bytes(shapes[0]) > 0
+    for _, shape in family.shapes(small=False):
+        made = jax.eval_shape(lambda s=shape: family.make(s, jnp.bfloat16).arrays)
+        assert all(a.size for a in jax.tree.leaves(made))
+
+
+def timed(operation, positions, **microseconds):
+    """A finding as of an accelerator."""
+    found = {name: {"right": us is not None, "us": {"median": us}} for name, us in microseconds.items()}
+    data = {"operation": operation, "dtype": "bfloat16", "positions": positions, "implementations": found}
+    return Finding("", "", True, data | {"fastest": "xla", "shape": ""})
+
+
+def test_evidence_is_what_was_clearly_faster_and_never_wrong():
+    found = [
+        timed("attention", 32, xla=10.0, cudnn=8.0, pallas=9.9),
+        timed("attention", 32, xla=10.0, cudnn=9.9, pallas=7.0),
+        timed("attention", 4352, xla=10.0, cudnn=4.0),
+        timed("received", 32, xla=10.0, pallas=2.0),
+        Finding("", "", False, {"operation": "received", "implementations": {"pallas": {"right": False}}}),
+    ]
+    chosen = operations.evidence(found, "a report")
+    best = [(e.operation, e.positions, e.implementation) for e in chosen]
+    assert best == [
+        ("attention", (1, 32), "xla"),  # neither is faster at both shapes
+        ("attention", (33, 2**31 - 1), "cudnn"),
+        ("received", (1, 2**31 - 1), "xla"),  # it was wrong elsewhere
+    ]
+    assert {(e.platform, e.device, e.dtypes, e.report) for e in chosen} == {
+        ("cpu", "cpu", ("bfloat16",), "a report")
+    }
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    evidence.fault.cache_clear()
+    yield evidence.user_file()
+    evidence.fault.cache_clear()
+
+
+ON_CPUS = Entry("attention", "cpu", "cpu", "pallas", ("float32",), (2, 8), "the report of a test")
+
+
+def test_what_was_recorded_decides_where_load_says_nothing(cache):
+    path = dj.embedded.path("tiny-llada")
+    assert dj.load(path).implementation is None  # nothing ships for CPUs
+    evidence.record((ON_CPUS,), cache)
+    model = dj.load(path)
+    assert model.implementation == (ON_CPUS,)
+    assert dj.load(path, implementation="xla").implementation == "xla"
+    assert "attention by pallas, of the calls that it takes" in repr(model)
+    shown = {
+        (row.positions, row.platform): row.implementation
+        for row in dj.explain(model, 1, dj.Layout(16, 8, 4, 8), dj.policies.DualCache()).rows
+    }
+    assert shown[4, "cpu"] == "pallas, interpreted (the report of a test)"
+    assert shown[24, "cpu"] == "xla: no kernel for this platform"  # more positions than it speaks of
+    assert shown[4, "tpu"] == "xla: the kernel was not measured to be faster"
+
+    prompt = np.arange(5, 21)[None]
+    runs = [
+        dj.generate(one, prompt, length=8, block=4, policy=dj.policies.DualCache()).tokens
+        for one in (model, dataclasses.replace(model, implementation=None))
+    ]
+    np.testing.assert_array_equal(*runs)
+    data = json.loads(cache.read_text())
+    cache.write_text(json.dumps(data | {"jax": "0.1"}))  # of another version: it says nothing
+    assert dj.load(path).implementation is None
+    cache.write_text("{}")
+    with pytest.raises(ValueError, match=r"implementations.json does not hold implementations .*: remove it"):
+        dj.load(path)
+
+
+def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
+    evidence.record((ON_CPUS,), cache)
+    broken = with_kernel(kernel(1e-3))
+    monkeypatch.setattr(evidence, "FAMILIES", [broken])
+    with pytest.warns(
+        evidence.ImplementationWarning, match="attention by pallas is wrong here .* XLA's is taken"
+    ):
+        assert dj.load(dj.embedded.path("tiny-llada")).implementation is None
+
+
+def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
+    gpu = type("Described", (), {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3"})()
+    assert [(e.operation, e.implementation) for e in evidence.known(gpu)] == [("attention", "cudnn")]
+    model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
+    layout = dj.Layout(64, 32, 32, 32)
+    rows = {(r.operation, r.platform): r.implementation for r in dj.explain(model, 1, layout).rows}
+    assert rows["attention", "tpu"].startswith("xla")
+    # Without a GPU there is no cuDNN to be found, which is why.
+    assert "cuDNN is not detected" in rows["attention", "cuda"]
+    assert TOPK.positions((jnp.zeros((1, 2, 7)),)) == 7
+
+
+def test_versions_that_do_not_go_together(monkeypatch):
+    jaxlib = jax.__version__
+    good = {"jaxlib": jaxlib, "jax-cuda13-plugin": jaxlib}
+    assert not list(environment.mismatches(good, "gpu", "590.1"))
+    assert not list(environment.mismatches({"jaxlib": jaxlib}, "cpu", None))
+    found = environment.mismatches(
+        good | {"jax-cuda12-plugin": "0.4.1", "libtpu": "0.0.1"}, "gpu", "550.54.14-beta"
+    )
+    told = " | ".join(found)
+    assert "jax-cuda12-plugin 0.4.1 is installed, but this jax wants" in told
+    assert "libtpu 0.0.1 is installed, but this jax wants" in told
+    assert "jax-cuda12-plugin and jax-cuda13-plugin are both installed" in told
+    assert "driver 550.54.14-beta is older than 580" in told
+    monkeypatch.setattr(environment, "GPU", environment.Path("/"))
+    assert "jax runs on the CPU" in next(iter(environment.mismatches({}, "cpu", None)))
+
+
+def test_a_device_without_memory_turns_the_verdict():
+    tiny = spec("llada")
+    right = {f.name: f.right for f in environment.findings(tiny, ROOF)}
+    assert right["together"] is True
+    assert right["memory"] is True
+    small = dataclasses.replace(ROOF, capacity=1e5)
+    assert {f.name: f.right for f in environment.findings(tiny, small)}["memory"] is False
+    # Of speed it is no fault, and the next case is measured.
+    cases = [speed.Case(dj.policies.Policy(), 16, 1), speed.Case(dj.policies.DualCache(), 16, 1)]
+    geometry = speed.Geometry((16,), (1,), 8, 4)
+    found = list(speed.findings(tiny, "float32", small, geometry, cases, None, time.monotonic() + 600))
+    assert [f.right for f in found] == [None, None]
+    assert all("out of memory" in f.text for f in found)
+
+
+def test_speed_says_what_it_measured_and_what_it_left_out():
+    tiny, geometry = spec("llada"), speed.Geometry((16,), (1, 2), 8, 4)
+    cases = [speed.Case(dj.policies.DualCache(), 16, 1, "int8")]
+    (found,) = speed.findings(tiny, "float32", ROOF, geometry, cases, None, time.monotonic() + 600)
+    data = found.data
+    assert set(data["steps"]) == {"full", "partial"}
+    assert data["share"] == data["steps"]["partial"]["share"] > 0
+    assert data["tokens_per_s"] == pytest.approx(8 / data["seconds"]["median"])
+    assert data["program_bytes"] > 0
+    model = dj.abstract(tiny)
+    asked = speed.request(model, cases[0], geometry)
+    bytes_of = lambda case: speed._predicted(model, case, asked).memory.weights
+    assert bytes_of(cases[0]._replace(weights=None)) == model.dtype.itemsize * bytes_of(cases[0])
+    every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False)
+    assert len(set(every)) == len(every)
+    (late,) = speed.findings(tiny, "float32", ROOF, geometry, every, None, time.monotonic() - 1)
+    assert late.text.startswith(f"no time for {len(every)} of {len(every)}: (Policy, prompt 1024, batch 1)")
+
+
+class Run:
+    """A run on one device, ready to be compared."""
+
+    def __init__(self, model, out):
+        self.model, self.out = model, out
+
+    def run(self):
+        return self.out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_token_turns_the_verdict(dtype):
+    model = dj.load(dj.embedded.path("tiny-llada"), dtype="float32")
+    out = dj.generate(model, np.arange(5, 21)[None], length=8, block=4, trace=True)
+    case = tokens.Case("tiny-llada", dtype, dj.policies.Policy())
+    assert tokens._compared(case, [Run(model, out), Run(model, out)]).right is True
+    taken = np.asarray(out.trace.tokens)
+    step = 3
+    (position,) = np.flatnonzero(taken[step + 1, 0] != taken[step, 0])
+    logits = np.asarray(dj.forward(model, jnp.asarray(taken[step])))[0, position]
+    for other, close in ((int(np.argsort(logits)[0]), False), (int(taken[step + 1, 0, position]), True)):
+        changed = taken.copy()
+        changed[step + 1 :, 0, position] = other
+        wrong = out._replace(trace=out.trace._replace(tokens=changed))
+        found = tokens._compared(case, [Run(model, wrong), Run(model, out)])
+        assert found.right is close
+        if not close:
+            assert f"step {step}, sequence 0, position {position}" in found.text
+    broken = out._replace(stats=out.stats._replace(finite=np.array([False])))
+    assert tokens._compared(case, [Run(model, broken), Run(model, out)]).right is False
+
+
+def test_tokens_of_a_device_are_compared_with_another():
+    here, other = jax.devices()[:2]
+    (found,) = tokens.findings(other, here, ("tiny-llada",), ("float32",), (dj.policies.DualCache(),))
+    assert (found.right, found.text) == (True, "the tokens of the CPU")
+
+
+def test_meshes_of_all_devices(monkeypatch):
+    tiny, geometry = spec("llada", heads=8, kv_heads=8, vocab=64), speed.Geometry((16,), (1,), 8, 4)
+    found = list(several.findings(tiny, "float32", geometry, ("tp",)))
+    assert [f.name for f in found] == ["one of 8, time", "tp=8, tokens", "tp=8, time"]
+    assert [f.right for f in found] == [None, True, None]
+    monkeypatch.setattr(several, "_tokens", lambda mesh: np.array([mesh is None]))
+    monkeypatch.setattr(several, "_time", lambda *arguments: timing.Time.of([1.0]))
+    named = {f.name: f for f in several.findings(tiny, "float32", geometry)}
+    assert {named[f"{axis}=8, tokens"].right for axis in ("tp", "dp")} == {False}
+    assert "1.00 times as fast as one" in named["dp=8, time"].text
+
+
+def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "deep" / "report.json"
+    interrupted = []
+
+    def parts(*arguments):
+        def breaks():
+            yield Finding("one", "as it should be", True)
+            raise RuntimeError("no such device\nmore")
+
+        def stops():
+            assert json.loads(path.read_text())["verdict"]["complete"] is False
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+        good = lambda: [Finding("three", "good", True)]
+        return {"environment": breaks, "operations": good, "tokens": stops, "speed": good}
+
+    monkeypatch.setattr(command, "_parts", parts)
+    console = rich.console.Console(width=200)
+    arguments = command.Arguments(json=path, parts=("environment", "operations", "tokens", "speed"))
+    assert command.check(arguments, console) == 1
+    report = json.loads(path.read_text())
+    assert interrupted
+    assert report["verdict"]["wrong"] == ["environment, the whole part: RuntimeError: no such device"]
+    assert [f["name"] for f in report["parts"]["operations"]] == ["three"]
+    assert "speed" not in report["parts"]
+    assert report["jax"] == jax.__version__
+    assert "1 of 3 things are wrong" in capsys.readouterr().out
+    assert command.check(command.Arguments(parts=("operations",)), console) == 0
+
+
+def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dllm_jax", "check", "--shape", str(tmp_path / "none")])
+    from dllm_jax.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert command.shape("llada-8b").layers == 32
+    assert command.shape(None) == command.shape("tiny-llada")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        command.check(command.Arguments(json=tmp_path / "file" / "report.json"), rich.console.Console())
