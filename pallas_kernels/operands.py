@@ -10,7 +10,6 @@ import numpy as np
 
 import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.experts.shapes as expert_shapes
-import pallas_kernels.experts.shapes as experts_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
@@ -112,29 +111,12 @@ def _experts(shape: expert_shapes.Shape, dtype: Any) -> Operands:
     )
 
 
-def _experts(shape: experts_shapes.Shape, dtype: Any) -> Operands:
-    tokens, count, width, hidden = shape.tokens, shape.count, shape.width, shape.hidden
-    order = jax.random.uniform(jax.random.key(0), (tokens, count))
-    chosen = jnp.argsort(order, axis=-1)[:, : shape.per_token].astype(jnp.int32)
-    weight = jnp.full(chosen.shape, 1 / shape.per_token, jnp.float32)
-    # Matrices of unit gain, so that outputs are as large as inputs.
-    shapes = (count, width, hidden), (count, width, hidden), (count, hidden, width)
-    matrices = [(_normal(i, s, dtype) * s[1] ** -0.5).astype(dtype) for i, s in enumerate(shapes, 1)]
-    # Of experts the expected number that some token is sent to; a router sends each to a few of them alike.
-    read = count * (1 - (1 - shape.per_token / count) ** tokens) * 3 * width * hidden * matrices[0].itemsize
-    flops = 6.0 * tokens * shape.per_token * width * hidden
-    return Operands(
-        (_normal(4, (tokens, width), dtype), chosen, weight, *matrices, None, None, None), {}, flops, read
-    )
-
-
 MAKE: Mapping[str, tuple[Any, Callable[[Any, Any], Operands]]] = {
     "attention": (attention_shapes, _attention),
     "received": (attention_shapes, _received),
     "head_mean": (attention_shapes, _head_mean),
     "sparse_gather": (gather_shapes, _gather),
     "topk_evict": (topk_shapes, _evict),
-    "experts": (experts_shapes, _experts),
     "experts": (expert_shapes, _experts),
 }
 _NAMED = {operation.name: operation for operation in OPERATIONS}

@@ -59,8 +59,8 @@ def load(
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
         positions that the model is good for.
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, eviction and experts, see `Model`; None takes what is known to be right and
-        fastest on the devices, see `pallas_kernels.evidence`.
+      implementation: of attention, eviction and experts, see `Model`; None takes what is known to be right
+        and fastest on the devices, see `pallas_kernels.evidence`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
         experts, separate elsewhere. Tokens do not depend on it.

@@ -24,7 +24,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
-from pallas_kernels import OPERATIONS, Operation
+from pallas_kernels import OPERATIONS, Operation, experts
 
 
 class Choice(NamedTuple):
