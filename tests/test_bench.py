@@ -78,7 +78,7 @@ def test_random_weights_of_published_shapes(name, layers_of_the_platform):
 def test_policies_are_those_that_the_model_takes():
     names = lambda *given: [type(policy).__name__ for policy in models.policies_named(*given)]
     assert len(names([], models.shape("llada-moe-7b"))) == len(dj.policies.ALL)
-    refused = {"DKVPrefill", "DLLMCache", "SPACache", "SparseDLLM", "MaskKV", "EvictPrompt"}
+    refused = {"DLLMCache", "SPACache", "SparseDLLM", "MaskKV", "EvictPrompt"}
     refused |= {"WindowDiffusion", "SuffixDropout"}
     assert set(names([])) - set(names([], models.shape("sdar-8b"))) == refused
     assert names(["SubBlockCache", "Policy"]) == ["Policy", "SubBlockCache"]

@@ -22,7 +22,7 @@ from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, ma
 PADS, LENGTH = (0, 3, 6), 14
 EVERY_DAY = policies.Policy, policies.DualCache, policies.SubBlockCache
 REFUSING = (
-    *(policies.SparseDLLM, policies.DKVPrefill, policies.MaskKV, policies.EvictPrompt),
+    *(policies.SparseDLLM, policies.MaskKV, policies.EvictPrompt),
     *(policies.DLLMCache, policies.WindowDiffusion, policies.SuffixDropout),
 )
 

@@ -149,14 +149,6 @@ def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     assert_same_run(run(DKVPrefill()), run(dj.policies.Policy()))
 
 
-@families("dream")
-def test_prefill_stores_the_prompt_alone(family):
-    spec, layout = tiny(family).spec, dj.Layout(prompt=7, response=8, block=8, steps=8)
-    kept = 7 - (family == "dream")
-    cache = DKVPrefill().init(spec, layout, 2, jnp.bfloat16)
-    assert cache.layers.k.shape == cache.layers.v.shape == (2, 2, kept, spec.kv_heads, spec.head)
-
-
 @pytest.mark.parametrize("kind", [DKVDecode, DKVPD])
 def test_a_shift_is_refused_where_the_head_is_not_shifted(kind):
     model = tiny("llada")

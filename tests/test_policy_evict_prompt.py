@@ -82,7 +82,7 @@ def test_pairs_are_chosen_anew_or_kept():
 def test_policies_that_store_in_a_way_of_their_own_are_refused():
     with pytest.raises(ValueError, match="recomputes the prompt in every step"):
         policies.EvictPrompt(policy=policies.Policy())
-    kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.DKVPrefill, policies.D2Cache
+    kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.D2Cache
     for kind in (*kinds, policies.ElasticCache, policies.EvictPrompt):
         with pytest.raises(ValueError, match=rf"policy={kind.__name__}\(.* has a layer of its own"):
             policies.EvictPrompt(policy=kind())

@@ -75,7 +75,7 @@ def test_kept_pairs_are_those_of_plain_numpy(keep, kernel, side, family):
             assert set(np.flatnonzero(kept[sequence]).tolist()) == want
 
 
-def test_the_cache_has_room_for_the_kept_pairs_only():
+def test_the_cache_has_room_for_the_kept_pairs_and_the_block_only():
     layout = dj.Layout(PROMPT, RESPONSE, BLOCK, RESPONSE)
     for family, options, slots in (
         ("llada", {}, 7),  # 15 candidates
@@ -83,7 +83,7 @@ def test_the_cache_has_room_for_the_kept_pairs_only():
         ("llada", {"side": "prefix"}, 3 + 8), ("dream", {}, 7 + 1), ("dream", {"side": "prefix"}, 3 + 8 + 1),
     ):  # fmt: skip
         cache = SparseDLLM(**options).init(spec(family), layout, 2, jnp.bfloat16)
-        shape = (2, 2, slots, spec(family).kv_heads, 8)
+        shape = (2, 2, slots + BLOCK, spec(family).kv_heads, 8)
         assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
 
 
@@ -97,7 +97,7 @@ def test_kept_pairs_always_fit(side, family):
             length = prompt + RESPONSE
             valid = np.arange(length)[None] >= pad
             c = canvas(~valid, prompt=prompt, block=BLOCK, family=family, valid=valid)
-            slots = policy.init(spec(family), c.layout, 1, jnp.float32).layers.k.shape[2]
+            slots = policy.init(spec(family), c.layout, 1, jnp.float32).layers.k.shape[2] - BLOCK
             for start in range(prompt, length, BLOCK):
                 c = dataclasses.replace(c, block_start=jnp.full(1, start))
                 candidates = int(policy.candidates(c).sum())

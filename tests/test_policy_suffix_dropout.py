@@ -109,7 +109,7 @@ def test_given_text_behind_the_block_stays():
 
 
 def test_policies_that_decide_what_they_attend_to_are_refused():
-    kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.DKVPrefill, policies.D2Cache
+    kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.D2Cache
     for kind in (*kinds, policies.ElasticCache, policies.EvictPrompt):
         with pytest.raises(ValueError, match=rf"policy={kind.__name__}\(.* has a layer of its own"):
             SuffixDropout(policy=kind())

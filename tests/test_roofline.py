@@ -191,9 +191,9 @@ def test_copies_and_statistics_are_counted():
     def moved(policy: dj.policies.Policy) -> float:
         return next(step.moved for step in roofline.schedule(policy, SHORT, layout) if not step.full)
 
-    assert moved(dj.policies.DualCache()) == moved(dj.policies.DLLMCache()) == 0
-    assert moved(dj.policies.DKVPrefill()) == 4096 + 4352
-    assert moved(dj.policies.SparseDLLM()) == 2160 + 2160 + 32
+    for policy in (dj.policies.DualCache(), dj.policies.DLLMCache(), dj.policies.DKVPrefill()):
+        assert moved(policy) == 0
+    assert moved(dj.policies.SparseDLLM()) == 0  # the block's pairs lie behind what is stored
     assert moved(dj.policies.MaskKV(layers=dj.eviction.UniformLayers())) == 2 * 256
     assert moved(dj.policies.ElasticCache()) == 1.5 * 4352
     assert moved(dj.policies.D2Cache()) == 0.5 * 4352

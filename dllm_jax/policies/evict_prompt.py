@@ -54,8 +54,9 @@ class EvictPrompt(PromptEviction):
 
     Attributes:
       policy: which positions are recomputed, and when; any that says so by sets alone (`Policy.only_sets`):
-        `DualCache`, `PrefixCache`, `DKVDecode`, `DKVPD`, `DKVGreedy`, or one of your own. The others decide
-        themselves which pairs they store, and are refused; dLLM-Cache with this eviction is `MaskKV`.
+        `DualCache`, `PrefixCache`, `DKVDecode`, `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own. The
+        others decide themselves which pairs they store, and are refused; dLLM-Cache with this eviction is
+        `MaskKV`.
       budget: see `PromptEviction`, which has `layers` and `heads` too.
       votes: see `PromptEviction`; by default those who predict, which are the masks but with a shifted head.
       reselect: choose anew whenever the prompt is recomputed; False renews the pairs of the first step.

@@ -26,8 +26,9 @@ class SparseDLLM(Policy):
 
     The first 1 + delay steps of a block are full. The last of them fills the cache (Algorithms 1 and 4):
     keys outside the block are scored by the block's mean query, mean over heads (`mean_query_score`), pooled
-    over neighbours (across the block too), and the `keep` best are stored, the same for all heads of a layer.
-    The cache holds nothing else: [n b s k d] with s = int((l - block) * keep).
+    over neighbours (across the block too), and the `keep` best are stored, the same for all heads of a layer:
+    [n b s k d] with s = int((l - block) * keep), and room behind them for the block, whose steps write their
+    own pairs there before they read them. Joining the two would copy what is stored in every step.
 
     With a shifted head the positions that predict the block are recomputed: the one before the block is
     always new, so it is no candidate; the block's last position is not, so its pair is always stored (as
@@ -52,11 +53,11 @@ class SparseDLLM(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Room for the pairs of the first block; with side="prefix" later blocks keep fewer."""
+        """Room for the pairs of the first block, with side="prefix" later blocks keep fewer, and its own."""
         require_full_attention(spec, "SparseDLLM")
         outside = layout.length - layout.block
         candidates = outside if self.side == "both" else layout.prompt
-        slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted
+        slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted + layout.block
         return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
 
     @override
@@ -80,11 +81,12 @@ class SparseDLLM(Policy):
         if rows.full:
             o, _ = layer.attention(q, new.k, new.v, cache.attends(rows, canvas))
             cache = self._store(layer, cache, q, new, canvas)
-        # A partial step attends to the stored pairs and, behind them, to its own, which are not stored.
+        # A partial step attends to the stored pairs and, in the last slots, to its own. What it recomputes is
+        # no more than a block, and padding comes last.
         else:
-            stored = cache.read()
-            both = jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), stored, new)
-            o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, stored.k.shape[1]))
+            own = min(rows.index.shape[1], canvas.layout.block)
+            cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new))
+            o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, both.k.shape[1], own))
         return layer.finish(x, o), cache
 
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
@@ -147,7 +149,13 @@ class SparseDLLM(Policy):
         fills = canvas.active & (canvas.block_step == self.delay)
         return cache.replace(fills, pairs)
 
-    def _attends(self, rows: Rows, canvas: Canvas, slots: int) -> Mask:
-        """Keys that a partial step attends to: filled slots, then computed positions but not padding."""
-        stored = jnp.arange(slots) < self._filled(canvas)[:, None]
-        return key_mask(jnp.concatenate([stored, rows.take(canvas.valid) & rows.real], axis=1))
+    def _attends(self, rows: Rows, canvas: Canvas, slots: int, own: int) -> Mask | None:
+        """Keys that a partial step attends to: filled slots, and its own in the last ones but for padding."""
+        # Of whole blocks and prompts without padding all slots are filled: so no mask is made, for which some
+        # implementations copy what it hides.
+        layout, uneven = canvas.layout, canvas.spec.shifted or self.side == "prefix"
+        if not (uneven or layout.padded or layout.tail or layout.suffix) and own == layout.block:
+            return None
+        stored = jnp.arange(slots - own) < self._filled(canvas)[:, None]
+        computed = rows.take(canvas.valid) & rows.real
+        return key_mask(jnp.concatenate([stored, computed[:, :own]], axis=1))

@@ -38,8 +38,8 @@ class SuffixDropout(Policy):
 
     Attributes:
       policy: which positions are recomputed of those that stay, and when; any that says so by sets alone
-        (`Policy.only_sets`): the exact decoder, `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPD`, or one of
-        your own.
+        (`Policy.only_sets`): the exact decoder, `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPrefill`,
+        `DKVPD`, or one of your own.
       keep: the masks behind the block that stay: `GaussianDropout`, `UniformDropout`, `NearAndLast`.
     """
 

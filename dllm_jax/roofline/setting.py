@@ -59,11 +59,6 @@ class Setting:
         length = self.layout.length
         return Step(True, length, length, self.layout.block, written, **more)
 
-    def concatenated(self, rows: int, stored: float, **more: float) -> Step:
-        """A step over `rows` that attend to a copy of the `stored` pairs and to their own."""
-        slots = stored + rows
-        return Step(False, rows, slots, min(self.layout.block, rows), moved=stored + slots, **more)
-
     def score_flops(self, rows: float, slots: float) -> float:
         """FLOPs of a layer's attention scores, where statistics compute them once more."""
         return 2 * rows * slots * self.spec.heads * self.spec.head

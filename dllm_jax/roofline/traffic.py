@@ -53,25 +53,15 @@ def _of_the_policy_on_fewer_positions(policy: p.SuffixDropout, shared: Any) -> A
 
 @extra_traffic.register
 def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
-    """The block attends to a copy of what is stored; full steps read keys for scores and extract pairs."""
+    """The block attends to what is stored and to itself; full steps read keys for scores, extract pairs."""
     # The number of kept pairs is read off the shape of the storage, which is the policy's own arithmetic.
     made = jax.eval_shape(lambda: policy.init(at.spec, at.layout, 1, jnp.bfloat16))
-    stored = made.layers.k.shape[2]
+    slots, block = made.layers.k.shape[2], at.layout.block
+    stored = slots - block
     if not step.full:
-        return at.concatenated(at.layout.block, stored)
+        return Step(False, block, slots, block, block)
     fills = index % at.layout.steps_per_block == policy.delay
     return at.over_canvas(stored * fills, moved=at.layout.length / 2 + 2 * stored)
-
-
-@extra_traffic.register
-def _prefill(policy: p.DKVPrefill, at: Setting, step: Step, index: int) -> Step:
-    """The response behind a copy of the prompt's pairs."""
-    # A shifted model (Dream) reads the first response token at the prompt's last position, which is therefore
-    # computed with the response and not stored.
-    stored = at.layout.prompt - at.spec.shifted
-    if step.full:
-        return at.over_canvas(stored if index == 0 else 0)
-    return at.concatenated(round(step.rows), stored)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,13 @@ class Stacked(NamedTuple):
             lambda a: jax.lax.dynamic_index_in_dim(a, self.index, keepdims=False), self.layers
         )
 
+    def put_last(
+        self, array: Shaped[Array, "n b s *d"], new: Shaped[Array, "b q *d"]
+    ) -> Shaped[Array, "n b s *d"]:
+        """One of the arrays with new values in the layer's last slots."""
+        start = self.index, 0, array.shape[2] - new.shape[1], *[0] * (array.ndim - 3)
+        return jax.lax.dynamic_update_slice(array, new[None], start)
+
     def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Stacked":
         """The storage after a change of the layer `ahead` of the one that runs."""
         return self._replace(layers=change(self.layers))
@@ -115,6 +122,12 @@ class Separate(NamedTuple):
     def read(self) -> PyTree:
         """The arrays of the layer that runs."""
         return self.layers[0]
+
+    def put_last(
+        self, array: Shaped[Array, "b s *d"], new: Shaped[Array, "b q *d"]
+    ) -> Shaped[Array, "b s *d"]:
+        """One of the arrays with new values in its last slots."""
+        return jax.lax.dynamic_update_slice_in_dim(array, new, array.shape[1] - new.shape[1], axis=1)
 
     def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Separate":
         """The storage after a change of the layer `ahead` of the one that runs."""
@@ -197,11 +210,28 @@ class LayerCache(NamedTuple):
     def replace(self, where: Bool[Array, "b"], new: PyTree) -> "LayerCache":
         """Writes new values [b s ...] of all slots of every array, in the marked sequences.
 
-        For storage that is written in no other way, see `KV.zeros`.
+        For storage that is written in no other way but by `write_last`, see `KV.zeros`.
         """
         slots = jax.tree.leaves(new)[0].shape[1]
         every = full_rows(jnp.broadcast_to(where[:, None], (len(where), slots)))
         return self._changed(lambda own, write: jax.tree.map(write, own, new), every, scattered=False)
+
+    def write_last(self, new: PyTree) -> tuple["LayerCache", PyTree]:
+        """Writes new values [b q ...] into the last q slots of every array, in all sequences.
+
+        For pairs that only the step itself reads, behind those that `replace` has stored.
+
+        Returns:
+          the changed cache, and this layer after the write.
+        """
+
+        def write(array: Array, new: Array) -> Array:
+            return same_in_all_loops(
+                self.storage.put_last(array, new.astype(array.dtype)), self.kernels, False
+            )
+
+        cache = self._replace(storage=self.storage.changed(lambda own: jax.tree.map(write, own, new), 0))
+        return cache, cache.read()
 
     def write(self, rows: Rows, ahead: int = 0, **parts: PyTree) -> "LayerCache":
         """Writes new values [b q ...] of the named fields of the storage; the other fields stay.
