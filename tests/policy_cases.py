@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from dllm_jax import policies, samplers
-from dllm_jax.testing.checks import SEVERAL_AT_ONCE
+from dllm_jax.testing.checks import BLOCK, LENGTH, SEVERAL_AT_ONCE
 from tests.models import EXHAUSTIVE as EXHAUSTIVE
 from tests.models import WIDE as WIDE
 from tests.models import frequencies
@@ -21,7 +21,7 @@ class PolicyCase:
     Attributes:
       policy: settings that bite on a canvas of some twenty positions.
       limit: settings that must reproduce the exact decoder (named in the policy's docstring).
-      limit_layout: the layout in which they must, for `generate`.
+      limit_layout: arguments of `generate` with which they must.
       lossless: settings whose reuse is exact while the canvas does not change; None if the method is lossy
         even then, for the reason in `lossy`.
       lossy: why there are no lossless settings.
@@ -75,6 +75,9 @@ def matrix(names: str, *axes: Iterable, today: Iterable[tuple]) -> pytest.MarkDe
 ONE_STEP = dict(length=8, block=8, steps=1)
 ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
 ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
+# Of limits that are exact by any schedule: the run that other checks look at, and its program where settings
+# differ in traced numbers only.
+AS_OTHER_CHECKS = dict(length=LENGTH, block=BLOCK, sampler=SEVERAL_AT_ONCE, widths=None)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.PrefixCache: PolicyCase(
@@ -90,15 +93,16 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     ),
     policies.DLLMCache: PolicyCase(
         policies.DLLMCache(prompt_every=5, response_every=3),
-        policies.DLLMCache(prompt_every=1, response_every=1), ONE_TOKEN_PER_STEP, policies.DLLMCache(),
+        policies.DLLMCache(prompt_every=1, response_every=1), AS_OTHER_CHECKS, policies.DLLMCache(),
     ),
     policies.SPACache: PolicyCase(
         policies.SPACache(prompt_every=6, response_every=4, ratio=0.5, start=0.2, end=0.3),
-        policies.SPACache(prompt_every=1), ONE_TOKEN_PER_STEP, policies.SPACache(), family="dream",
+        policies.SPACache(prompt_every=1, response_every=4, ratio=0.5, start=0.2, end=0.3), AS_OTHER_CHECKS,
+        policies.SPACache(), family="dream",
     ),
     policies.MaskKV: PolicyCase(
         policies.MaskKV(prompt_every=6, response_every=3, budget=4),
-        policies.MaskKV(prompt_every=1, response_every=1, budget=4), ONE_TOKEN_PER_STEP, None,
+        policies.MaskKV(prompt_every=1, response_every=1, budget=4), AS_OTHER_CHECKS, None,
         lossy="the prompt's pairs are evicted after the first step", family="dream",
     ),
     policies.ElasticCache: PolicyCase(
@@ -110,7 +114,7 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.D2Cache(k=4), family="dream",
     ),
     policies.DKVDecode: PolicyCase(
-        policies.DKVDecode(), policies.DKVDecode(refresh_every=1), ONE_TOKEN_PER_STEP, policies.DKVDecode()
+        policies.DKVDecode(), policies.DKVDecode(refresh_every=1), AS_OTHER_CHECKS, policies.DKVDecode()
     ),
     policies.DKVGreedy: PolicyCase(
         policies.DKVGreedy(), policies.DKVGreedy(refresh_every=1), ONE_TOKEN_PER_STEP, None,

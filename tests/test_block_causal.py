@@ -17,7 +17,7 @@ from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from tests.models import canvas, prompts, random_tokens, spec, tiny
-from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, matrix, short, suited
+from tests.policy_cases import CASES, EVERY, ONE_STEP, SEVERAL_AT_ONCE, WIDE, daily, matrix, short, suited
 
 PADS, LENGTH = (0, 3, 6), 14
 EVERY_DAY = policies.Policy, policies.DualCache, policies.SubBlockCache
@@ -154,14 +154,10 @@ def test_wino_refuses():
         dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, sampler=samplers.WINO())
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(p, id=short(p), marks=() if type(p) in EVERY_DAY else pytest.mark.exhaustive)
-        for p in (*EVERY, policies.SubBlockCache())
-        if not isinstance(p, REFUSING)
-    ],
-)
+ADMITTED = [p for p in (*EVERY, policies.SubBlockCache()) if not isinstance(p, REFUSING)]
+
+
+@pytest.mark.parametrize("policy", daily(ADMITTED, *EVERY_DAY), ids=short)
 def test_all_other_policies_decode(policy):
     case = CASES.get(type(policy))
     known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
@@ -175,7 +171,9 @@ def test_all_other_policies_decode(policy):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", [policies.Policy(), policies.DualCache()], ids=short)
+@pytest.mark.parametrize(
+    "policy", daily((policies.Policy(), policies.DualCache()), policies.DualCache), ids=short
+)
 def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, optimised):
     looked_at = checks.nothing_leaves_the_device_inside, checks.no_copy_of_the_cache_inside_the_loop
     check_policy(policy, families=("sdar",), checks=(checks.one_program_per_setting, *looked_at))

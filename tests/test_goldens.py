@@ -1,7 +1,6 @@
 """Recorded decode traces of the reference implementations, replayed through the public API."""
 
 import pathlib
-import re
 
 import pytest
 
@@ -13,41 +12,50 @@ from tests.replay.methods import METHODS, replay
 HERE = pathlib.Path(__file__).parent / "goldens"
 FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
 
-# Cases of these that begin alike ("llada-threshold0.3-p21", "llada-threshold0.9-p18") differ in numbers only,
-# or are batches, whose sequences a recording makes wait for each other.
-SERIES = "fast-dllm-dual", "fast-dllm-prefix", "parallel-threshold", "prefix-cache", "certainty-prior"
-BEGINNING = re.compile("[a-z]+-[a-z]+")  # family, and what is decoded
+# Shipped cases that run with --exhaustive only: others of the method go through the same rules in the other
+# family, without a batch, or with other numbers.
+RARELY = {
+    "certainty-prior": (
+        "dream-nar-sigma10", "dream-nar-sigma5-topp09", "llada-nar-batch2-leftpad", "llada-nar-sigma10",
+    ),
+    "dpad": ("llada-tiny-none-p13-g48-b8-fixed-w32",),
+    "dsb": ("llada-tiny-plain-p13-g32-b8-t0.3",), "dsb-cache": ("llada-tiny-cache-p13-g32-b8-t0.3-pw4",),
+    "fast-dllm-dual": (
+        "llada-fixed-1tok-p13-g32-b8", "llada-fixed-uneven-p30-g32-b16-s12",
+        "llada-threshold0.3-p21-g48-b16", "llada-threshold0.9-p17-g16-b8",
+    ),
+    "fast-dllm-prefix": (
+        "llada-fixed-1tok-p13-g32-b8", "llada-fixed-uneven-p30-g32-b16-s12",
+        "llada-threshold0.05-p9-g32-b4", "llada-threshold0.9-p17-g16-b8",
+    ),
+    "loglik-llada": ("mc16-b16-one-batch", "single-token-answer"),
+    "parallel-threshold": ("llada-threshold0.3-p21-g48-b16", "llada-threshold0.9-p18-g16-b16"),
+    "prefix-cache": (
+        "dream-dual-threshold", "dream-prefix", "llada-dual", "llada-prefix-batch2-threshold",
+    ),
+    "sampler-confidence": ("dream-semiar",), "sampler-entropy": ("llada-semiar",),
+    "sampler-margin": ("dream-semiar",), "sampler-threshold": ("llada-semiar",),
+    "sampler-prophet": ("llada-tiny-p9-g24-b8-s12-a19-99.0-99.0-2.0",),
+    "vanilla-dream": ("maskgit-topp0p9",), "vanilla-llada": ("semiar-b8-s16",),
+    "window-diffusion": ("llada-tiny-p8-g32-s32-w8-a4-r32",),
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
-    """The shipped cases, of each series those that begin differently.
-
-    With --exhaustive all of them; where all recorded ones are at hand, those.
-    """
+    """The shipped cases but for `RARELY`; with --exhaustive all that are recorded, or at hand."""
     if "case" in metafunc.fixturenames:
         everything = metafunc.config.getoption("exhaustive") and FULL.exists()
         cases = [c for c in find(FULL if everything else HERE) if c.method in METHODS]
-        conform = [c for c in cases if c.status == "conform"]
-        first = {}
-        for case in conform:
-            first.setdefault(beginning(case), case)
-        others = [case for case in conform if case not in first.values()]
-        metafunc.parametrize(
-            "case",
-            [pytest.param(c, marks=[pytest.mark.exhaustive] * (c in others), id=c.name) for c in conform],
-        )
+        rare = {f"{method}/{name}" for method, names in RARELY.items() for name in names}
+        marks = lambda case: [pytest.mark.exhaustive] * (case.name in rare)
+        conform = [pytest.param(c, marks=marks(c), id=c.name) for c in cases if c.status == "conform"]
+        metafunc.parametrize("case", conform)
 
 
 @pytest.fixture(autouse=True)
 def fewest_kinds_of_steps(monkeypatch):
     """Widths change nothing (tests/test_policies.py); `python -m tests.replay` takes the policies' own."""
     monkeypatch.setattr(Case, "widths", WIDE)
-
-
-def beginning(case: Case) -> tuple[str, str]:
-    """The method, and what of the name tells a case from others of its series; all of it outside of these."""
-    method, name = case.name.split("/")
-    return method, BEGINNING.match(name)[0] + "-batch" * ("batch" in name) if method in SERIES else name
 
 
 def test_conforms(case):
@@ -60,6 +68,8 @@ def test_a_clone_alone_covers_every_supported_method():
     assert set(METHODS) <= shipped | {"sdar-moe-forward", "sdar-moe-generate"}
     conform = {case.method for case in find(HERE) if case.status == "conform"}
     assert set(METHODS) & shipped - conform <= {"sampler-factor"}, "it has no case with status conform"
+    names = {case.name for case in find(HERE)}
+    assert {f"{method}/{name}" for method, of_method in RARELY.items() for name in of_method} <= names
 
 
 def test_a_changed_token_is_noticed():

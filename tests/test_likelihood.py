@@ -11,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.decoding.likelihood import stratified_masks, token_cross_entropy
-from tests.models import FAMILIES, random_tokens, tiny
+from tests.models import families, random_tokens, tiny
 
 PROMPT, ANSWER, B = 4, 3, 2
 PADS = (0, 2)
@@ -71,7 +71,7 @@ def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_a_single_token_needs_one_draw_and_is_exact(family):
     model, (prompt, answer) = tiny(family), texts(family)
     one = dj.log_likelihood(model, prompt, answer[:, :1], draws=1, strata=1, key=jax.random.key(0))
@@ -121,7 +121,7 @@ def test_sizes_spread_evenly_over_one_to_the_length(length, strata):
 RAGGED = np.arange(ANSWER) < np.array([[3], [2]])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_the_contributions_of_tokens_add_up(family):
     model, (prompt, answer) = tiny(family), texts(family)
     masks = masks_for(5)

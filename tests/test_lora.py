@@ -19,7 +19,7 @@ from dllm_jax.checkpoint.names.table import part_to_hf
 from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
-from tests.models import FAMILIES, cast, in_int8, random_tokens, separate, tiny
+from tests.models import FAMILIES, cast, families, in_int8, random_tokens, separate, tiny
 from tests.policy_cases import matrix
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
@@ -57,7 +57,7 @@ def same(one, other) -> bool:
     return jax.tree.all(jax.tree.map(equal, one, other))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_fresh_adapters_change_nothing_and_come_off_again(family):
     model = tiny(family)
     adapted_model = lora.attach(model, OPTIONS, KEY)

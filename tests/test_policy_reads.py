@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from dllm_jax.samplers import WINO
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
-from tests.models import FAMILIES, families, generated, prompts, tiny
+from tests.models import families, generated, prompts, tiny
 
 LENGTH, BLOCK, BEFORE = 12, 4, 6
 
@@ -48,7 +47,7 @@ def run(policy: policies.Policy, family: str = "llada", **options) -> dj.Output:
     return generated(family, policy, length=LENGTH, block=BLOCK, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand(family):
     model, out = tiny(family), run(Near(), family)
     _, mask = prompts(model, (9, 6))

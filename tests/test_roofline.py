@@ -18,7 +18,7 @@ from dllm_jax.roofline.tower import tower_size
 from dllm_jax.vision import AnyRes, Pad
 from dllm_jax.vision.tower import encode, project
 from tests.models import families, random_tokens, spec, tiny
-from tests.policy_cases import daily, short, suited
+from tests.policy_cases import daily, matrix, short, suited
 
 p = dj.policies
 LLADA, DREAM = (dj.presets.model_spec(name) for name in ("llada-8b", "dream-7b"))
@@ -153,8 +153,12 @@ def test_schedule_is_the_engine_s(policy, family):
         assert ran == predicted
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("policy", [p.Policy(), p.DualCache()], ids=short)
+@matrix(
+    "policy, shifted",
+    (p.Policy(), p.DualCache()),
+    (False, True),
+    today=((p.Policy(), False), (p.DualCache, True)),
+)
 def test_schedule_of_a_block_causal_model_is_the_engine_s(policy, shifted):
     """A prefill, a block's steps, and a finished block with the next one's first step, sub-blocks or not."""
     model = tiny("sdar", block_size=4, shifted=shifted)

@@ -8,7 +8,7 @@ from dllm_jax import policies
 from dllm_jax.policies import SlidingCache
 from dllm_jax.samplers import WINO, Confidence, DreamSchedule, Threshold
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
-from tests.models import FAMILIES, families, generated, prompts, tiny
+from tests.models import families, generated, prompts, tiny
 from tests.policy_cases import short
 
 SHAPE = dict(length=24, lengths=(9, 6))
@@ -42,7 +42,7 @@ def test_a_block_as_long_as_the_response_is_one_block(sampler, family):
     assert not np.array_equal(near.tokens, one.tokens[: len(near.tokens)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_a_round_begins_whenever_a_block_of_tokens_is_decoded(family):
     policy = SlidingCache(window=3)
     trace = generated(family, policy, sampler=SEVERAL, block=GREEDY, **SHAPE).trace
@@ -81,7 +81,7 @@ def test_each_sequence_slides_by_itself(policy, family):
         assert_same_run(of_sequence(batch.trace, sequence, width + 24), alone.trace, computed=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_without_a_window_and_with_fixed_blocks_it_is_the_dual_cache(family):
     ours, near, dual = (
         generated(family, policy, block=6, **SHAPE).trace

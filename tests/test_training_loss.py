@@ -27,7 +27,7 @@ from dllm_jax.training.loss import (
     masked_loss,
     model_blocks,
 )
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, families, tiny
 
 loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
 gradient_of = jax.jit(jax.value_and_grad(masked_diffusion_loss, has_aux=True), static_argnames="remat")
@@ -72,7 +72,7 @@ def test_noise_levels_are_stratified_and_masks_follow_them():
     assert not masked[:, 7].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_padding_and_what_is_recomputed_change_neither_loss_nor_gradient(family):
     model, batch, key = tiny(family), batch_of(), jax.random.key(2)
     prompt = jnp.pad(batch.prompt, ((0, 0), (4, 0)), constant_values=7)
@@ -92,7 +92,7 @@ def test_a_floor_on_the_noise_level_masks_more():
     assert not masked.all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_isolated_prompts_do_not_see_their_answers(family):
     model, batch = tiny(family), batch_of()
     p = batch.prompt.shape[1]
@@ -110,7 +110,7 @@ def test_isolated_prompts_do_not_see_their_answers(family):
     assert (jnp.abs(full - hidden)[::2, :p].max(axis=(1, 2)) > 1e-3).all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("dream")
 def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
     model, key, isolating = tiny(family), jax.random.key(4), 0.25
     batch = batch_of(rows=400)
@@ -140,7 +140,7 @@ def test_every_block_is_drawn_as_often_and_the_last_may_be_shorter():
     np.testing.assert_array_equal(behind, np.cumsum(within[:, ::-1], axis=1)[:, ::-1] == 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_a_block_is_learnt_between_known_tokens_and_masks(family):
     model, key, batch, length = tiny(family), jax.random.key(4), batch_of(rows=40), 2
     mask_id, answer = model.spec.mask_id, np.asarray(batch.answer)

@@ -21,7 +21,7 @@ from dllm_jax.training import (
     until_end,
     vrpo_loss,
 )
-from tests.models import FAMILIES, random_tokens, tiny
+from tests.models import families, random_tokens, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -56,7 +56,7 @@ def by_hand(model: dj.Model, batch: Batch, masks: Masks) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_plain_forwards_give_the_same(family):
     model, batch = tiny(family), ragged(family)
     for masks in (one_step_masks(KEY, batch, 0.4), elbo_masks(KEY, batch, 6)):

@@ -9,7 +9,7 @@ import pytest
 from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
 from dllm_jax.training.config import optimiser, schedule
-from tests.models import EXHAUSTIVE, FAMILIES, cast, separate, tiny
+from tests.models import EXHAUSTIVE, cast, families, separate, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -168,7 +168,7 @@ def test_the_rate_rises_stays_and_falls():
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(family):
     params = tiny(family).params
     config = TrainConfig(steps=10, learning_rate=1e-3, muon=0.1, warmup=0, weight_decay=0.0)
