@@ -69,6 +69,7 @@ def test_a_row_has_a_number_for_each_task():
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
+        ([], "a table is missing: one of maskkv/1, maskkv/2, "),
         (["dkv-cache/9"], "'dkv-cache/9' is not among the tables: maskkv/1, "),
         (["dkv-cache/5"], "dkv-cache/5 holds settings, no results"),
         (["dkv-cache/2"], "tiny-llada is a llada model; dkv-cache/2, dream-v0-base-7b: another family"),
@@ -99,6 +100,14 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cell = tables.table("dkv-cache/1").of("llada-8b-instruct")["gsm8k", "Base (random)"]
     assert "lm_eval is not installed" in Asked().lacks(cell)
+
+
+def test_list_alone_says_which_tables_there_are(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "reproduce", "--list"])
+    assert command.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == tables.names()
+    assert "d2Cache (arXiv:2509.23094), Table 1; llada-8b-instruct" in lines[-1]
 
 
 SMALL = """

@@ -34,7 +34,7 @@ MARKERS = "osD^v<>Ph*"
 
 
 def run_reproduce(
-    table: tyro.conf.Positional[str],
+    table: tyro.conf.Positional[str | None] = None,
     asked: Annotated[Asked, WITHOUT_PREFIX] = DEFAULTS,
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint(),
     rows_of: str | None = None,
@@ -53,10 +53,16 @@ def run_reproduce(
       rows_of: the published model whose rows are meant, such as llada-1.5; None: the only one of the
         checkpoint's family.
       figure: accuracy by speed as a picture, printed points hollow.
-      list_: say what each cell needs and what it costs, and measure nothing.
+      list_: say what each cell needs and what it costs, without a table which there are; measure nothing.
       chip: whose roofline says the costs: a name of `dllm_jax.roofline.HARDWARE`.
       prompt: tokens that --list takes every prompt to have.
     """
+    if table is None and list_:
+        for each in map(tables.table, tables.names()):
+            show.line(f"{each.name}: {each.source}; {', '.join(each.models)}")
+        return 0
+    if table is None:
+        raise ValueError(f"a table is missing: one of {', '.join(tables.names())}; --list says what they are")
     found = tables.table(table)
     if rows_of is not None and rows_of not in found.models:
         raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
