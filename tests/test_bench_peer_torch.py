@@ -11,6 +11,7 @@ import pytest
 import dllm_jax as dj
 from bench.shared import models, runner
 from bench.shared.measure import Run
+from dllm_jax.check.weights import random_model
 from tests.models import FAMILIES, tiny
 
 REASON = "torch peer: install the 'oracle' extra"
@@ -82,7 +83,7 @@ def test_rows(tmp_path, capsys, monkeypatch):
 
 
 def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(capsys):
-    model = models.random_model(models.shape("tiny"), "bfloat16", gain=peer_torch.GAIN)
+    model = random_model(models.shape("tiny"), "bfloat16", gain=peer_torch.GAIN)
     theirs = twin(model)
     kinds = {name: tensor.dtype for name, tensor in theirs.network.named_parameters()}
     assert set(kinds.values()) == {torch.bfloat16}
