@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.experts.xla import Matrix, Scale, check_shapes, weighted
+from pallas_kernels.experts.xla import Back, BackScale, Into, IntoScale, check_shapes, weighted
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile; 16 is what tensor cores take at least
 COLUMNS = 128  # of a program, of all its matrices together
@@ -59,12 +59,12 @@ def experts(
     tokens: Float[Array, "t m"],
     chosen: Int[Array, "t c"],
     weight: Float[Array, "t c"],
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-    gate_scale: Scale | None = None,
-    up_scale: Scale | None = None,
-    down_scale: Scale | None = None,
+    gate: Into,
+    up: Into,
+    down: Back,
+    gate_scale: IntoScale | None = None,
+    up_scale: IntoScale | None = None,
+    down_scale: BackScale | None = None,
     interpret: bool = False,
 ) -> Float[Array, "t m"]:
     """As `xla.experts`; sums are float32, what lies between the two products is in the tokens' dtype.
@@ -120,8 +120,8 @@ def _tiles(expert: Int[Array, "r"], count: int, rows: int) -> Tiles:
 def _product(
     name: str,
     x: Float[Array, "n i"],
-    matrices: tuple[Matrix, ...],
-    scales: tuple[Scale | None, ...],
+    matrices: tuple[Into | Back, ...],
+    scales: tuple[IntoScale | BackScale | None, ...],
     choices: int,
     tiles: Tiles,
     rows: int,

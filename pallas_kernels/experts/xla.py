@@ -13,20 +13,23 @@ TILE = 256
 # experts in bfloat16, of which a product reads the matrices far faster than it multiplies.
 WIDE_BYTES = 2**29
 
+# Into an expert's width, and back; in `_ragged` either of the two. Scales are of an int8 matrix, by output.
+Into = Float[Array, "e m i"] | Int8[Array, "e m i"]
+Back = Float[Array, "e i m"] | Int8[Array, "e i m"]
 Matrix = Float[Array, "e i o"] | Int8[Array, "e i o"]
-Scale = Float[Array, "e o"]  # of an int8 matrix, by output
+IntoScale, BackScale, Scale = Float[Array, "e i"], Float[Array, "e m"], Float[Array, "e o"]
 
 
 def experts(
     tokens: Float[Array, "t m"],
     chosen: Int[Array, "t c"],
     weight: Float[Array, "t c"],
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-    gate_scale: Scale | None = None,
-    up_scale: Scale | None = None,
-    down_scale: Scale | None = None,
+    gate: Into,
+    up: Into,
+    down: Back,
+    gate_scale: IntoScale | None = None,
+    up_scale: IntoScale | None = None,
+    down_scale: BackScale | None = None,
 ) -> Float[Array, "t m"]:
     """The weighted sums of what each token's experts make of it, down(silu(gate x) * up x), in float32.
 
