@@ -26,6 +26,7 @@ import dllm_jax as dj
 from bench.shared import runner
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.policies import DualCache, Policy
+from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import HARDWARE, throughput
 from dllm_jax.samplers import Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
@@ -198,7 +199,7 @@ def main(turns: int = 5, json: runner.JsonFile = None):
       json: results go here.
     """
     specs = {"tiny-llada": dj.load(dj.embedded.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
-    where = runner.provenance("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
+    where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
     done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
     print(found := thousand())
     forecast = predicted()

@@ -17,7 +17,6 @@ import rich.console
 import tyro
 
 from dllm_jax import embedded, provenance
-from dllm_jax.check import command
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import plain_errors
@@ -75,6 +74,8 @@ def main() -> int:
         with plain_errors():
             return chatting.main(sys.argv[2:])
     if sys.argv[1:2] == ["check"]:
+        from dllm_jax.check import command  # half a second, which the others need not wait for
+
         with plain_errors():
             return command.main(sys.argv[2:])
     return demonstration(tyro.cli(Arguments))

@@ -183,16 +183,14 @@ class Operation:
         forms = self._forms(implementation, arrays)
 
         def why(platform: Platform) -> str:
-            entry = self._entry(platform, implementation, arrays)
-            name = implementation if isinstance(implementation, str) else entry and entry.implementation
-            said = f" ({entry.report})" if entry else ""
+            name, said = self._decided(platform, implementation, arrays)
             if name is None:
                 if platform not in self.kernels:
                     return "xla: no kernel for this platform"
                 reason = _reason(self.kernels[platform], arrays, options)
                 return f"xla: {reason or 'the kernel was not measured to be faster'}"
             if name == "xla":
-                return f"xla{said}" if entry else "xla: as asked for"
+                return f"xla{said}" if said else "xla: as asked for"
             if platform not in forms and name == "pallas":
                 return "xla: no kernel for this platform"
             if platform not in forms:
@@ -204,10 +202,15 @@ class Operation:
 
         return {platform: why(platform) for platform in get_args(Platform)}
 
-    def _entry(self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]) -> Entry | None:
-        """The entry that decides, where it is evidence that does."""
-        entries = implementation if isinstance(implementation, tuple) else ()
-        return next((e for e in entries if e.platform == platform and e.speaks_of(self, arrays)), None)
+    def _decided(
+        self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]
+    ) -> tuple[Implementation | None, str]:
+        """What is to be taken for a call, and in brackets what says so, where it is evidence that decides."""
+        if not isinstance(implementation, tuple):
+            return implementation, ""
+        ours = (e for e in implementation if e.platform == platform and e.speaks_of(self, arrays))
+        entry = next(ours, None)
+        return (entry.implementation, f" ({entry.report})") if entry else (None, "")
 
     def _forms(self, implementation: Choice, arrays: tuple[Any, ...]) -> dict[Platform, Callable[..., Any]]:
         """What platforms take instead of XLA's form where it supports the call."""
@@ -216,8 +219,7 @@ class Operation:
         kernels = {"cpu": on_cpu, **self.kernels}
         forms = {}
         for platform in get_args(Platform):
-            entry = self._entry(platform, implementation, arrays)
-            name = implementation if isinstance(implementation, str) else entry and entry.implementation
+            name, _ = self._decided(platform, implementation, arrays)
             if name == "pallas" and platform in kernels:
                 forms[platform] = kernels[platform]
             elif name == "cudnn" and platform == "cuda" and self.cudnn is not None:

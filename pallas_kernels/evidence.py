@@ -5,7 +5,6 @@ those that `python -m dllm_jax check --record` wrote on this machine, then `SHIP
 before the operation has once been computed by it on small operands in this process (`fault`).
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -13,7 +12,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,25 +75,23 @@ def known(device: jax.Device, path: Path | None = None) -> Evidence:
     """
     ours = jax.process_count() == 1 and device in jax.local_devices()
     entries = (*(recorded(user_file() if path is None else path) if ours else ()), *SHIPPED)
-    platform = _PLATFORMS.get(device.platform)
-    held = (e for e in entries if e.platform == platform and device.device_kind.startswith(e.device))
-    if not ours:
-        return tuple(held)
+    of_device = lambda e: e.platform == platform_of(device) and device.device_kind.startswith(e.device)
+    held = tuple(filter(of_device, entries))
+    if not (held and ours):
+        return held
     # In a thread of its own, where neither `jax.set_mesh` nor `jax.default_device` is in force.
     with ThreadPoolExecutor(1) as alone:
         return tuple(alone.submit(lambda: list(filter(_believed, held))).result())
 
 
-_PLATFORMS: dict[str, Platform] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
-
-
 def platform_of(device: jax.Device) -> Platform | None:
     """The platform that programs for a device are lowered for; None of one that has no forms of its own."""
-    return _PLATFORMS.get(device.platform)
+    platforms: dict[str, Platform] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
+    return platforms.get(device.platform)
 
 
 def recorded(path: Path) -> Evidence:
-    """What `record` wrote with this version of jax; nothing if there is no such file.
+    """What `check --record` wrote with this version of jax; nothing if there is no such file.
 
     Raises:
       ValueError: the file does not hold entries.
@@ -109,31 +106,45 @@ def recorded(path: Path) -> Evidence:
     return entries if found.get("jax") == jax.__version__ else ()
 
 
-def record(entries: Evidence, path: Path):
-    """Writes entries in the place of those that were recorded before; never half of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(path)
+class Reference(NamedTuple):
+    """XLA's results in float32, and the deviation of its own in the operands' dtype."""
+
+    exact: Any
+    own: Deviation
+
+    @staticmethod
+    def of(family: Family, case: Operands) -> "Reference":
+        """Computes both on the default device."""
+        plain = functools.partial(family.operation.xla, **case.options)
+        wide = [x.astype(jnp.float32) if _floats(x) else x for x in case.arrays]
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(plain)(*wide)
+        error = _most_off(jax.jit(plain)(*case.arrays), exact)
+        narrow = [str(x.dtype) for x in case.arrays if _floats(x)]
+        return Reference(
+            exact, Deviation(error, max(2 * error, *(TOLERANCE.get(name, 0) for name in narrow)))
+        )
 
 
-def deviation(family: Family, case: Operands, implementation: Implementation) -> Deviation:
+def deviation(
+    family: Family, case: Operands, implementation: Implementation, reference: Reference | None = None
+) -> Deviation:
     """Compares an implementation on the default device with XLA's, of operands of one shape.
+
+    Args:
+      family: the operation.
+      case: the operands.
+      implementation: what is compared.
+      reference: of the same operands, if it has been computed already.
 
     Raises:
       NotImplementedError: it does not support the call, and why.
     """
+    if implementation == "xla":
+        return (reference or Reference.of(family, case)).own
     ours = jax.jit(functools.partial(run, family, case, implementation))(*case.arrays)
-    plain = functools.partial(family.operation.xla, **case.options)
-    own = jax.jit(plain)(*case.arrays)
-    wide = [x.astype(jnp.float32) if _floats(x) else x for x in case.arrays]
-    with jax.default_matmul_precision("highest"):
-        exact = jax.tree.leaves(jax.jit(plain)(*wide))
-    off = [_off(*pair) for pair in zip(jax.tree.leaves(ours), exact, strict=True)]
-    by_xla = [_off(*pair) for pair in zip(jax.tree.leaves(own), exact, strict=True)]
-    narrow = [str(x.dtype) for x in case.arrays if _floats(x)]
-    return Deviation(max(off), max(2 * max(by_xla), *(TOLERANCE.get(name, 0) for name in narrow)))
+    exact, own = reference or Reference.of(family, case)
+    return Deviation(_most_off(ours, exact), own.allowed)
 
 
 def run(family: Family, case: Operands, implementation: Implementation, *arrays: jax.Array) -> object:
@@ -182,6 +193,10 @@ def _believed(entry: Entry) -> bool:
 
 def _floats(x: object) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _most_off(ours: Any, exact: Any) -> float:
+    return max(_off(*pair) for pair in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True))
 
 
 def _off(ours: jax.Array, exact: jax.Array) -> float:

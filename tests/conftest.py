@@ -32,17 +32,8 @@ FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
 # Files whose partial steps gather what they compute, at the policy's own widths.
 NARROW = (
-    *(
-        "bench",
-        "block_causal",
-        "buckets",
-        "check",
-        "compiled",
-        "engine",
-        "explain",
-        "generate_many",
-        "goldens",
-    ),
+    *("bench", "block_causal", "buckets", "check", "compiled", "engine", "explain"),
+    *("generate_many", "goldens"),
     *("group", "mesh", "policies", "policy_reads", "roofline", "testing", "trajectory"),
 )
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"

@@ -116,7 +116,7 @@ ON_CPUS = Entry("attention", "cpu", "cpu", "pallas", ("float32",), (2, 8), "the 
 def test_what_was_recorded_decides_where_load_says_nothing(cache):
     path = dj.embedded.path("tiny-llada")
     assert dj.load(path).implementation is None  # nothing ships for CPUs
-    evidence.record((ON_CPUS,), cache)
+    operations.record((ON_CPUS,), cache)
     model = dj.load(path)
     assert model.implementation == (ON_CPUS,)
     assert dj.load(path, implementation="xla").implementation == "xla"
@@ -144,7 +144,7 @@ def test_what_was_recorded_decides_where_load_says_nothing(cache):
 
 
 def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
-    evidence.record((ON_CPUS,), cache)
+    operations.record((ON_CPUS,), cache)
     broken = with_kernel(kernel(1e-3))
     monkeypatch.setattr(evidence, "FAMILIES", [broken])
     with pytest.warns(
@@ -230,8 +230,8 @@ class Run:
 def test_a_wrong_token_turns_the_verdict(dtype):
     model = dj.load(dj.embedded.path("tiny-llada"), dtype="float32")
     out = dj.generate(model, np.arange(5, 21)[None], length=8, block=4, trace=True)
-    case = tokens.Case("tiny-llada", dtype, dj.policies.Policy())
-    assert tokens._compared(case, [Run(model, out), Run(model, out)]).right is True
+    case, asked = tokens.Case("tiny-llada", dtype, dj.policies.Policy()), tokens.Asked.of("tiny-llada")
+    assert tokens._compared(case, asked, [Run(model, out), Run(model, out)]).right is True
     taken = np.asarray(out.trace.tokens)
     step = 3
     (position,) = np.flatnonzero(taken[step + 1, 0] != taken[step, 0])
@@ -240,12 +240,12 @@ def test_a_wrong_token_turns_the_verdict(dtype):
         changed = taken.copy()
         changed[step + 1 :, 0, position] = other
         wrong = out._replace(trace=out.trace._replace(tokens=changed))
-        found = tokens._compared(case, [Run(model, wrong), Run(model, out)])
+        found = tokens._compared(case, asked, [Run(model, wrong), Run(model, out)])
         assert found.right is close
         if not close:
             assert f"step {step}, sequence 0, position {position}" in found.text
     broken = out._replace(stats=out.stats._replace(finite=np.array([False])))
-    assert tokens._compared(case, [Run(model, broken), Run(model, out)]).right is False
+    assert tokens._compared(case, asked, [Run(model, broken), Run(model, out)]).right is False
 
 
 def test_tokens_of_a_device_are_compared_with_another():

@@ -27,6 +27,7 @@ from bench.compiled.program import TRAINING, Case, Setting, compile_case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
 from bench.shared.models import policies_named, shape
+from dllm_jax.provenance import measured_on
 
 Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
 
@@ -89,7 +90,7 @@ def provenance(dtype: str) -> runner.Row:
     command, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
     found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     made = {"device": "none: described targets", "commit": found.stdout.strip() or None}
-    return runner.provenance(dtype) | made
+    return measured_on(dtype) | made
 
 
 def _step(kind: str, field: str, scale: float = 1) -> Any:

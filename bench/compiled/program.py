@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 import dllm_jax as dj
 from bench.compiled import hlo, traffic
 from bench.compiled.targets import TARGETS, Target
-from bench.shared.measure import Run, held
+from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
+from dllm_jax.check.steps import held
 from dllm_jax.decoding.group import of_full_step
 from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
+import jax
 import tyro
 
 import dllm_jax as dj
@@ -20,7 +21,8 @@ from bench.generate.generation import Generation, Limits, prepare, whole_run
 from bench.shared import models, runner
 from bench.shared.measure import Grid, Run
 from dllm_jax.check import timing
-from dllm_jax.check.weights import random_model
+from dllm_jax.check.weights import default_dtype, random_model
+from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import Hardware
 
 
@@ -105,14 +107,14 @@ COLUMNS: runner.Columns = {
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Measures the grid."""
-    dtype = options.dtype or runner.default_dtype()
+    dtype = options.dtype or default_dtype(jax.devices()[0].platform)
     if options.model:
         model = dj.load(options.model, dtype=dtype)
     else:
         model = random_model(models.shape(options.shape), dtype)
     small = options.shape == "tiny" and not options.model
     roof = timing.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
-    where = runner.provenance(dtype) | {
+    where = measured_on(dtype) | {
         "model": options.model or f"{options.shape}, random weights", "spec": dataclasses.asdict(model.spec),
         "length": options.grid.length, "block": options.grid.block, "steps": options.grid.denoising_steps,
         "threshold": options.threshold, "limits": dataclasses.asdict(options.limits),

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 import dllm_jax as dj
-from bench.shared.measure import Program, Run, program
+from bench.shared.measure import Run
 from dllm_jax import roofline
 from dllm_jax.check import timing
-from dllm_jax.check.steps import StepTimes, step_times
+from dllm_jax.check.steps import Program, StepTimes, program, step_times
 from dllm_jax.check.timing import Time
 from dllm_jax.roofline import Hardware
 

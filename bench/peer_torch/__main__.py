@@ -27,12 +27,14 @@ import dllm_jax as dj
 from bench.peer_torch.decoders import peer
 from bench.peer_torch.twin import Twin, twin
 from bench.shared import models, runner
-from bench.shared.measure import Run, program
+from bench.shared.measure import Run
 from dllm_jax.check import timing
-from dllm_jax.check.weights import random_model
+from dllm_jax.check.steps import program
+from dllm_jax.check.weights import default_dtype, random_model
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import encode
 from dllm_jax.nn.modules import INIT_STD
+from dllm_jax.provenance import measured_on
 
 GAIN = 3.0  # of the random weights: confidences and scores lie further apart than rounding, and tokens differ
 EXACT = "exact"  # names our `Policy()`
@@ -162,8 +164,8 @@ COLUMNS: runner.Columns = {
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Compares and prints."""
     ours = jax.devices(options.device)[0]  # jax says which there are where it has none of these
-    dtype = options.dtype or ("float32" if ours.platform == "cpu" else "bfloat16")
-    where = runner.provenance(dtype) | {
+    dtype = options.dtype or default_dtype(ours.platform)
+    where = measured_on(dtype) | {
         "device": ours.device_kind, "platform": ours.platform,
         "weights": f"random, std {GAIN * INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},

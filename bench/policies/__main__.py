@@ -16,6 +16,7 @@ from bench.policies.measure import stages
 from bench.policies.workloads import workloads
 from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
+from dllm_jax.provenance import measured_on
 
 
 def chosen(only: tuple[str, ...], names: Iterable[str]) -> list[str]:
@@ -35,7 +36,7 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
       prompts: held-out prompts of each task.
       json: results go here; settings that it has of the same workloads are not run again.
     """
-    where, every = runner.provenance("float32"), workloads(prompts)
+    where, every = measured_on("float32"), workloads(prompts)
     for name in chosen(only, every):
         # Runs of different workloads may share the file.
         found = read_json(json)["models"] if json and json.exists() else {}

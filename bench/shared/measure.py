@@ -1,17 +1,13 @@
-"""Generations to measure: a grid of them, the request of each, and its program compiled ahead of time."""
+"""Generations to measure: a grid of them, and the request of each."""
 
 import dataclasses
-import functools
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 import dllm_jax as dj
 from bench.shared.models import policies_named
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.samplers import Sampler
 from dllm_jax.samplers.parallel import UntilDone
@@ -98,36 +94,3 @@ class Run:
             model, tokens, prompt_embeds=embeds, length=self.length, block=self.block, steps=self.steps,
             policy=self.policy, sampler=sampler, key=key, widths=self.widths,
         )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled generation, with the seconds of tracing and lowering, and of XLA or of reading its cache.
-
-    `run` runs it on the model and request it was compiled for: tokens, statistics and None.
-    """
-
-    compiled: jax.stages.Compiled
-    run: Callable[[], Any]
-    lower_s: float
-    compile_s: float
-
-    @property
-    def bytes(self) -> int | None:
-        """What it takes, by the compiler's account; None if it has none."""
-        return (m := self.compiled.memory_analysis()) and held(m)
-
-
-def held(m: Any) -> int:
-    """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
-    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
-
-
-def program(model: dj.Model, request: Request) -> Program:
-    """Compiles a generation ahead of time; an abstract model will do, though its program cannot be run."""
-    start = time.perf_counter()
-    lowered = denoise.lower(model, request.inputs, request.plan)
-    between = time.perf_counter()
-    compiled = lowered.compile()
-    run = functools.partial(compiled, model, request.inputs, request.plan)
-    return Program(compiled, run, between - start, time.perf_counter() - between)

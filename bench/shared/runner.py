@@ -1,15 +1,12 @@
 """Runs benches: a line of a Markdown table per row as it is measured, and a JSON file that says on what."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.provenance import measured_on as provenance  # noqa: F401 (for benches)
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], Any]]
@@ -76,12 +73,6 @@ def _head(heads: Sequence[str], align: str) -> list[str]:
 
 def _line(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
-
-
-@functools.cache
-def default_dtype() -> str:
-    """bfloat16 on accelerators; float32 on a CPU, where bfloat16 is emulated."""
-    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
 def write(path: Path | None, document: Any):

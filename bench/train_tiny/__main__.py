@@ -17,7 +17,6 @@ from typing import Annotated
 import jax.numpy as jnp
 import tyro
 
-from bench.shared import runner
 from bench.train_tiny import card
 from bench.train_tiny.block_causal import block_causal
 from bench.train_tiny.recipes import RECIPES, Recipe
@@ -25,6 +24,7 @@ from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count, separate
+from dllm_jax.provenance import measured_on
 from dllm_jax.tasks import Curriculum
 from dllm_jax.training import Run, train
 
@@ -43,7 +43,7 @@ def ship(run: Run, recipe: Recipe, out: Path):
     if recipe.beyond:
         found |= {"beyond": card.beyond_training(out, reader)}
     (out / "README.md").write_text(card.text(recipe, run, found))
-    where = runner.provenance(str(run.model.dtype))
+    where = measured_on(str(run.model.dtype))
     record = where | {"config": dataclasses.asdict(recipe.config), "log": run.log} | found
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
     for row in found["held_out"]:

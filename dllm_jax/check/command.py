@@ -15,6 +15,7 @@ import tyro
 from dllm_jax import embedded
 from dllm_jax.check import environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Findings, Report
+from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat
@@ -22,7 +23,7 @@ from dllm_jax.policies import ALL
 from dllm_jax.provenance import device, now
 from dllm_jax.published.presets import presets
 from pallas_kernels.choice import Implementation
-from pallas_kernels.evidence import known, platform_of, record, user_file
+from pallas_kernels.evidence import known, platform_of, user_file
 from pallas_kernels.operands import FAMILIES
 
 Part = Literal["environment", "operations", "tokens", "speed", "several"]
@@ -73,7 +74,7 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
         beside.run("peers", lambda: peers.findings(options), say)
     until = time.monotonic() + 60 * arguments.minutes
     spec = shape(arguments.shape)
-    dtype = "float32" if device().platform == "cpu" else "bfloat16"
+    dtype = default_dtype(device().platform)
     report = Report.begin(dataclasses.asdict(arguments) | {"json": None}, dtype, arguments.json)
     report.parts.update(beside.parts)
     parts = _parts(arguments, spec, dtype, until)
@@ -86,7 +87,7 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     if arguments.record and report.complete:
         name = f"python -m dllm_jax check, {now()}"
         found = operations.evidence(report.parts.get("operations", []), name)
-        record(found, user_file())
+        operations.record(found, user_file())
         say(f"recorded for this machine: {len(found)} entries in {user_file()}")
     report.write()
     console.rule()
@@ -119,9 +120,9 @@ def _parts(
     geometry = speed.SMALL if on_cpu else speed.Geometry()
     embedded_models = embedded.TEXT[:1] if quick else embedded.TEXT
     policies = speed.POLICIES[:3] if quick else ALL
-    every: tuple[Implementation, ...] = get_args(Implementation)
+    every: tuple[Implementation, ...] = () if on_cpu else get_args(Implementation)
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
-    cases = speed.cases(geometry, [] if on_cpu else by, quick)
+    cases = speed.cases(geometry, by, quick)
     return {
         "environment": lambda: environment.findings(spec, hardware()),
         "operations": lambda: operations.findings(hardware(), dtypes, quick),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
+from dllm_jax.eval.run.files import write_json
 from dllm_jax.roofline.hardware import Hardware
 from pallas_kernels.choice import Entry, Evidence, Implementation
-from pallas_kernels.evidence import deviation, platform_of, run
+from pallas_kernels.evidence import Reference, deviation, platform_of, run
 from pallas_kernels.operands import FAMILIES, Family, Operands
 
 CALLS = 20  # queued per timed run on an accelerator
@@ -57,9 +59,10 @@ def _finding(
 ) -> Finding:
     """Compares all implementations, and times those that are right if there are turns to do so."""
     found: dict[str, Any] = {}
+    reference = Reference.of(family, case)
     for implementation in get_args(Implementation):
         try:
-            off = deviation(family, case, implementation)
+            off = deviation(family, case, implementation, reference)
             found[implementation] = off._asdict() | {"right": off.right}
         except NotImplementedError as reason:
             found[implementation] = {"unsupported": str(reason)}
@@ -74,12 +77,10 @@ def _finding(
     why = lambda one: one.get("message") or f"{one['error']:.2g} off, not {one['allowed']:.2g}"
     text = [f"{name} {why(found[name])}" for name in wrong] + [f"{', '.join(right)} right"]
     if repeats and right:
+        results = jax.eval_shape(functools.partial(family.operation.xla, **case.options), *case.arrays)
+        floor = max(case.bytes(results) / hardware.bandwidth, case.flops / hardware.flops)
         for name, time in _times(family, case, right, repeats).items():
             found[name]["us"] = dataclasses.asdict(time.scaled(1e6))
-            moved = case.bytes(
-                jax.eval_shape(functools.partial(family.operation.xla, **case.options), *case.arrays)
-            )
-            floor = max(moved / hardware.bandwidth, case.flops / hardware.flops)
             found[name]["share"] = floor / time.median
         fastest = min(right, key=lambda name: found[name]["us"]["median"])
         data["fastest"] = fastest
@@ -139,6 +140,12 @@ def evidence(found: Sequence[Finding], report: str) -> Evidence:
                 )
             )
     return tuple(entries)
+
+
+def record(entries: Evidence, path: Path):
+    """Writes entries in the place of those that were recorded before, for `pallas_kernels.evidence`."""
+    found = {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]}
+    write_json(path, found)
 
 
 def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str, str]]) -> Implementation:

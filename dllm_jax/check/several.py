@@ -1,7 +1,6 @@
 """Meshes of all devices: the same tokens as one device, and the time of a shape's generation on each."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator
 
@@ -12,10 +11,10 @@ from dllm_jax import embedded
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.check.speed import Case, Geometry, request
+from dllm_jax.check.steps import program
 from dllm_jax.check.weights import random_model
 from dllm_jax.checkpoint import load
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import place, runs_on
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.nn.model import Model
@@ -84,5 +83,4 @@ def _time(
     asked = request(model, case, geometry)
     placed = place(model, asked, asked.inputs.tokens)
     with runs_on(placed):
-        program = denoise.lower(*placed[:3]).compile()
-        return timing.timed(functools.partial(program, *placed[:3]), 3)
+        return timing.timed(program(placed.model, placed).run, 3)

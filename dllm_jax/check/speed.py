@@ -1,19 +1,16 @@
 """Steps and generations of a shape with random weights, beside the roofline at this device's own rates."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.check.steps import StepTimes, step_times
+from dllm_jax.check.steps import StepTimes, program, step_times
 from dllm_jax.check.weights import random_model
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.nn.int8 import Weights
@@ -22,6 +19,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import DKVPD, D2Cache, DualCache, MaskKV, Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.predict import Work, work
+from dllm_jax.testing.models import random_tokens
 from pallas_kernels.choice import Choice, Implementation
 
 POLICIES = (Policy(), DualCache(), DKVPD(), MaskKV(), D2Cache())
@@ -137,8 +135,7 @@ def _failed(case: Case, error: Exception) -> Finding:
 
 def request(model: Model, case: Case, geometry: Geometry) -> Request:
     """A generation from random ids with a fixed schedule."""
-    lowest = min(model.spec.mask_id, model.spec.eos_id, model.spec.vocab)
-    tokens = np.random.default_rng(0).integers(0, lowest, (case.batch, case.prompt))
+    tokens = random_tokens(model.spec, case.batch, case.prompt)
     return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
 
 
@@ -155,21 +152,20 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
     steps = step_times(model, asked, repeats)
 
     placed = place(model, asked, asked.inputs.tokens)
-    begun = time.perf_counter()
-    program = denoise.lower(*placed[:3]).compile()
-    compiled = time.perf_counter() - begun
+    made = program(placed.model, placed)
+    compiled = made.lower_s + made.compile_s
     # As many turns of long generations as take half a minute.
     turns = max(1, min(3, round(30 / max(1e-3, steps.full.median * asked.plan.layout.steps))))
-    whole = timing.timed(functools.partial(program, *placed[:3]), turns)
+    whole = timing.timed(made.run, turns)
     rate = case.batch * geometry.length / whole.median
-    kinds, account = _steps(predicted, steps, hardware), program.memory_analysis()
+    kinds = _steps(predicted, steps, hardware)
     data: dict[str, Any] = {
         "policy": repr(case.policy), "prompt": case.prompt, "batch": case.batch, "weights": case.weights,
         "implementation": case.implementation, "dtype": str(model.dtype), "steps": kinds,
         "share": kinds["partial" if "partial" in kinds else "full"]["share"], "compile_s": compiled,
         "seconds": dataclasses.asdict(whole), "predicted_s": predicted.on(hardware).seconds,
         "tokens_per_s": rate,
-        "program_bytes": account and held(account), "predicted_bytes": predicted.memory.total(hardware),
+        "program_bytes": made.bytes, "predicted_bytes": predicted.memory.total(hardware),
         "device_peak_bytes": timing.peak_bytes(),
     }  # fmt: skip
     of_step = lambda kind: "{} {:.2f} ms ({:.0%})".format(
@@ -202,9 +198,3 @@ def _steps(predicted: Work, steps: StepTimes, hardware: Hardware) -> dict[str, d
                 "share": seconds / taken.median,
             }
     return found
-
-
-def held(account: Any) -> int:
-    """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
-    kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
-    return kept + account.temp_size_in_bytes

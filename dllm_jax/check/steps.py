@@ -1,15 +1,17 @@
-"""Single denoising steps, timed as the engine's loop runs them."""
+"""Single denoising steps, timed as the engine's loop runs them, and whole generations, compiled."""
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from dllm_jax.check.timing import Time, seconds
 from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.loop import begin, coming
+from dllm_jax.decoding.loop import begin, coming, denoise
+from dllm_jax.decoding.placement import Placed
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
 from dllm_jax.decoding.step import State, step
@@ -96,6 +98,44 @@ def _timed(step: Callable[[State], State], start: Callable[[], State], most: int
         jax.block_until_ready(state)
         taken.append((time.perf_counter() - begun) / calls)
     return Time.of(taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled generation, with the seconds of tracing and lowering, and of XLA or of reading its cache.
+
+    `run` runs it on the model and request it was compiled for: tokens, statistics and None.
+    """
+
+    compiled: jax.stages.Compiled
+    run: Callable[[], Any]
+    lower_s: float
+    compile_s: float
+
+    @property
+    def bytes(self) -> int | None:
+        """What it takes, by the compiler's account; None if it has none."""
+        return (m := self.compiled.memory_analysis()) and held(m)
+
+
+def held(m: Any) -> int:
+    """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
+    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
+
+
+def program(model: Model, request: Request | Placed) -> Program:
+    """Compiles a generation ahead of time; an abstract model will do, though its program cannot be run.
+
+    Args:
+      model: the model.
+      request: as it is on the host, or with the groups in which `generate` runs its full steps, placed.
+    """
+    start = time.perf_counter()
+    lowered = denoise.lower(model, request.inputs, request.plan)
+    between = time.perf_counter()
+    compiled = lowered.compile()
+    run = functools.partial(compiled, model, request.inputs, request.plan)
+    return Program(compiled, run, between - start, time.perf_counter() - between)
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")

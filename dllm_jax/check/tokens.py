@@ -17,11 +17,11 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.stats import Trace
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.policies import ALL, DKVGreedy, Policy
 from dllm_jax.samplers import Confidence, RandomOrder
-from dllm_jax.tasks import Chain, exact, examples, prompt_arrays
+from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
+from dllm_jax.testing.runs import first_difference
 
 SHAPE = {"length": 32, "block": 4}
 QUESTIONS = 2
@@ -41,6 +41,18 @@ class Case(NamedTuple):
     def title(self) -> str:
         """A short name."""
         return f"{self.model}, {self.dtype}, {type(self.policy).__name__}"
+
+
+class Asked(NamedTuple):
+    """What a model is asked, and its tokenizer."""
+
+    tokenizer: Any
+    questions: list[Example]
+
+    @staticmethod
+    def of(name: str) -> "Asked":
+        """Of an embedded model."""
+        return Asked(read_tokenizer(embedded.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out"))
 
 
 class Ready(NamedTuple):
@@ -77,6 +89,7 @@ def findings(
     places = [device] if reference == device else [device, reference]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
         for name in models:
+            asked = Asked.of(name)
             for dtype in dtypes:
                 loaded = [
                     _on(place_, load, embedded.path(name), dtype=dtype, implementation="xla")
@@ -84,12 +97,12 @@ def findings(
                 ]
                 cases = [Case(name, dtype, policy) for policy in policies]
                 ready = [
-                    [_on(p, _ready, m, case, pool) for p, m in zip(places, loaded, strict=True)]
+                    [_on(p, _ready, m, case, asked, pool) for p, m in zip(places, loaded, strict=True)]
                     for case in cases
                 ]
                 for case, both in zip(cases, ready, strict=True):
                     try:
-                        yield _compared(case, both)
+                        yield _compared(case, asked, both)
                     except Exception as error:  # the other policies are looked at all the same
                         yield failed(case.title, error)
 
@@ -100,9 +113,8 @@ def _on(device: jax.Device, call: Any, *arguments: Any, **options: Any) -> Any:
         return call(*arguments, **options)
 
 
-def _ready(model: Model, case: Case, pool: ThreadPoolExecutor) -> Ready:
-    tokenizer = read_tokenizer(embedded.path(case.model))
-    prompt, mask = prompt_arrays(tokenizer, _questions(), model.spec.eos_id)
+def _ready(model: Model, case: Case, asked: Asked, pool: ThreadPoolExecutor) -> Ready:
+    prompt, mask = prompt_arrays(asked.tokenizer, asked.questions, model.spec.eos_id)
     ordered = isinstance(case.policy, DKVGreedy)
     options: dict[str, Any] = {"sampler": RandomOrder() if ordered else Confidence()}
     options |= {"key": jax.random.key(0)} if ordered else {}
@@ -112,19 +124,19 @@ def _ready(model: Model, case: Case, pool: ThreadPoolExecutor) -> Ready:
     return Ready(model, placed, pool.submit(denoise.lower(*placed[:3]).compile))
 
 
-def _questions() -> list[Any]:
-    return examples(Chain(), 0, 7, QUESTIONS, "held_out")
-
-
-def _compared(case: Case, both: list[Ready]) -> Finding:
+def _compared(case: Case, asked: Asked, both: list[Ready]) -> Finding:
     """Runs a case on the device and on the reference; on one device alone, its answers are looked at."""
     out = both[0].run()
     if not bool(np.all(out.stats.finite)):
         return Finding(case.title, "logits are not finite", False)
     if len(both) == 1:
-        return _answered(case, both[0], out)
+        return _answered(case, asked, both[0], out)
     theirs = both[1].run()
+    assert out.trace is not None
+    assert theirs.trace is not None
     step = first_difference(out.trace, theirs.trace)
+    if step is None and len(out.trace.tokens) != len(theirs.trace.tokens):
+        step = len(out.trace.tokens) - 2, 0, 0
     if step is None:
         return Finding(case.title, "the tokens of the CPU", True)
     where = dict(zip(("step", "sequence", "position"), step, strict=True))
@@ -136,31 +148,13 @@ def _compared(case: Case, both: list[Ready]) -> Finding:
     return Finding(case.title, f"{text}, probabilities {gap:.3f} apart", close, where | {"gap": gap})
 
 
-def _answered(case: Case, ready: Ready, out: Output) -> Finding:
+def _answered(case: Case, asked: Asked, ready: Ready, out: Output) -> Finding:
     """Without a device to compare with: the exact decoder knows the answers."""
-    tokenizer, right = read_tokenizer(embedded.path(case.model)), None
     width = out.tokens.shape[1] - SHAPE["length"]
-    answers = decode_answers(ready.model, tokenizer, np.asarray(out.tokens[:, width:]))
-    count = int(np.sum(exact(answers, _questions())))
-    if type(case.policy) is Policy:
-        right = count == QUESTIONS
+    answers = decode_answers(ready.model, asked.tokenizer, np.asarray(out.tokens[:, width:]))
+    count = int(np.sum(exact(answers, asked.questions)))
+    right = count == QUESTIONS if type(case.policy) is Policy else None
     return Finding(case.title, f"{count} of {QUESTIONS} answers right, all finite", right)
-
-
-def first_difference(ours: Trace | None, theirs: Trace | None) -> tuple[int, int, int] | None:
-    """Step, sequence and position where two runs first have different tokens; None if they never have.
-
-    Where one of them decodes a position that the other leaves masked, that is a difference too.
-    """
-    assert ours is not None
-    assert theirs is not None
-    a, b = np.asarray(ours.tokens), np.asarray(theirs.tokens)
-    steps = min(len(a), len(b))
-    differ = np.argwhere(a[:steps] != b[:steps])
-    if not len(differ):
-        return None if len(a) == len(b) else (steps - 1, 0, 0)
-    after, sequence, position = (int(i) for i in differ[0])
-    return after - 1, sequence, position
 
 
 def _gap(model: Model, theirs: Any, step: int, sequence: int, position: int, ours: Any) -> float:

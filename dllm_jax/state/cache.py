@@ -225,12 +225,7 @@ class LayerCache(NamedTuple):
           the changed cache, and this layer after the write.
         """
 
-        def write(array: Array, new: Array) -> Array:
-            return same_in_all_loops(
-                self.storage.put_last(array, new.astype(array.dtype)), self.kernels, False
-            )
-
-        cache = self._replace(storage=self.storage.changed(lambda own: jax.tree.map(write, own, new), 0))
+        cache = self._changed(lambda own, write: jax.tree.map(write, own, new), None, scattered=False)
         return cache, cache.read()
 
     def write(self, rows: Rows, ahead: int = 0, **parts: PyTree) -> "LayerCache":
@@ -251,7 +246,7 @@ class LayerCache(NamedTuple):
     def _changed(
         self,
         change: Callable[[PyTree, Callable[[Array, Array], Array]], PyTree],
-        rows: Rows,
+        rows: Rows | None,
         ahead: int = 0,
         scattered: bool = True,
     ) -> "LayerCache":
@@ -259,14 +254,15 @@ class LayerCache(NamedTuple):
 
         Args:
           change: takes a layer's storage and a function that writes new values into one of its arrays.
-          rows: slots that are written.
+          rows: slots that are written; None are the last ones, as many as there are new values.
           ahead: 0 for this layer, 1 for the following one.
           scattered: as of `KV.zeros`.
         """
 
         # Keys and values keep one order of axes in memory, whatever loop writes them.
         def write(array: Array, new: Array) -> Array:
-            written = self.storage.put(array, rows, new.astype(array.dtype), ahead)
+            new, storage = new.astype(array.dtype), self.storage
+            written = storage.put_last(array, new) if rows is None else storage.put(array, rows, new, ahead)
             return same_in_all_loops(written, self.kernels, scattered) if new.ndim == 4 else written
 
         return self._replace(storage=self.storage.changed(lambda own: change(own, write), ahead))

@@ -22,14 +22,11 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
     assert theirs is not None
     # The first difference is told; those that follow come from it.
     a, b = np.asarray(ours.tokens), np.asarray(theirs.tokens)
-    steps = min(len(a), len(b))
-    differ = a[:steps] != b[:steps]
-    if differ.any():
-        after, sequence, position = (int(i[0]) for i in np.nonzero(differ))
-        step = after - 1
+    if (where := first_difference(ours, theirs)) is not None:
+        step, sequence, position = where
         raise AssertionError(
-            f"step {step}, sequence {sequence}, position {position}: {a[after, sequence, position]} was "
-            f"decoded instead of {b[after, sequence, position]}; computed there: "
+            f"step {step}, sequence {sequence}, position {position}: {a[step + 1, sequence, position]} was "
+            f"decoded instead of {b[step + 1, sequence, position]}; computed there: "
             f"{places(ours, step, sequence)} instead of {places(theirs, step, sequence)}"
         )
     assert len(a) == len(b), f"{len(a) - 1} steps instead of {len(b) - 1}"
@@ -39,6 +36,20 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
             f"step {step}, sequence {sequence}, position {position}: computed "
             f"{places(ours, step, sequence)} instead of {places(theirs, step, sequence)}"
         )
+
+
+def first_difference(ours: Trace, theirs: Trace) -> tuple[int, int, int] | None:
+    """Step, sequence and position where two runs first have different tokens, of the steps that both took.
+
+    Where one of them decodes a position that the other leaves masked, that is a difference too.
+    """
+    a, b = np.asarray(ours.tokens), np.asarray(theirs.tokens)
+    steps = min(len(a), len(b))
+    differ = np.argwhere(a[:steps] != b[:steps])
+    if not len(differ):
+        return None
+    after, sequence, position = (int(i) for i in differ[0])
+    return after - 1, sequence, position
 
 
 def assert_close_scores(ours: Trace | None, theirs: Trace | None, atol: float):
