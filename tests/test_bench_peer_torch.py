@@ -26,18 +26,23 @@ SPARSE = dj.policies.SparseDLLM
 POLICIES = dj.policies.Policy(), dj.policies.DualCache(), SPARSE(), SPARSE(keep=0.3, kernel=1, delay=0)
 
 
-def generations(model: dj.Model, policy: dj.policies.Policy, **changes) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of ours and theirs: two prompts of 9, blocks of 6 in 4 steps (two tokens in the first two)."""
+def generations(
+    model: dj.Model,
+    policy: dj.policies.Policy = dj.policies.Policy(),
+    sampler: dj.samplers.Sampler = dj.samplers.Confidence(),
+    **changes,
+) -> tuple[dj.Output, np.ndarray]:
+    """Ours, and their tokens: two prompts of 9, blocks of 6 in 4 steps (two tokens in the first two)."""
     shape = {"prompt": 9, "batch": 2, "length": 12, "block": 6, "steps": 8} | changes
-    run = Run(**shape, policy=policy, sampler=dj.samplers.Confidence())
+    run = Run(**shape, policy=policy, sampler=sampler)
     tokens = np.asarray(run.request(model).inputs.tokens)
     shape = dict(length=run.length, block=run.block, steps=run.steps)
-    ours = dj.generate(model, tokens[:, : run.prompt], policy=policy, **shape)
+    ours = dj.generate(model, tokens[:, : run.prompt], policy=policy, sampler=sampler, **shape)
     decoder = peer(twin(model), policy)
     assert decoder is not None
     with torch.inference_mode():
         theirs = decoder.generate(torch.tensor(tokens, dtype=torch.long), run)
-    return np.asarray(ours.tokens), theirs.numpy()
+    return ours, theirs.numpy()[:, : run.prompt + run.length]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,16 +51,39 @@ def test_same_tokens(family):
     found = set()
     for policy in POLICIES:
         ours, theirs = generations(tiny(family), policy)
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ours.tokens, theirs)
         assert not np.any(theirs == tiny(family).spec.mask_id)
         found.add(theirs.tobytes())
     assert len(found) == len(POLICIES)
 
 
+@pytest.mark.parametrize(("prompt", "block"), [(8, 4), (9, 6), (3, 4)])
+def test_same_tokens_of_a_block_causal_model(prompt, block, monkeypatch):
+    """Whole blocks of prompt, a block that the prompt's end shares, and no whole block; three steps each."""
+    forwards, hidden = [], Twin.hidden
+    counted = lambda self, tokens, *given: forwards.append(tokens.shape[1]) or hidden(self, tokens, *given)
+    monkeypatch.setattr(Twin, "hidden", counted)
+    model, found = tiny("sdar", block_size=block), set()
+    shape = dict(prompt=prompt, block=block, steps=12 // block * 3)
+    for threshold in (1.0, 0.3):
+        ours, theirs = generations(model, sampler=dj.samplers.Dynamic(threshold), **shape)
+        np.testing.assert_array_equal(ours.tokens, theirs)
+        assert not np.any(theirs == model.spec.mask_id)
+        found.add(theirs.tobytes())
+    assert len(found) == 2, "the threshold changed nothing"
+
+    # Theirs is a prompt, and one more forward per block than ours.
+    if prompt % block == 0:
+        forwards.clear()
+        ours, _ = generations(model, sampler=dj.samplers.Dynamic(1.0), **shape)
+        assert forwards == [prompt, *[block] * (3 * (3 + 1))]
+        assert ours.stats.nfe.tolist() == [3 * 3] * 2
+
+
 def test_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # stays at one, see above
     path = tmp_path / "found.json"
-    geometry = dict(prompt=(8,), length=4, block=2, repeats=2)
+    geometry = dict(prompt=(8,), length=4, block=(2,), repeats=2)
     options = peer_torch.Options(("tiny",), ("exact", "DualCache", "DKVDecode"), **geometry, json=path)
     peer_torch.main(options)
     report = json.loads(path.read_text())
@@ -81,6 +109,14 @@ def test_rows(tmp_path, capsys, monkeypatch):
     assert lines == runner.table_of(peer_torch.COLUMNS, report["rows"]).splitlines()
     assert "4 of 4" in lines[4]
 
+    # Of a block-causal model a row per block and threshold, and no forward, which would be of the prompt.
+    geometry |= dict(block=(2, 4), threshold=(1.0, 0.005), repeats=1)
+    found = list(peer_torch.measure(peer_torch.Options(("sdar-tiny",), ("exact",), **geometry), "float32"))
+    cases = [(row["of"], row["block"], row["threshold"], row["agreeing"]) for row in found]
+    assert cases == [("generation", *case, 4) for case in ((2, 1.0), (2, 0.005), (4, 1.0), (4, 0.005))]
+    assert [row["steps"] for row in found[::2]] == [4, 4]
+    assert min(row["steps"] for row in found[1::2]) < 4
+
 
 def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(capsys):
     model = random_model(models.shape("tiny"), "bfloat16", gain=peer_torch.GAIN)
@@ -88,7 +124,7 @@ def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(cap
     kinds = {name: tensor.dtype for name, tensor in theirs.network.named_parameters()}
     assert set(kinds.values()) == {torch.bfloat16}
     assert theirs.network.model.rotary_emb.inv_freq.dtype == torch.float32
-    geometry = dict(prompt=(8,), length=4, block=2, repeats=1, device="cpu", dtype="bfloat16")
+    geometry = dict(prompt=(8,), length=4, block=(2,), repeats=1, device="cpu", dtype="bfloat16")
     options = peer_torch.Options(("tiny",), ("DualCache",), **geometry)
     (row,) = peer_torch.measure(options, "bfloat16")
     assert row["agreeing"] >= 3  # roundings differ
@@ -123,8 +159,8 @@ def test_tokens_that_differ_are_counted(monkeypatch):
     model = tiny("llada")
     exact = lambda theirs, policy: peer(theirs, dj.policies.Policy())
     monkeypatch.setattr(peer_torch, "peer", exact)
-    options = peer_torch.Options(("tiny",), length=12, block=6, repeats=1)
-    (row,) = peer_torch.rows(model, twin(model), options, 9, dj.policies.DualCache())
+    run = Run(9, 1, 12, 6, 12, dj.policies.DualCache(), dj.samplers.Confidence())
+    (row,) = peer_torch.rows(model, twin(model), run, 1)
     assert not row["same_tokens"]
     assert row["agreeing"] < row["tokens"] == 12
 

@@ -2,18 +2,20 @@
 
     taskset -c 0 python -m bench.peer_torch --shape small base --prompt 128 512 --length 32 --block 8
     taskset -c 0 python -m bench.peer_torch --policy D2Cache DLLMCache --shape small --prompt 512 --length 32
+    taskset -c 0 python -m bench.peer_torch --shape sdar-small --policy exact --prompt 128 --block 4 32
     XLA_PYTHON_CLIENT_MEM_FRACTION=.45 python -m bench.peer_torch --device cuda --out FILE
 
-The first line holds both to one core; the last is of LLaDA-8B's shape in bfloat16 on a GPU. Theirs is
-transformers' Llama or Qwen2, whose modules get our random weights, with SDPA and no mask (`twin`); around it
-the exact decoder, DualCache or SparseDLLM in plain torch (`decoders`), on GPUs with `torch.compile` for the
-exact decoder if it works. Both decode the most confident tokens of the block, and apply the vocabulary head
-to the block only.
+`taskset` holds both to one core; the last is of LLaDA-8B's shape in bfloat16 on a GPU. Theirs is
+transformers' Llama, Qwen2 or Qwen3, whose modules get our random weights, with SDPA (`twin`); around it
+the exact decoder, DualCache or SparseDLLM in plain torch, or SDAR's loop (`decoders`), on GPUs with
+`torch.compile` for the exact decoder if it works. Both decode the most confident tokens of the block, and
+apply the vocabulary head to the block only.
 Before anything is timed both generate once, and the tokens that agree are counted. Policies that have no peer
 in torch take turns with our own exact decoder.
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,7 +54,8 @@ class Options:
       prompt: positions.
       batch: sequences.
       length: response positions.
-      block: positions per block.
+      block: positions per block; block-causal models get blocks of their own of this size.
+      threshold: of block-causal models' `Dynamic`; 1 decodes as many tokens per step as scheduled.
       steps: denoising steps, as many as positions if not given.
       repeats: timed turns, of which the median counts.
       compiled: try `torch.compile`; on GPUs if not given.
@@ -66,7 +69,8 @@ class Options:
     prompt: tuple[int, ...] = (1024,)
     batch: int = 1
     length: int = 256
-    block: int = 32
+    block: tuple[int, ...] = (32,)
+    threshold: tuple[float, ...] = (1.0,)
     steps: int | None = None
     repeats: int = 5
     compiled: bool | None = None
@@ -82,40 +86,53 @@ class Options:
         return models.policies_named(["Policy" if name == EXACT else name for name in self.policy])
 
 
-def rows(
-    model: dj.Model, theirs: Twin, options: Options, prompt: int, policy: dj.policies.Policy
-) -> Iterator[runner.Row]:
-    """A generation's row; of the exact decoder also that of a single forward, first."""
-    shape = options.batch, options.length, options.block, options.steps or options.length
-    run = Run(prompt, *shape, policy, dj.samplers.Confidence())
+def runs_of(options: Options, spec: dj.ModelSpec) -> Iterator[Run]:
+    """What is generated with a model: every block, sampler, prompt length and policy."""
+    dynamic = [dj.samplers.Dynamic(threshold) for threshold in options.threshold]
+    samplers = dynamic if spec.block_size else [dj.samplers.Confidence()]
+    steps = options.steps or options.length
+    cases = itertools.product(options.block, samplers, options.prompt, options.chosen())
+    for block, sampler, prompt, policy in cases:
+        yield Run(prompt, options.batch, options.length, block, steps, policy, sampler)
+
+
+def rows(model: dj.Model, theirs: Twin, run: Run, repeats: int) -> Iterator[runner.Row]:
+    """A generation's row; of an exact decoder without a cache also that of a single forward, first."""
+    prompt, policy = run.prompt, run.policy
+    if model.spec.block_size:
+        model = model.replace_spec(block_size=run.block)
     request, decoder = run.request(model), peer(theirs, policy)
-    case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt}
+    case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt, "block": run.block}
+    if isinstance(run.chosen, dj.samplers.Dynamic):
+        case["threshold"] = run.chosen.threshold
     ours = program(model, request).run
 
     # Without a peer the policy is timed beside our exact decoder.
     if decoder is None:
         exact = dataclasses.replace(run, policy=dj.policies.Policy(), sampler=run.chosen)
         runs = {"exact": program(model, exact.request(model)).run, "ours": ours}
-        yield case | {"of": "generation"} | beside(runs, options.repeats)[0]
+        yield case | {"of": "generation"} | beside(runs, repeats)[0]
         return
 
     torch, tokens = theirs.torch, request.inputs.tokens
     start = torch.tensor(np.asarray(tokens), dtype=torch.long, device=theirs.network.device)
-    if not policy.reuses:
+    if not policy.stores(model.spec):
         block = slice(prompt, prompt + run.block)
         own = jax.jit(lambda model, ids: unembed(model.params, model.spec, encode(model, ids)[:, block]))
         forwards = {
             "theirs": lambda: theirs.run(lambda: theirs.logits(theirs.full(start)[:, block])),
             "ours": lambda: own(model, tokens),
         }
-        yield case | {"of": "forward"} | beside(forwards, options.repeats)[0]
+        yield case | {"of": "forward"} | beside(forwards, repeats)[0]
 
     # Both generate once before they are timed, and their tokens are compared.
     runs = {"theirs": lambda: theirs.run(lambda: decoder.generate(start.clone(), run)), "ours": ours}
-    times, out = beside(runs, options.repeats)
-    same = np.asarray(out["ours"][0]) == out["theirs"].cpu().numpy()
+    times, out = beside(runs, repeats)
+    (found, stats, _), length = out["ours"], prompt + run.length
+    same = np.asarray(found)[:, :length] == out["theirs"].cpu().numpy()[:, :length]
     agreement = {"same_tokens": bool(same.all()), "agreeing": int(same[:, prompt:].sum())}
-    yield case | {"of": "generation"} | times | agreement | {"tokens": run.batch * run.length}
+    counts = {"tokens": run.batch * run.length, "steps": int(stats.nfe.max())}
+    yield case | {"of": "generation"} | times | agreement | counts
 
 
 def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row, dict[str, Any]]:
@@ -127,16 +144,15 @@ def beside(runs: dict[str, Callable[[], Any]], repeats: int) -> tuple[runner.Row
 
 
 def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
-    """Rows of every shape, prompt length and policy."""
+    """Rows of every shape, block, sampler, prompt length and policy."""
     for shape in options.shape:
         model = random_model(models.shape(shape), dtype, gain=GAIN)
         theirs = twin(model, options.compiled)
         if theirs.network.device.type == "cpu":
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
-        for prompt in options.prompt:
-            for policy in options.chosen():
-                yield from (fixed | row for row in rows(model, theirs, options, prompt, policy))
+        for run in runs_of(options, model.spec):
+            yield from (fixed | row for row in rows(model, theirs, run, options.repeats))
 
 
 def _seconds(who: str) -> Callable[[runner.Row], str]:
@@ -151,6 +167,8 @@ COLUMNS: runner.Columns = {
     "policy": lambda row: row["policy"].split("(")[0],
     "shape": lambda row: row["shape"],
     "prompt": lambda row: row["prompt"],
+    "block": lambda row: row["block"],
+    "threshold": lambda row: row.get("threshold", ""),
     "of": lambda row: row["of"],
     "ours, s": _seconds("ours"),
     "theirs, s": _seconds("theirs"),

@@ -1,7 +1,8 @@
-"""Decoding loops in torch: no cache, Fast-dLLM's dual cache, and Sparse-dLLM, as plain as their papers' code.
+"""Decoding loops in torch, as plain as their papers' code: without a cache, DualCache, Sparse-dLLM and SDAR.
 
-A cache is a list with a pair of tensors [b k s d] per layer, which a step changes in place, by slices. The
-first step of a block makes it anew. Attention is SDPA without a mask.
+A cache is a list with a pair of tensors [b k s d] per layer. The first step of a block makes it anew, later
+ones change it in place, by slices; SDAR's grows by finished blocks. Attention is SDPA, with a mask for SDAR's
+prompt alone.
 """
 
 import dataclasses
@@ -42,7 +43,13 @@ class Exact:
         return slice(block.start - shift, block.stop - shift)
 
     def _decode(self, tokens: Any, logits: Any, count: int) -> None:
-        """Writes the most likely tokens of the `count` surest masks; tokens [b c] are changed in place.
+        """Writes the most likely tokens of the `count` surest masks; tokens [b c] are changed in place."""
+        confidence, token = self._candidates(tokens, logits)
+        surest = confidence.topk(count, dim=-1).indices
+        tokens.scatter_(1, surest, token.gather(1, surest))
+
+    def _candidates(self, tokens: Any, logits: Any) -> tuple[Any, Any]:
+        """Each position's most likely token [b c] and its probability, -1 where nothing is masked.
 
         [MASK] is never decoded, though its probability counts, as in our samplers.
         """
@@ -50,8 +57,7 @@ class Exact:
         probability = torch.softmax(logits, dim=-1)
         probability[..., mask_id] = 0
         confidence, token = probability.max(dim=-1)
-        surest = torch.where(tokens == mask_id, confidence, -1.0).topk(count, dim=-1).indices
-        tokens.scatter_(1, surest, token.gather(1, surest))
+        return torch.where(tokens == mask_id, confidence, -1.0), token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,57 @@ class SparseDLLM(DualCache):
         return gather(k), gather(v)
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockCausal(Exact):
+    """SDAR's loop: a step computes its block alone, beside stored K/V of earlier ones, which are final.
+
+    A finished block takes one more forward, which stores its K/V, the last block too. The vocabulary head is
+    applied in denoising steps only.
+    """
+
+    def generate(self, tokens: Any, run: Run) -> Any:
+        """Decodes `tokens` [b l], whole blocks at least, in place by the run's `Dynamic` sampler."""
+        steps, cache = run.steps * run.block // run.length, []
+        assert isinstance(run.sampler, dj.samplers.Dynamic)
+        if whole := run.prompt // run.block * run.block:
+            self._hidden(tokens[:, :whole], 0, cache, self._mask(tokens[0, :whole], run.block))
+        for start in range(whole, run.prompt + run.length, run.block):
+            block = tokens[:, start : start + run.block]
+            for step in range(steps):
+                if not (block == self.twin.spec.mask_id).any():
+                    break
+                logits = self.twin.logits(self._hidden(block, start, list(cache)))
+                count = run.block // steps + (step < run.block % steps)
+                self._decode_sure(block, logits, count, float(run.sampler.threshold))
+            self._hidden(block, start, cache)
+        return tokens
+
+    def _hidden(self, tokens: Any, first: int, cache: Cache, mask: Any = None) -> Any:
+        """Hidden states of tokens [b q] from a canvas position on; their K/V are added to the cache."""
+
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            if first:
+                k, v = (self.twin.torch.cat(pair, dim=2) for pair in zip(cache[layer], (k, v), strict=True))
+            cache[layer : layer + 1] = [(k, v)]
+            return self.twin.attention(q, k, v, mask)
+
+        return self.twin.hidden(tokens, first, attend)
+
+    def _mask(self, tokens: Any, size: int) -> Any:
+        """Which of the first blocks [s] each position attends to, Bool [s s]: its own and earlier ones."""
+        block = self.twin.torch.arange(len(tokens), device=tokens.device) // size
+        return block[:, None] >= block
+
+    def _decode_sure(self, tokens: Any, logits: Any, count: int, threshold: float) -> None:
+        """Writes the masks above the threshold if these are at least `count`, else that many surest ones."""
+        torch, masked = self.twin.torch, tokens == self.twin.spec.mask_id
+        confidence, token = self._candidates(tokens, logits)
+        best = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=-1).indices, value=True)
+        sure = confidence > threshold
+        chosen = torch.where(sure.sum(dim=1, keepdim=True) >= count, sure, best) & masked
+        tokens.copy_(torch.where(chosen, token, tokens))
+
+
 PEERS: dict[type[dj.policies.Policy], type[Exact]] = {
     dj.policies.Policy: Exact,
     dj.policies.DualCache: DualCache,
@@ -142,5 +199,6 @@ def peer(twin: Twin, policy: dj.policies.Policy) -> Exact | None:
     """
     if isinstance(policy, dj.policies.SparseDLLM) and policy.side != "both":
         raise ValueError(f"{policy!r}: side={policy.side!r} must be 'both' beside torch")
-    made = PEERS.get(type(policy))
+    peers = {dj.policies.Policy: BlockCausal} if twin.spec.block_size else PEERS
+    made = peers.get(type(policy))
     return made and made(twin, policy)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' Llama or Qwen2 in torch with our weights, opened at its attention."""
+"""Hugging Face transformers' Llama, Qwen2 or Qwen3 in torch with our weights, opened at its attention."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,11 @@ from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
 from dllm_jax.checkpoint.source import read
 
-CONFIGS = {"llada": transformers.LlamaConfig, "dream": transformers.Qwen2Config}
+CONFIGS = {
+    "llada": transformers.LlamaConfig,
+    "dream": transformers.Qwen2Config,
+    "sdar": transformers.Qwen3Config,
+}
 MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
 
 Attend = Callable[[int, Any, Any, Any], Any]  # layer index, q [b h q d], k and v [b k q d] -> o [b h q d]
@@ -58,6 +62,8 @@ class Twin:
                 project(normed).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
                 for project in (attn.q_proj, attn.k_proj, attn.v_proj)
             )
+            if self.spec.qk_norm:
+                q, k = attn.q_norm(q), attn.k_norm(k)
             o = attend(index, self._rotated(q, cos, sin), self._rotated(k, cos, sin), v)
 
             # Both branches are added to the residual stream.
@@ -65,10 +71,10 @@ class Twin:
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return body.norm(x)
 
-    def attention(self, q: Any, k: Any, v: Any) -> Any:
-        """SDPA of all queries [b h q d] over all keys [b k s d], without a mask."""
+    def attention(self, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        """SDPA of all queries [b h q d] over all keys [b k s d], or those that the mask [q s] allows."""
         grouped = q.shape[1] != k.shape[1]
-        return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
 
     def full(self, tokens: Any) -> Any:
         """Final hidden states [b l m] of the whole canvas, where all positions attend to all."""
@@ -120,7 +126,7 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
 
 
 def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
-    """Overwrites every weight by ours; transformers' names for Llama and Qwen2 are those of Dream."""
+    """Overwrites every weight by ours; transformers' names are those of Dream and SDAR."""
     source, theirs = in_memory(model), made.state_dict()
     loaded = {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, as_llama.NAMES):

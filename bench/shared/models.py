@@ -14,22 +14,23 @@ SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidd
 BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
 FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
 PIXELS = (1024, 768)  # width and height of images, unless said otherwise
-SHAPES = (*dj.presets.names("models"), *FOR_CPUS)
+SHAPES = (*dj.presets.names("models"), *FOR_CPUS, *(f"sdar-{name}" for name in FOR_CPUS))
 
 
 def shape(name: str, **changes: Any) -> dj.ModelSpec:
-    """The spec of a published model, or of LLaDA's architecture in a size for CPUs.
+    """The spec of a published model, or of LLaDA's or SDAR's architecture in a size for CPUs.
 
     Raises:
       ValueError: the name is not among SHAPES.
     """
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
-    if name not in FOR_CPUS:
+    size = name.removeprefix("sdar-")
+    if size not in FOR_CPUS:
         return dataclasses.replace(dj.presets.model_spec(name), **changes)
-    numbers = FOR_CPUS[name]
+    numbers, published = FOR_CPUS[size], "llada-8b" if size == name else "sdar-8b"
     ids = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
-    return dataclasses.replace(dj.presets.model_spec("llada-8b"), **{**numbers, **ids, **changes})
+    return dataclasses.replace(dj.presets.model_spec(published), **{**numbers, **ids, **changes})
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:
