@@ -10,6 +10,7 @@ import pytest
 from dllm_jax import samplers
 from dllm_jax.eval.harness.arguments import read
 from dllm_jax.eval.results import record
+from dllm_jax.state.sliding import Sliding
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
@@ -158,12 +159,14 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
     chosen = read(given | {"length": 128, "steps": 64, "sampler": "Threshold(0.8;temperature=0.5)"}).decoding
     assert (chosen.length, chosen.block, chosen.steps) == (128, 8, 64)
     assert chosen.sampler == samplers.Threshold(0.8, temperature=0.5)
+    assert [read(given | {"block": b}).decoding.block for b in (4, "Sliding(8;16)")] == [4, Sliding(8, 16)]
     assert read(given | {"dtype": "bf16"}).checkpoint.dtype == "bf16"
     passed = {"batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
     assert (read(given | passed).decoding.batch, read(given).decoding.batch) == (4, 1)
     for wrong, reason in (
         (dict(failures="ignore"), "failures='ignore'"), (dict(preset="gsm8k"), "preset='gsm8k'"),
-        (dict(draws=100), "draws=100"), (dict(bucket=0), "bucket=0 must be a whole number of at least 1"),
+        (dict(draws=100), "draws=100"), (dict(block="8x"), "block='8x' must be positions"),
+        (dict(bucket=0), "bucket=0 must be a whole number of at least 1"),
         (dict(dtype="float16"), "dtype='float16' must be one of 'float32', 'bfloat16'"),
         (dict(batch_size="auto"), "batch_size='auto'.*give a number"),
         (dict(max_batch_size=8), "max_batch_size=8.*no maximum"),

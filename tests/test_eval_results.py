@@ -23,6 +23,7 @@ from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.state.sliding import Sliding
 from dllm_jax.tasks import FewShot, Sorting
 
 COUNT = 7
@@ -90,6 +91,10 @@ def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
         (
             dict(decoding=dataclasses.replace(decoding, seed=1)),
             r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out",
+        ),
+        (
+            dict(decoding=dataclasses.replace(decoding, block=Sliding(2))),
+            r"decoding\.block was 2 and would be 'Sliding\(block=2, longest=None\)'",
         ),
         (dict(checkpoint=Checkpoint("tiny-dream")), r"model\.identity was"),
         (dict(task="FewShot"), r"settings\.task was"),
@@ -257,4 +262,4 @@ def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_en
     needed = synthetic.response(FewShot(), (3, 5)), synthetic.response(Sorting(), (3, 5)), synthetic.RECALLED
     assert needed == (2, 6, 4)
     of = lambda **options: cli.Options(decoding=Decoding(**options)).with_length(6).decoding.length
-    assert (of(), of(block=4), of(block=4, length=12)) == (6, 8, 12)
+    assert (of(), of(block=4), of(block=Sliding(4)), of(block=4, length=12)) == (6, 8, 8, 12)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, costs, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
+from dllm_jax.state.sliding import Sliding
 from tests.models import tiny
 
 QUESTIONS = ("t", "b=407;T=211;z=830;k=566;T="), ("b", "ab=407;T=211;iz=830;k=566;ab=")
@@ -87,7 +89,11 @@ def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
 
 
 def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
-    path, generate = tmp_path / "journal.jsonl", runner_module.generate_many
+    path, generate, sliding = (
+        tmp_path / "journal.jsonl",
+        runner_module.generate_many,
+        runner(lm, block=Sliding(2)),
+    )
 
     def interrupted(*args, **options):
         yield from itertools.islice(generate(*args, **options), 2)
@@ -95,19 +101,20 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypat
 
     monkeypatch.setattr(runner_module, "generate_many", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner(lm).run(asked, Journal(path))
+        sliding.run(asked, Journal(path))
     assert len(Journal(path).entries) == 2
     monkeypatch.setattr(runner_module, "generate_many", generate)
-    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
+    assert answers(sliding.run(asked, Journal(path))) == ANSWERS
     monkeypatch.setattr(runner_module, "generate_many", None)  # nothing is decoded any more
-    assert answers(runner(lm).run(asked, Journal(path))) == ANSWERS
+    assert answers(sliding.run(asked, Journal(path))) == ANSWERS
 
 
 def test_other_settings_are_other_requests(lm, asked):
     one = asked[0]
     keys = {runner(lm).key(each) for each in (one, one._replace(stop=("x",)), one._replace(length=2))}
     keys |= {runner(lm, seed=1).key(one), runner(lm, policy=policies.DualCache()).key(one)}
-    assert len(keys | {runner(dataclasses.replace(lm, identity="other weights")).key(one)}) == 6
+    keys |= {runner(lm, block=block).key(one) for block in (Sliding(2), Sliding(2, longest=2))}
+    assert len(keys | {runner(dataclasses.replace(lm, identity="other weights")).key(one)}) == 8
     assert runner(lm).key(one) == runner(lm, batch=4).key(one._replace(id="another", group="task"))
 
 
@@ -159,11 +166,24 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
         with pytest.raises(ValueError, match=reason):
             expressions.policy(text)
 
+    # Blocks are numbers too.
+    assert [expressions.block(text) for text in ("32", "Sliding(8; longest=9)")] == [
+        32,
+        Sliding(8, longest=9),
+    ]
+    for text, reason in (
+        ("0", "block=0 must be a whole"), ("Slide(3)", "Slide is not one of Sliding$"),
+        ("Sliding(0)", "block=0 must be"), ("4 + 4", "is no literal"), ("True", "block=True must be"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"block='{re.escape(text)}' must be positions .32.*{reason}"):
+            expressions.block(text)
+
 
 def test_steps_are_literal_without_a_length_and_per_position_with_one():
     decoding = Decoding(length=64, block=32, steps=32)
     assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
     assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
+    assert Decoding(length=64, block=Sliding(32)).at(48).block == Sliding(32)
     literal = Decoding(block=8, steps=16)
     assert (literal.at(16).steps, literal.at(128).steps) == (16, 16)
     for made, length, reason in (

@@ -174,7 +174,7 @@ ACCEPTED = [
     ("profile", np.array([0.5, 0.25], np.float32), (0.5, 0.25)),
     ("profile", jnp.array([0.5, 0.25]), (0.5, 0.25)), ("counts", [], ()), ("counts", np.arange(3), (0, 1, 2)),
     ("parts", [Part(), Part()], (Part(), Part())), ("words", ["a"], ("a",)), ("anything", "x", "x"),
-    ("either", 2.5, 2.5), ("pair", 3, 3),
+    ("either", np.int8(2), 2), ("either", "x", "x"), ("pair", 3, 3),
 ]  # fmt: skip
 
 
@@ -196,6 +196,7 @@ REFUSED = [
     ("whole", 1.0, "a whole number$"), ("whole", np.float64(1), "a whole number$"),
     ("whole", True, "a whole number$"), ("whole", np.True_, "a whole number$"),
     ("whole", math.nan, "a whole number$"), ("whole", None, "a whole number$"),
+    ("either", 2.5, "a whole number or a str, such as 1$"), ("either", None, "a whole number or a str"),
     ("positive", 0, "a whole number of at least 1$"), ("between", 0, r"a whole number in 1\.\.3$"),
     ("between", np.int64(4), r"a whole number in 1\.\.3$"), ("most", 5, "a whole number of at most 4$"),
     ("odd", 4, "an odd number of at least 1$"), ("odd", -1, "an odd number of at least 1$"),

@@ -71,10 +71,8 @@ PUBLISHED = table("presets")
 
 def written(text: str, *names: str) -> dict[str, object]:
     """The options that a line of the tables above holds."""
-    block = lambda text: expressions.block(text) if text.startswith("Sliding") else int(text)
-    read = {"policy": expressions.policy, "sampler": expressions.sampler, "block": block}
     parts = zip(names, text.split(), strict=False)
-    return {name: read.get(name, int)(part) for name, part in parts if part != "-"}
+    return {name: getattr(expressions, name, int)(part) for name, part in parts if part != "-"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED["recipes"])

@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 
 import dllm_jax as dj
-from dllm_jax import policies, samplers
-from dllm_jax.eval.cli.tune import read_jsonl
+from dllm_jax import eviction, policies, samplers
+from dllm_jax.eval.cli.tune import named, read_jsonl
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Journal
@@ -202,6 +202,14 @@ def test_prompts_are_text_messages_or_ids(lm):
             prompt_ids(lm.tokenizer, bad)
 
 
+def test_what_the_command_line_compares():
+    text = "Candidate(EvictPrompt(layers=PyramidKV()); Threshold(0.8); block=Sliding(4; longest=8))"
+    assert (named("DualCache"), named("DualCache()")) == (policies.DualCache, policies.DualCache())
+    assert named(text) == Candidate(
+        policies.EvictPrompt(layers=eviction.PyramidKV()), samplers.Threshold(0.8), dj.Sliding(4, longest=8)
+    )
+
+
 def test_questions_of_a_file(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text(
@@ -220,19 +228,22 @@ def test_what_the_caller_leaves_open_follows_from_the_answers(lm):
     asked = [Example("a", "1" * n) for n in (3, 8)]
     found = exact_decoding(Decoding(policy=policies.DualCache()), lm.tokenizer, asked)
     assert (found.policy, found.length, found.block, found.steps) == (Policy(), 12, 4, 12)
-    assert exact_decoding(Decoding(block=5), lm.tokenizer, asked).length == 10
+    blocks = (5, dj.Sliding(5))
+    assert [exact_decoding(Decoding(block=b), lm.tokenizer, asked).length for b in blocks] == [10, 10]
     lengths = (4, 6, 8, 32, 64, 128, 256, 512, 100)
     assert [default_block(n) for n in lengths] == [4, 6, 4, 8, 16, 32, 32, 32, 4]
     rounds = {(16, 100): (16, 32, 64, 100), (8, 8): (8,), (16, 3): (3,), (1, 4): (1, 2, 4)}
     assert {(first, n): Search(first=first).rounds(n) for first, n in rounds} == rounds
 
 
-@pytest.mark.parametrize(("family", "length"), [("llada", 4), ("dream", 32)])
-def test_every_grid_holds_settings_that_a_model_can_decode_with(family, length):
-    exact = Decoding(length=length, block=4, steps=length)
+@pytest.mark.parametrize(
+    ("family", "length", "block"), [("llada", 4, 4), ("dream", 32, 4), ("dream", 32, dj.Sliding(12))]
+)
+def test_every_grid_holds_settings_that_a_model_can_decode_with(family, length, block):
+    exact = Decoding(length=length, block=block, steps=length)
     found = candidates(None, exact, 64)
     assert {type(one.policy) for one in found} == {type(policy) for policy in policies.ALL}
-    assert len(set(found)) == len(found) < 50
+    assert len(set(found)) == len(found) < 55
     assert all(one.sampler and one.block and one.steps for one in found)
     # Settings that differ in numbers alone are of one program.
     programs = {(type(c.policy), type(c.sampler), c.block, c.steps): c for c in found}
@@ -258,7 +269,8 @@ def test_a_class_stands_for_its_grid_and_a_policy_for_itself():
     short, long = (candidates(None, Decoding(length=n, block=b, steps=n), prompt) for prompt, n, b in asked)
     budgets = lambda grid: sorted({c.policy.budget for c in grid if isinstance(c.policy, policies.MaskKV)})
     assert (budgets(short), budgets(long)) == ([8, 16, 32], [256, 512, 1024])
-    assert ({c.block for c in long}, {c.steps for c in long}) == ({32, 256}, {64, 128, 256})
+    assert {c.block for c in long} == {32, 256, dj.Sliding(32)}
+    assert {c.steps for c in long} == {64, 128, 256}
 
     # End-of-text cannot come last in random order.
     last = dataclasses.replace(exact, sampler=samplers.Confidence(confidence_eos_eot_inf=True))
@@ -330,10 +342,12 @@ def test_the_preset_is_read_back(found, tmp_path):
     assert (preset.policy, preset.sampler) == (policies.DualCache(), samplers.Confidence())
     assert (preset.length, preset.block, preset.steps) == (4, 2, 4)
     assert "64 questions of tiny-llada" in preset.source
-    own = dataclasses.replace(found.chosen.setting, policy=Mine())
-    rows = tuple(dataclasses.replace(row, setting=own) for row in found.rows)
+    set_ = lambda row, changes: dataclasses.replace(row, setting=dataclasses.replace(row.setting, **changes))
+    of = lambda **changes: dataclasses.replace(found, rows=tuple(set_(row, changes) for row in found.rows))
+    path.write_text(of(block=(block := dj.Sliding(2, longest=3))).preset_toml())
+    assert [preset.block for preset in read(path).values()] == [block]
     with pytest.raises(ValueError, match="Mine"):
-        dataclasses.replace(found, rows=rows).preset_toml()
+        of(policy=Mine()).preset_toml()
 
 
 def test_the_table_the_figure_and_the_description_show_every_setting(found):
@@ -368,6 +382,11 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
         ({"policies": ["DualCache"]}, "policies hold 'DualCache', which is no policy"),
         ({"policies": [Candidate(block=3)]}, "candidate Policy.*length=4 must be a multiple of block=3"),
         ({"policies": [policies.DKVGreedy()]}, "candidate DKVGreedy"),
+        (
+            {"policies": [Candidate(policies.D2Cache(), block=dj.Sliding(2))]},
+            "candidate D2Cache.* slides, but",
+        ),
+        ({"block": 2.5}, "block=2.5 must be a whole number of at least 1 or a Sliding, or None for all"),
         ({"model": 3}, "model=3 must be"),
     ],
 )

@@ -19,11 +19,12 @@ steps, counted in whole ones, is one every 5. The annotation decides the kind of
 - `Literal["a", "b"]`: one of the words.
 - `tuple[kind, ...]`: any number of values of one of these kinds. Reads MinLen, `PerLayer`.
 - a class: an instance of it, such as the part of a policy.
+- a union: a value of any of these kinds; their numbers are never traced.
 
 An `int` or a `float` may be `Traced`: its annotation then allows an array too (`Count`, `Number`), and the
 number is an argument of compiled programs, not part of them; see `dllm_jax.traced`.
 
-Any other annotation (`Any`, a union of several kinds, `Callable[...]`, a name that exists only inside a
+Any other annotation (`Any`, a union with it, `Callable[...]`, a name that exists only inside a
 function whose module postpones annotations) leaves its field unchecked.
 """
 

@@ -1,8 +1,10 @@
 """The rule that an annotation states: which values are valid, how they are stored, how messages say it."""
 
+import contextlib
 import functools
 import math
 import numbers
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from dllm_jax.options.annotations import Int32, NoneMeans, Odd, PerLayer
 from dllm_jax.traced import Traced, argument, fixed_at, scalar
 
 SHOWN = 500  # characters of a value in an error message
+UNIONS = typing.Union, types.UnionType
 INT32, FLOAT32 = 2**31, np.finfo(np.float32)
 SMALLEST, LARGEST = float(FLOAT32.smallest_normal), float(FLOAT32.max)  # positive numbers that float32 holds
 
@@ -104,12 +107,14 @@ def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
     if origin is Annotated:
         kind, nullable, marks = _parts(arguments[0])
         return kind, nullable, [*marks, *_single(annotation.__metadata__)]
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         # Next to a number, None and arrays leave its kind as it is.
-        kinds = [kind for kind in arguments if kind is not types.NoneType and not _is_array(kind)]
+        rest = tuple(kind for kind in arguments if kind is not types.NoneType)
+        kinds = [kind for kind in rest if not _is_array(kind)]
         if len(kinds) == 1:
             kind, nullable, marks = _parts(kinds[0])
             return kind, nullable or types.NoneType in arguments, marks
+        return functools.reduce(operator.or_, rest), len(rest) < len(arguments), []
     return annotation, False, []
 
 
@@ -135,6 +140,8 @@ def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
         rule, reads = _numbers(kind, marks), (Ge, Gt, Le, Lt, Traced, *whole)
     elif typing.get_origin(kind) is Literal:
         rule, reads = _choice(typing.get_args(kind)), ()
+    elif typing.get_origin(kind) in UNIONS:
+        rule, reads = _either(typing.get_args(kind), example), ()
     elif typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,):
         rule, reads = _sequence(typing.get_args(kind)[0], marks), (MinLen, PerLayer)
     else:
@@ -244,6 +251,21 @@ def _sequence(item: Any, marks: list[Any]) -> Rule | None:
     if any(isinstance(mark, PerLayer) for mark in marks):
         count = "values, one per layer"
     return Rule(read, f"{count}, each {rule.words}")
+
+
+def _either(kinds: tuple[Any, ...], example: str) -> Rule | None:
+    """A value of any of several kinds, the first one that takes it; no rule if one of them has none."""
+    rules = [rule for kind in kinds if (rule := rule_of(kind, example))]
+    if len(rules) < len(kinds):
+        return None
+
+    def read(value: Any) -> Any:
+        for rule in rules:
+            with contextlib.suppress(ValueError, OverflowError):
+                return rule.read(value)
+        raise ValueError
+
+    return Rule(read, " or ".join(rule.words for rule in rules))
 
 
 def _instances(kind: Any, example: str) -> Rule | None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
+from dllm_jax.options import check_argument
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import Blocks
 
 
 def policy(text: str) -> Policy:
@@ -22,9 +23,13 @@ def sampler(text: str) -> Sampler:
     return construct(text, samplers, Sampler)
 
 
-def block(text: str) -> Sliding:
-    """Makes a block schedule of its constructor call."""
-    return construct(text, sliding, Sliding)
+def block(text: str) -> Blocks | None:
+    """Makes a block schedule of its constructor call, or of a number of positions; "None" is none."""
+    try:
+        return check_argument("block", construct(text, sliding, object), Blocks | None)
+    except ValueError as error:
+        forms = "positions (32), one that slides (Sliding(32), Sliding(32, longest=64)), or None"
+        raise ValueError(f"block={text!r} must be {forms}: {error}") from error
 
 
 def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
@@ -79,6 +84,5 @@ def _maker(called: ast.expr, modules: tuple[ModuleType, ...], text: str) -> type
 
 
 def _names(module: ModuleType, kind: type = object) -> list[str]:
-    return sorted(
-        n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, kind) and n[0].isupper()
-    )
+    own = lambda v: isinstance(v, type) and issubclass(v, kind) and v.__module__.startswith(module.__name__)
+    return sorted(name for name, value in vars(module).items() if own(value) and name[0].isupper())

@@ -12,7 +12,7 @@ from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import Blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Recipe(Options):
 
     sampler: Sampler | None = None
     length: PositiveInt | None = None
-    block: PositiveInt | Sliding | None = None
+    block: Blocks | None = None
     steps: PositiveInt | None = None
 
     def __post_init__(self):

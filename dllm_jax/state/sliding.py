@@ -23,3 +23,11 @@ class Sliding(Options):
 
     block: PositiveInt = 32
     longest: Annotated[PositiveInt | None, NoneMeans("as long as it becomes")] = None
+
+
+Blocks = PositiveInt | Sliding  # what `block` is wherever there is one: fixed blocks, or one that slides
+
+
+def positions(block: Blocks) -> int:
+    """Positions of the first block."""
+    return block.block if isinstance(block, Sliding) else block

@@ -3,10 +3,11 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.console
 
+from dllm_jax import eviction, policies, samplers
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.checkpoint import Checkpoint
@@ -14,8 +15,10 @@ from dllm_jax.eval.run.files import read_objects, write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.tuning import candidates
 from dllm_jax.eval.tuning.search import Search
 from dllm_jax.published import expressions
+from dllm_jax.state import sliding
 from dllm_jax.tasks import Example, examples
 
 FORMAT = 1
@@ -47,16 +50,15 @@ def run_tune(
       count: held-out examples of each size.
       questions: a file with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
       policy: a name stands for a grid of the policy's settings, a constructor call ('DualCache()') for that
-        policy alone; none: the grids of all policies.
+        policy alone, 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' for one with settings of its
+        own; none: the grids of all policies.
       sampler: of the exact decoder, as a constructor call.
       out: folder of the results and of the journal from which an interrupted run resumes.
     """
+    asked_for = [named(text) for text in dict.fromkeys(policy)] or None
     settings = dict(task=task, sizes=sizes, count=count, policy=policy)
     settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first")}
     decoding = dataclasses.replace(decoding, sampler=expressions.sampler(sampler))
-    made = {text: expressions.policy(text) for text in policy}
-    # A name alone is a class of policies, which stands for its grid.
-    policies = [type(p) if text.strip() == type(p).__name__ else p for text, p in made.items()] or None
     if questions is None:
         chosen, title = task_of(task), task.partition("(")[0]
         asked = [e for size in sizes for e in examples(chosen, decoding.seed, size, count, "held_out")]
@@ -64,7 +66,7 @@ def run_tune(
         asked, title = read_jsonl(questions), questions.stem
 
     lm, progress = checkpoint.open(), sys.stderr.isatty()
-    tuned = search.run(lm, asked, decoding, policies, Journal(out / JOURNAL), progress)
+    tuned = search.run(lm, asked, decoding, asked_for, Journal(out / JOURNAL), progress)
     # A preset that cannot be written is found out before any file is.
     toml = tuned.preset_toml(title)
     # The settings of the exact decoder as the search has filled them in.
@@ -78,6 +80,12 @@ def run_tune(
     for suffix in ("json", "toml", "png"):
         show.line(f"wrote {out / f'tune.{suffix}'}")
     return 0
+
+
+def named(text: str) -> Any:
+    """What --policy names: a candidate, a policy, or by its name alone its class, which stands for a grid."""
+    made = expressions.construct(text, policies, object, eviction, samplers, sliding, candidates)
+    return type(made) if text.strip() == type(made).__name__ else made
 
 
 def read_jsonl(path: Path) -> list[Example]:

@@ -107,9 +107,9 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
     decoding = {name: value for name, value in decoding.items() if value is not None}
     if "length" in decoding and "steps" not in decoding and {"length", "steps"} <= chosen.keys():
         chosen["steps"] = rescaled(chosen["steps"], chosen["length"], decoding["length"])
-    for name, parse in (("policy", expressions.policy), ("sampler", expressions.sampler)):
+    for name in ("policy", "sampler", "block"):
         if given.get(name) is not None:
-            chosen[name] = parse(given[name])
+            decoding[name] = getattr(expressions, name)(str(given[name]))
     return chosen | decoding
 
 

@@ -8,8 +8,19 @@ from annotated_types import Ge
 
 from dllm_jax.options import NoneMeans, Options, PositiveInt
 from dllm_jax.policies import Policy
+from dllm_jax.published import expressions
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import Blocks, Sliding, positions
+
+# How command lines read and show a block schedule.
+FROM_TEXT = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="INT|Sliding(INT)|None",
+    instance_from_str=lambda words: expressions.block(words[0]),
+    is_instance=lambda value: isinstance(value, int | Sliding | None),
+    str_from_instance=lambda block: [expressions.call(block)],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +29,7 @@ class Decoding(Options):
 
     Attributes:
       length: response positions; None: each request has its own.
-      block: positions decoded together; None: all. Shorter requests are one block.
+      block: positions decoded together, or how the block slides; None: all. Shorter requests are one block.
       steps: denoising steps of each request, at most one per position; None: one per position. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
       policy: what is recomputed in each step. Command lines name policies as constructor calls.
@@ -32,7 +43,7 @@ class Decoding(Options):
     """
 
     length: Annotated[PositiveInt | None, NoneMeans("each request's own")] = None
-    block: Annotated[PositiveInt | None, NoneMeans("all positions")] = None
+    block: Annotated[Blocks | None, NoneMeans("all positions"), FROM_TEXT] = None
     steps: Annotated[PositiveInt | None, NoneMeans("one per position")] = None
     policy: Annotated[Policy, tyro.conf.Suppress] = Policy()
     sampler: Annotated[Sampler, tyro.conf.Suppress] = Confidence()
@@ -64,12 +75,13 @@ class Decoding(Options):
         steps = self.steps
         if self.length is not None and steps is not None:
             steps = rescaled(steps, self.length, length)
-        block = None if self.block is None else min(self.block, length)
+        block = min(self.block, length) if isinstance(self.block, int) else self.block
         return dataclasses.replace(self, length=length, block=block, steps=steps)
 
     def with_length(self, needed: int) -> "Decoding":
         """These settings with their length, or else with what is needed, rounded up to whole blocks."""
-        chosen = rounded_up(needed, self.block or needed) if self.length is None else self.length
+        whole = needed if self.block is None else positions(self.block)
+        chosen = rounded_up(needed, whole) if self.length is None else self.length
         return dataclasses.replace(self, length=chosen)
 
     def options(self) -> dict[str, Any]:
@@ -78,8 +90,8 @@ class Decoding(Options):
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, Any]:
-        """All that determines an answer as JSON values; policy and sampler as calls with every field."""
-        texts = {"policy": repr(self.policy), "sampler": repr(self.sampler)}
+        """All that determines an answer as JSON values; options among them as calls with every field."""
+        texts = {name: repr(part) for name, part in vars(self).items() if isinstance(part, Options)}
         return self.options() | texts | {"seed": self.seed}
 
 

@@ -16,6 +16,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
+from dllm_jax.state.sliding import Blocks, Sliding, positions
 
 IN_PARALLEL = (
     p.Policy,
@@ -34,18 +35,19 @@ class Candidate(Options):
     Attributes:
       policy: what is recomputed in each step.
       sampler: which positions are decoded in each step.
-      block: positions decoded together.
+      block: positions decoded together, or how the block slides.
       steps: denoising steps in all, for samplers with a fixed schedule.
     """
 
     policy: p.Policy = p.Policy()
     sampler: Annotated[Sampler | None, NoneMeans("that of the exact decoder")] = None
-    block: Annotated[PositiveInt | None, NoneMeans("that of the exact decoder")] = None
+    block: Annotated[Blocks | None, NoneMeans("that of the exact decoder")] = None
     steps: Annotated[PositiveInt | None, NoneMeans("those of the exact decoder")] = None
 
     @override
     def __str__(self) -> str:
-        parts = {"policy": call, "sampler": call, "block": "block {}".format, "steps": "{} steps".format}
+        block = lambda value: call(value) if isinstance(value, Sliding) else f"block {value}"
+        parts = {"policy": call, "sampler": call, "block": block, "steps": "{} steps".format}
         return ", ".join(say(v) for name, say in parts.items() if (v := getattr(self, name)) is not None)
 
     def beside(self, exact: "Candidate") -> str:
@@ -97,7 +99,8 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
       exact: the exact decoder's settings: length, block, steps and sampler are set.
       prompt: positions of the longest prompt.
     """
-    length, block, steps = exact.length or 0, exact.block or 0, exact.steps or 0
+    length, steps = exact.length or 0, exact.steps or 0
+    block = min(positions(exact.block or length), length)
     # Samplers of another kind draw tokens as the exact decoder's does.
     shared = {field.name: getattr(exact.sampler, field.name) for field in dataclasses.fields(Sampler)}
 
@@ -146,10 +149,17 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         found.append(Candidate(policies[-1], prior, block=length))
     if kind in IN_PARALLEL:
         found.append(Candidate(policies[0], Threshold(**shared)))
+    if kind is p.SlidingCache:
+        found.append(Candidate(policies[0], block=Sliding(block)))
     if kind is p.Policy:
         # Half and a quarter of the steps, where every block still has whole ones.
         fewer = [n for n in (2, 4) if steps % n == 0 and steps // n % (length // block) == 0]
         found += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
+    # What rests on blocks that stay has those of the same size, or one where length or steps do not divide.
+    rests = not policies[0].only_sets or kind is p.SuffixDropout
+    if isinstance(exact.block, Sliding) and rests:
+        whole = length % block == 0 and steps % (length // block) == 0
+        found = [dataclasses.replace(one, block=one.block or (block if whole else length)) for one in found]
     return found
 
 

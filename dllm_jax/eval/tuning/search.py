@@ -40,6 +40,7 @@ from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, sho
 from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
+from dllm_jax.state.sliding import Blocks, positions
 from dllm_jax.tasks import Example
 
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
@@ -248,7 +249,7 @@ def tune(
     objective: Name | Objective = "time",
     accelerator: str | Hardware | None = None,
     length: int | None = None,
-    block: int | None = None,
+    block: Blocks | None = None,
     steps: int | None = None,
     sampler: Sampler = Confidence(),
     score: Score = exact_match,
@@ -282,7 +283,8 @@ def tune(
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
       length: response positions; None: what the longest right answer and its end need.
-      block: positions decoded together by the exact decoder; None: 32 at most, so that there are four blocks.
+      block: positions decoded together by the exact decoder, or how its block slides; None: 32 at most, so
+        that there are four blocks.
       steps: denoising steps of the exact decoder; None: one per response position.
       sampler: of the exact decoder, and of policies given without one.
       score: of an answer (text) and its question: True, False or a number in [0, 1].
@@ -322,7 +324,7 @@ def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any])
     length = decoding.length
     if length is None:
         longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
-        length = rounded_up(longest + 1, decoding.block or 4)
+        length = rounded_up(longest + 1, positions(decoding.block or 4))
     block, steps = decoding.block or default_block(length), decoding.steps or length
     return dataclasses.replace(decoding, policy=Policy(), length=length, block=block, steps=steps)
 

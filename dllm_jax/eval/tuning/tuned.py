@@ -118,7 +118,8 @@ class Tuned:
         """
         # JSON's strings and lists of strings are TOML's too.
         preset, quoted = self.preset, lambda value: json.dumps(value, ensure_ascii=False)
-        shape = ", ".join(f"{name} = {getattr(preset, name)}" for name in ("length", "block", "steps"))
+        block = quoted(preset.block if isinstance(preset.block, int) else call(preset.block))
+        shape = f"length = {preset.length}, block = {block}, steps = {preset.steps}"
         fields = {"source": preset.source.removeprefix(f"{PAPER}, "), "checkpoints": [self.model]}
         fields |= {"policy": call(preset.policy), "sampler": call(preset.sampler)}
         text = f"paper = {quoted(PAPER)}\n\n[tasks]\n{quoted(task)} = {{ {shape} }}\n\n[[settings]]\n"
