@@ -10,16 +10,18 @@ import pytest
 
 import dllm_jax as dj
 from bench.policies import __main__ as policies
-from bench.policies import every, orderings, plots, summary
+from bench.policies import every, measure, orderings, plots, summary
 from bench.policies.grid import (
     CACHES,
     CORE,
     EXACT,
+    LATER,
     LONG,
     LONG_EVICTION,
     PICTURED,
     SHORT,
     SHORT_EVICTION,
+    THRESHOLD,
     Setting,
     at_defaults,
     calibrated,
@@ -37,6 +39,8 @@ KNOBS = {  # of each policy, the settings along its main one
     "DLLMCache": "response_every", "SparseDLLM": "keep", "MaskKV": "budget", "ElasticCache": "gamma",
     "D2Cache": "p", "EvictPrompt": "budget",
 }  # fmt: skip
+LATER_KNOBS = {"SPACache": "ratio", "WindowDiffusion": "window"}
+LATER_KNOBS |= {"SuffixDropout": "keep", "SlidingCache": "window"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,11 +84,15 @@ def test_a_grid_has_every_policy_once_in_a_setting_and_an_exact_decoder_for_ever
         assert again == setting.unlabelled, "settings are read back from what results call them"
 
 
-def test_every_policy_has_four_settings_along_its_main_knob():
-    for policy, knob in KNOBS.items():
+def test_every_policy_has_four_settings_along_its_main_knob_and_later_ones_three():
+    for policy, knob in (KNOBS | LATER_KNOBS).items():
         settings = [s for s in LONG if type(s.policy).__name__ == policy and s.sampler == EXACT.sampler]
         of = lambda s, knob=knob: s.block(32, 4) if knob == "block" else getattr(s.policy, knob)
-        assert len({of(setting) for setting in settings}) >= 4, policy
+        assert len({of(setting) for setting in settings}) >= (4 if policy in KNOBS else 3), policy
+    assert {type(setting.policy).__name__ for setting in LATER} == set(LATER_KNOBS)
+    for grid in (LONG, CORE):  # beside each of them, all decoded in parallel, what they are compared with
+        parallel = {setting.policy for setting in grid if setting.sampler == THRESHOLD.sampler}
+        assert {dj.policies.DualCache(), *(setting.policy for setting in LATER)} <= parallel
     new = NewPolicy()
     assert at_defaults(LONG, (*dj.policies.ALL, new)) == [Setting(new)], "what is not named has its defaults"
 
@@ -105,6 +113,7 @@ def test_rows(workload, results):
     assert dual["computed"] == pytest.approx((length + 3 * 4) / (4 * length))  # a full step per block
     assert dual["kept_pairs"] == length
     assert 0 < sparse["kept_pairs"] < length
+    assert measure._storage(workload, LATER[-1])[0] == length, "a block that slides"
     assert greedy["computed"] < 1
 
 

@@ -13,6 +13,7 @@ from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.published import expressions
+from dllm_jax.state.sliding import Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +24,15 @@ class Setting:
       policy: what is recomputed.
       sampler: what is decoded.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
-      blocks: the response is cut into so many blocks; None: as the workload says. With one, decoding is not
-        semi-autoregressive.
+      blocks: the response is cut into so many blocks, or one slides; None: as the workload says. With one,
+        decoding is not semi-autoregressive.
       variant: label that tells it from other settings of its policy in figures.
     """
 
     policy: p.Policy = p.Policy()
     sampler: s.Sampler = s.Confidence()
     divide_steps: int = 1
-    blocks: int | None = None
+    blocks: int | Sliding | None = None
     variant: str = ""
 
     @property
@@ -49,28 +50,29 @@ class Setting:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
 
-    def block(self, length: int, block: int) -> int:
-        """Positions per block, of a response and a workload's blocks of so many."""
+    def block(self, length: int, block: int) -> int | Sliding:
+        """Positions per block, of a response and a workload's blocks of so many; or the sliding block."""
+        if isinstance(self.blocks, Sliding):
+            return self.blocks
         return block if self.blocks is None else length // self.blocks
 
     def named(self, length: int, block: int) -> dict[str, Any]:
         """The fields of a row that say which setting it is, for a workload's length and block."""
+        cut = self.block(length, block)
         return {
             "policy": expressions.call(self.policy),
             "sampler": expressions.call(self.sampler),
             "steps": length // self.divide_steps,
-            "block": self.block(length, block),
+            "block": expressions.call(cut) if isinstance(cut, Sliding) else cut,
         }
 
 
 def setting_of(row: dict[str, Any], length: int, block: int) -> Setting:
     """The setting of a row of a workload's results: the inverse of `Setting.named`."""
-    return Setting(
-        expressions.policy(row["policy"]),
-        expressions.sampler(row["sampler"]),
-        divide_steps=length // row["steps"],
-        blocks=None if row["block"] == block else length // row["block"],
-    )
+    cut = row["block"]
+    blocks = expressions.block(cut) if isinstance(cut, str) else None if cut == block else length // cut
+    kinds = expressions.policy(row["policy"]), expressions.sampler(row["sampler"])
+    return Setting(*kinds, divide_steps=length // row["steps"], blocks=blocks)
 
 
 def find(workload: dict[str, Any], setting: Setting, **also: Any) -> dict[str, Any] | None:
@@ -185,8 +187,29 @@ CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in paral
     p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPD(), p.DLLMCache(prompt_every=32, response_every=2),
     p.SparseDLLM(keep=0.5), p.MaskKV(prompt_every=4, response_every=1, budget=32), p.D2Cache(k=8),
 )  # fmt: skip
+# Those of 2026, and what they are to be compared with: `DualCache` decoded in parallel, above.
+SLIDING = Setting(blocks=Sliding(4), variant="sliding block")
+LATER: tuple[Setting, ...] = (  # one setting of each, decoded in parallel too
+    Setting(p.SPACache(prompt_every=32, response_every=8)),
+    Setting(p.WindowDiffusion(window=8, active=4, refresh_every=8), blocks=1, variant="one block"),
+    Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),
+    dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),
+)
+_in_parallel = tuple(dataclasses.replace(s, sampler=THRESHOLD.sampler) for s in (SLIDING, *LATER))
+_committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) for gap in (1.0, 10.0)))
+EARLY = tuple(
+    Setting(sampler=s.Confidence(early_commit=rule), variant="early commitment") for rule in _committed
+)
+_LATER = (
+    SLIDING, *LATER, *_in_parallel, Setting(sampler=THRESHOLD.sampler, blocks=1, variant="one block"), *EARLY,
+    *_each(*_over(p.SPACache, prompt_every=32, response_every=8, ratio=(0.13, 0.5))),
+    *_one_block(*_over(p.WindowDiffusion, window=(4, 16), active=4, refresh_every=8)),
+    *_each(*(p.SuffixDropout(keep=p.NearAndLast(near=near, last=0)) for near in (0, 12))),
+    *_each(*_over(p.SlidingCache, window=(0, 12)), blocks=SLIDING.blocks, variant="sliding block"),
+)  # fmt: skip
 _LONG: tuple[Setting, ...] = (
     EXACT,
+    *_LATER,
     *_LONGER,
     _ONE_BLOCK,
     *_PARALLEL,
@@ -231,6 +254,8 @@ _CORE: tuple[Setting, ...] = (
     *_one_block(*_over(p.ElasticCache, window=8, gamma=(0.5, 0.9)), variant=""),
     Setting(p.D2Cache(k=8)),
     *_one_block(p.D2Cache(k=8)),
+    *(SLIDING, *LATER, *_in_parallel, dataclasses.replace(THRESHOLD, policy=p.DualCache())),
+    Setting(sampler=THRESHOLD.sampler, blocks=1, variant="one block"),
 )
 # The rule for what dKV-Cache may store that waits for both tokens, which only a shifted head has.
 SHIFTED = _one_block(

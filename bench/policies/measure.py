@@ -67,7 +67,7 @@ def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     """K/V pairs per layer and kv head, and bytes of the whole cache, both per prompt."""
     spec, block = workload.model.spec, setting.block(workload.length, workload.block)
     steps = workload.length // setting.divide_steps
-    layout = dj.Layout(workload.prompt.shape[1], workload.length, block, steps, padded=False)
+    layout = dj.Layout.of(workload.prompt.shape[1], workload.length, block, steps)
     made = jax.eval_shape(lambda: setting.policy.init(spec, layout, 1, jnp.float32))
     leaves = jax.tree_util.tree_leaves_with_path(made)
     keys = sum(leaf.size for path, leaf in leaves if getattr(path[-1], "name", "") == "k")
