@@ -115,19 +115,26 @@ def plainly(model: dj.Model, prompt: np.ndarray, length: int, threshold: float) 
 
 
 TWO = (9, 6), (1, 4)
+SURE = samplers.Threshold(0.3)
 
 
-@matrix("shifted, lengths", (False, True), TWO, today=[(True, TWO[0]), (False, TWO[1])])
-def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths):
+@matrix(
+    "shifted, lengths, sampler",
+    (False, True),
+    TWO,
+    (SURE, samplers.Confidence()),
+    today=[(True, TWO[0], SURE), (False, TWO[1], samplers.Confidence())],
+)
+def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sampler):
     """It decodes as passes over everything do, of prompts whose ends share blocks with the answers."""
     model, length = tiny("sdar", block_size=4, shifted=shifted), 10
     prompt, mask = prompts(model, lengths)
-    options = dict(prompt_mask=mask, sampler=samplers.Threshold(0.3), trace=True)
+    options, threshold = dict(prompt_mask=mask, sampler=sampler, trace=True), getattr(sampler, "threshold", 2)
     out = dj.generate(model, prompt, length=length, **options)
     assert out.tokens.shape == (2, prompt.shape[1] + length)
     computed = np.asarray(out.trace.computed)
     for sequence, count in enumerate(lengths):
-        want, steps = plainly(model, prompt[sequence, -count:], length, 0.3)
+        want, steps = plainly(model, prompt[sequence, -count:], length, threshold)
         np.testing.assert_array_equal(np.asarray(out.tokens)[sequence, -length:], want)
         assert int(out.stats.nfe[sequence]) == steps
         assert int(out.stats.decoded[sequence]) == length

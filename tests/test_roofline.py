@@ -160,9 +160,9 @@ def test_schedule_is_the_engine_s(policy, family):
     today=((p.Policy(), False), (p.DualCache, True)),
 )
 def test_schedule_of_a_block_causal_model_is_the_engine_s(policy, shifted):
-    """A prefill, a block's steps, and a finished block with the next one's first step, sub-blocks or not."""
+    """A prefill, a block's steps, a finished block with the next one's first step; the answer ends one."""
     model = tiny("sdar", block_size=4, shifted=shifted)
-    prompt, options = random_tokens(model.spec, 1, 11), dict(length=8, block=2, policy=policy)
+    prompt, options = random_tokens(model.spec, 1, 11), dict(length=9, block=2, policy=policy)
     plan = prepare(model, prompt, **options).plan
     out = dj.generate(model, prompt, trace=True, **options)
     rows = np.sum(np.asarray(out.trace.computed)[:, 0], axis=-1)
@@ -172,7 +172,7 @@ def test_schedule_of_a_block_causal_model_is_the_engine_s(policy, shifted):
     assert sorted(ran) == sorted(predicted)
     assert predicted.count(math.inf) == 1
     assert len({*predicted}) == 3 + isinstance(policy, p.DualCache) - shifted
-    assert roofline.work(model.spec, policy, plan.layout, batch=2).tokens == 2 * 8
+    assert roofline.work(model.spec, policy, plan.layout, batch=2).tokens == 2 * 9
     with pytest.raises(ValueError, match="block=3 must divide the blocks of sdar, block_size=4"):
         roofline.work(model.spec, policy, dj.Layout(12, 6, 3, 6))
 

@@ -183,7 +183,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
 
     # What a bucket adds is padding, no part of the length that a model was made for.
     inputs.warn_of_length(layout.end - extra, spec, stacklevel=4)
-    if sampler.max_steps(layout) > layout.response:  # it follows the schedule
+    if sampler.max_steps(layout) > layout.response and not spec.block_size:  # it follows the schedule
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
     sampler.check_model(spec)

@@ -73,5 +73,4 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
         after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
         return after, jnp.sum(selected & canvas.active[:, None])
 
-    most = layout.scheduled_steps + layout.tail  # a prompt's end may hold sub-blocks, whose steps are idle
-    return jax.lax.scan(step, advance(start, policy, sampler, False), length=most)[1]
+    return jax.lax.scan(step, advance(start, policy, sampler, False), length=layout.scheduled_steps)[1]

@@ -123,10 +123,13 @@ class Sampler(Options, abc.ABC):
 
         The default is those that have taken the block's scheduled steps and have no mask left in it. If a
         policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`
-        masks are a result like any other token.
+        masks are a result like any other token. In a block-causal model, whose first block may begin with a
+        prompt's end, a block without masks is finished whatever its schedule, as in SDAR's released code.
         """
         schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
-        return schedule_over if self.allow_mask_token else schedule_over & ~jnp.any(canvas.unanswered, axis=1)
+        if self.allow_mask_token:
+            return schedule_over
+        return (schedule_over | (canvas.spec.block_size > 0)) & ~jnp.any(canvas.unanswered, axis=1)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
         """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.

@@ -18,7 +18,8 @@ from dllm_jax.state.selection import best, ranks
 class FixedSchedule(Sampler):
     """Decodes block masks / steps per block positions per step, the remainder in the early steps.
 
-    Steps beyond the number of masks decode nothing but still run the network, as in the reference.
+    Steps beyond the number of masks decode nothing but still run the network, as in the reference; a
+    block-causal model takes none.
     """
 
     @override
