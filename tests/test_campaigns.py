@@ -62,6 +62,7 @@ def cases(seed: int) -> Iterator[Case]:
         yield Case(f"{seed}.{number}", lambda number=number: ends(number), limit)
 
 
+@pytest.mark.exhaustive
 def test_what_dies_or_hangs_is_a_crash_and_the_rest_goes_on():
     found = [(description, verdict.outcome) for description, verdict in run_for(__name__, 7, 600)]
     crash = Outcome.CRASH

@@ -57,14 +57,16 @@ def test_model_and_tokenizer_agree(name):
     assert len(read) <= spec.vocab
 
 
-@pytest.mark.parametrize("kind", HELD_OUT)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind != "few-shot")) for kind in HELD_OUT]
+)
 def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     (task, size), length, bar = HELD_OUT[kind]
     drawn = examples(task, 99, size, 16, "held_out")
     assert accuracy(model, read, drawn, batch=16, length=length) >= bar
 
 
-@pytest.mark.parametrize("sampler", [dj.samplers.Confidence(), dj.samplers.Dynamic(0.9)], ids=repr)
+@pytest.mark.parametrize("sampler", [dj.samplers.Dynamic(0.9)], ids=repr)
 def test_the_block_causal_model_answers_chains_block_by_block(sampler):
     where = embedded.path("tiny-sdar")
     model, read = dj.load(where), AutoTokenizer.from_pretrained(where)

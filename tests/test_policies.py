@@ -19,7 +19,7 @@ from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
 from tests.models import FAMILIES, generated, in_int8, prompts, separate, tiny
-from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, daily, matrix, short, suited
+from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, matrix, short, suited
 
 p = policies
 BASIC = (
@@ -27,6 +27,17 @@ BASIC = (
     checks.one_program_per_setting,
 )  # fmt: skip
 FURTHER = {
+    # Of what counts positions or ranks them: the others take sets of the canvas, which has its own tests.
+    checks.alone_as_in_a_batch: (
+        p.D2Cache,
+        p.DKVGreedy,
+        p.EvictPrompt,
+        p.MaskKV,
+        p.SPACache,
+        p.SparseDLLM,
+        p.SuffixDropout,
+        p.WindowDiffusion,
+    ),
     checks.reuse_is_exact_while_nothing_changes: (p.DLLMCache,),
     checks.widths_change_nothing: (p.DualCache, p.D2Cache),
     checks.separate_layers_decode_as_stacked_ones: (p.DKVDecode,),
@@ -61,21 +72,22 @@ def test_policy(policy, family):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", daily(EVERY, p.SparseDLLM), ids=short)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", EVERY, ids=short)
 def test_policies_run_over_experts(policy):
     """LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind."""
     case = CASES.get(type(policy))
     known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
     check_policy(
         policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("llada-moe",),
-        checks=(checks.batch_mates_change_nothing, *[checks.exact_limit] * EXHAUSTIVE),
+        checks=(checks.batch_mates_change_nothing, checks.exact_limit),
     )  # fmt: skip
 
 
 COPIES = checks.no_copy_of_the_cache_inside_the_loop
 
 
-@matrix("policy, apart", EVERY, (False, True), today=[(p.DualCache, False), (p.ElasticCache, True)])
+@matrix("policy, apart", EVERY, (False, True), today=[(p.DualCache, True)])
 def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimised):
     """With guidance too if exhaustive; apart from the others, as it compiles as users do."""
     for scale in (0.0, 1.0) if EXHAUSTIVE else (1.0 * apart,):
@@ -109,8 +121,7 @@ def test_sampler(sampler, policy, family):
 
 
 MASKS_OF = [
-    (p.Policy(), SAMPLER_CASES[0], "llada"), (p.SparseDLLM, SAMPLER_CASES[3], "dream"),
-    (p.ElasticCache, SAMPLER_CASES[6], "llada"), (p.DKVGreedy, SAMPLER_CASES[9], "dream"),
+    (p.SparseDLLM, SAMPLER_CASES[3], "dream"), (p.DKVGreedy, SAMPLER_CASES[9], "dream"),
 ]  # fmt: skip
 
 

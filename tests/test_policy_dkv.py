@@ -128,7 +128,9 @@ def assert_same_run(ours, theirs):
 @pytest.mark.parametrize(
     ("family", "policy", "limit", "layout"),
     [
-        ("dream", DKVPD(refresh_every=1), DKVPrefill(), ONE_TOKEN_PER_STEP),
+        pytest.param(
+            "dream", DKVPD(refresh_every=1), DKVPrefill(), ONE_TOKEN_PER_STEP, marks=pytest.mark.exhaustive
+        ),
         # A delay without an end; with blocks, nothing is cached before it has passed.
         ("dream", DKVDecode(refresh_every=None, delay=8), DKVPrefill(), dict(block=8)),
         ("llada", DKVDecode(refresh_every=None, delay=8), dj.policies.Policy(), ONE_TOKEN_PER_STEP),
@@ -139,6 +141,7 @@ def test_limits_between_neighbours(family, policy, limit, layout):
     assert_same_run(generated(family, policy, **layout), generated(family, limit, **layout))
 
 
+@pytest.mark.exhaustive
 @families("dream")
 def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     model = tiny(family)

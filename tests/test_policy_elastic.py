@@ -88,7 +88,8 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     ("window", "sampler", "layout", "steps"),
     [
         (3, samplers.Confidence(), dict(block=8, steps=2), 3),  # 4 of 8 are wanted at a time
-        (1, samplers.DreamSchedule(), dict(block=8), 9),  # nothing in the first step, two in the last
+        # Nothing in the first step, two in the last.
+        pytest.param(1, samplers.DreamSchedule(), dict(block=8), 9, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, layout, steps):
@@ -99,6 +100,7 @@ def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, 
     np.testing.assert_array_equal(out.stats.nfe, steps)
 
 
+@pytest.mark.exhaustive
 def test_tracking_the_whole_canvas_is_exact():
     ours, exact = (
         generated(policy=policy, block=8).trace
@@ -125,6 +127,7 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     np.testing.assert_array_equal(never.trace.widened[1:], False)
 
 
+@pytest.mark.exhaustive
 def test_widened_counts_the_conditional_stream_alone():
     """With guidance each sequence has two streams, side by side, whose drift differs."""
     model = tiny("dream")

@@ -13,7 +13,7 @@ from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
 from tests.models import families, generated
-from tests.policy_cases import daily, short, suited
+from tests.policy_cases import short, suited
 
 KEY = jax.random.key(3)
 UNDER = (
@@ -34,8 +34,9 @@ def scores(out: dj.Output) -> np.ndarray:
     return finite(out.trace.score)
 
 
+@pytest.mark.exhaustive
 @families("llada")
-@pytest.mark.parametrize("under", daily(UNDER, policies.DKVDecode), ids=short)
+@pytest.mark.parametrize("under", UNDER, ids=short)
 def test_a_budget_for_the_whole_prompt_is_the_policy_without_eviction(under, family):
     alone = run(under, under, family)
     whole, few = (run(policies.EvictPrompt(budget=n, policy=under), under, family) for n in (9, 1))
@@ -63,6 +64,7 @@ class PartOfThePrompt(policies.DualCache):
         return super().select(cache, canvas) | (canvas.position < 2)
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_the_prompt_is_never_recomputed():
     part = run(policies.EvictPrompt(budget=3, policy=PartOfThePrompt()), policies.DualCache())
     none = run(policies.EvictPrompt(budget=3), policies.DualCache())

@@ -15,7 +15,7 @@ from dllm_jax.eviction.rounding import round_to_total
 from tests.models import canvas, generated, prompts, tiny
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     st.sampled_from([1, 3, 8])  # few sizes, as each is a program
     .flatmap(lambda n: st.lists(st.just(0.0) | st.floats(0.01, 10), min_size=n, max_size=n))

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
@@ -67,18 +68,20 @@ def test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand(family):
 
 @families("dream")
 def test_caches_of_two_sets_have_their_exact_limits(family):
+    """Where everything is computed in every step nothing that is stored counts, evicted or not."""
     assert_same_run(run(NearRefreshed(refresh_every=1), family).trace, run(Near(), family).trace)
-    one_step = dict(steps=LENGTH // BLOCK)
-    assert_same_run(run(NearBlocks(), family, **one_step).trace, run(Near(), family, **one_step).trace)
+    refreshed = policies.EvictPrompt(budget=2, policy=NearRefreshed(refresh_every=1))
+    assert_same_run(run(refreshed, family).trace, run(Near(), family).trace)
     all_rolled = NearRolled(k=1, p=1.0)
     assert_same_run(run(all_rolled, family).trace, run(Near(), family).trace)
     far = np.abs(finite(run(Near(), family).trace.score) - finite(run(policies.Policy(), family).trace.score))
     assert far.max() > 1e-3, "a set that changes nothing would pass too"
 
 
+@pytest.mark.exhaustive
 @families("llada")
 def test_evicted_prompts_are_read_as_far_as_the_set_says(family):
-    """The whole prompt kept is no eviction; nor is any budget where everything is computed in every step."""
+    """The whole prompt kept is no eviction."""
     alone, whole, few = (
         run(policy, family)
         for policy in (
@@ -90,8 +93,6 @@ def test_evicted_prompts_are_read_as_far_as_the_set_says(family):
     assert_same_run(whole.trace, alone.trace, computed=True)
     np.testing.assert_allclose(finite(whole.trace.score), finite(alone.trace.score), atol=1e-5)
     assert np.abs(finite(few.trace.score) - finite(alone.trace.score)).max() > 1e-3
-    refreshed = policies.EvictPrompt(budget=2, policy=NearRefreshed(refresh_every=1))
-    assert_same_run(run(refreshed, family).trace, run(Near(), family).trace)
 
 
 def test_a_set_of_everything_compiles_to_the_program_without_one():
@@ -102,6 +103,7 @@ def test_a_set_of_everything_compiles_to_the_program_without_one():
     assert text(policies.Policy()).count("select_n") < text(Near()).count("select_n")
 
 
+@pytest.mark.exhaustive
 def test_wino_verifies_by_what_is_read():
     some = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)
     exact, cached, unread = (

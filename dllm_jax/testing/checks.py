@@ -201,23 +201,25 @@ def cache_copies_in_loops(text: str, shape: str) -> list[str]:
 
 
 def batch_mates_change_nothing(of: Subject):
-    """A sequence decodes the same beside another one, and alone without the padding of the batch."""
+    """A sequence decodes the same beside another one."""
     prompt, mask = prompts(of.model, LENGTHS)
     others, _ = prompts(of.model, LENGTHS, seed=5)
-
-    # Beside another mate, in the same program.
     for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
         theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
         ours = [of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
         assert_same_run(*ours, computed=True)
-
-    # Alone, without padding: another program, and another canvas length.
-    alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
-    assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
-    assert_same_stats(of.batch.stats, alone.stats, sequence=1)
     assert bool(partial_steps(of.batch)) == of.policy.stores(of.model.spec), (
         "every step computed every position"
     )
+
+
+def alone_as_in_a_batch(of: Subject):
+    """A sequence decodes alone, without the padding of its batch, as in it: places are its own."""
+    prompt, _ = prompts(of.model, LENGTHS)
+    # Another program, and another canvas length.
+    alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
+    assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
+    assert_same_stats(of.batch.stats, alone.stats, sequence=1)
 
 
 def padding_is_inert(of: Subject):
@@ -335,6 +337,7 @@ POLICY_CHECKS: tuple[Check, ...] = (
     exact_limit,
     reuse_is_exact_while_nothing_changes,
     batch_mates_change_nothing,
+    alone_as_in_a_batch,
     padding_is_inert,
     one_program_per_setting,
     widths_change_nothing,
@@ -349,6 +352,7 @@ POLICY_CHECKS: tuple[Check, ...] = (
 SAMPLER_CHECKS: tuple[Check, ...] = (
     only_scored_masks_are_decoded,
     batch_mates_change_nothing,
+    alone_as_in_a_batch,
     padding_is_inert,
     one_program_per_setting,
     widths_change_nothing,
