@@ -51,6 +51,7 @@ def test_the_page_names_everything_that_there_is():
         assert f"| `{name}(" in PAGE, name
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path, capsys):
     see_inside.main(figures=tmp_path)
     lines = capsys.readouterr().out.splitlines()
@@ -103,6 +104,7 @@ ASKED = "aob=407;T=211;iez=830;T="
 OPTIONS = ["--length", "4", "--block", "2"]
 
 
+@pytest.mark.exhaustive
 def test_the_example_streams_prints_and_writes_pages(tmp_path, capsys):
     namespace = {"__name__": "example"}
     exec(compile(WATCH.read_text(), str(WATCH), "exec"), namespace)
@@ -161,7 +163,9 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "sft")) for name in FEW]
+)
 def test_an_example_runs_and_writes_its_curve(name, tmp_path, capsys):
     main, options = FEW[name]
     if name == "sft":

@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "policy", "sampler", "more"), CASES if EXHAUSTIVE else CASES[:3], ids=short
+    ("family", "policy", "sampler", "more"), CASES if EXHAUSTIVE else CASES[:2], ids=short
 )
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
     model, asked = tiny(family), some_prompts(7)
@@ -66,9 +66,9 @@ def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
         assert_alone(model, prompt, found[i], **options, **own)
 
 
-@pytest.mark.parametrize("model", [separate(tiny("llada")), in_int8(tiny("llada"))], ids=["separate", "int8"])
-def test_models_of_every_form(model):
-    asked = some_prompts(4, longest=6)
+@matrix("form", (separate, in_int8), today=[(separate,)])
+def test_models_of_every_form(form):
+    model, asked = form(tiny("llada")), some_prompts(4, longest=6)
     options = SHORT | dict(policy=P.DualCache())
     for i, out in dj.generate_many(model, asked, slots=2, **options):
         assert_alone(model, asked[i], out, **options)
@@ -78,7 +78,7 @@ def test_models_of_every_form(model):
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
     responses=st.lists(st.sampled_from((4, 8)), min_size=9, max_size=9),
-    count=st.sampled_from((1, 3)),
+    count=st.just(3),
     seed=st.integers(0, 99),
 )
 def test_any_prompts_in_any_number_of_slots(lengths, responses, count, seed):
@@ -124,7 +124,7 @@ def test_embeddings_of_its_own():
 HOLDING = P.DualCache(), P.ElasticCache(), P.MaskKV(budget=4)
 
 
-@pytest.mark.parametrize("policy", daily(HOLDING, P.DualCache, P.MaskKV), ids=short)
+@pytest.mark.parametrize("policy", daily(HOLDING, P.MaskKV), ids=short)
 def test_nothing_of_the_sequence_before_can_be_read(policy, monkeypatch):
     """What the slots hold is NaN when a sequence enters: none of it is left."""
     enter = slots.enter

@@ -8,17 +8,24 @@ from dllm_jax import policies
 from dllm_jax.policies import SlidingCache
 from dllm_jax.samplers import WINO, Confidence, DreamSchedule, Threshold
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
-from tests.models import families, generated, prompts, tiny
-from tests.policy_cases import short
+from tests.models import FAMILIES, families, generated, prompts, tiny
+from tests.policy_cases import matrix, short
 
 SHAPE = dict(length=24, lengths=(9, 6))
 GREEDY, CONST = dj.Sliding(6), dj.Sliding(6, longest=6)
 SEVERAL = Threshold(0.1)
 
 
-@families("llada")
-@pytest.mark.parametrize("block", [GREEDY, CONST, dj.Sliding(4, longest=7)], ids=repr)
-@pytest.mark.parametrize("sampler", [SEVERAL, Confidence(), DreamSchedule()], ids=short)
+BLOCKS, SAMPLERS = (GREEDY, CONST, dj.Sliding(4, longest=7)), (SEVERAL, Confidence(), DreamSchedule())
+
+
+@matrix(
+    "block, sampler, family",
+    BLOCKS,
+    SAMPLERS,
+    FAMILIES,
+    today=zip(BLOCKS, SAMPLERS, ["llada"] * 3, strict=True),
+)
 def test_masks_are_decoded_up_to_where_the_number_of_tokens_says(block, sampler, family):
     trace = generated(family, sampler=sampler, block=block, **SHAPE).trace
     tokens, mask_id = np.asarray(trace.tokens), tiny(family).spec.mask_id
@@ -31,8 +38,7 @@ def test_masks_are_decoded_up_to_where_the_number_of_tokens_says(block, sampler,
     assert not (tokens[-1] == mask_id).any()
 
 
-@families("dream")
-@pytest.mark.parametrize("sampler", [SEVERAL, Confidence(), DreamSchedule()], ids=short)
+@matrix("sampler, family", SAMPLERS, FAMILIES, today=[(DreamSchedule(), "dream")])
 def test_a_block_as_long_as_the_response_is_one_block(sampler, family):
     sliding, one = (
         generated(family, sampler=sampler, block=block, **SHAPE).trace for block in (dj.Sliding(24), 24)
