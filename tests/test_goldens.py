@@ -28,6 +28,9 @@ RARELY = {
         "llada-fixed-1tok-p13-g32-b8", "llada-fixed-uneven-p30-g32-b16-s12",
         "llada-threshold0.05-p9-g32-b4", "llada-threshold0.9-p17-g16-b8",
     ),
+    "fast-dllm-v2-generate": ("fast-dllm-v2-tiny-tied-p45-n32-b32-s8-t0.2-stop",),
+    "llada-v-generate": ("one-image-cfg0p7", "one-image-dllm-cache-Kp4-Kr3-one-row"),
+    "llada2-generate": ("llada2-tiny-dense2-v2.0-p11-g24-b8-t0.3-s8",),
     "loglik-llada": ("mc16-b16-one-batch", "single-token-answer"),
     "parallel-threshold": ("llada-threshold0.3-p21-g48-b16", "llada-threshold0.9-p18-g16-b16"),
     "prefix-cache": (

@@ -43,6 +43,7 @@ def _relatively(name: str, ours, recorded):
     closely(name, np.asarray(ours) / scale, recorded / scale)
 
 
+@jax.jit
 def routes(model: dj.Model, ids: Int[Array, "b l"]) -> tuple[Int[Array, "n t c"], Float[Array, "n t c"]]:
     """Experts and weights of every token, in each of the layers that have some."""
     (position, mask, rope), found = full_pass(model.spec, ids, None), []
