@@ -13,7 +13,7 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from dllm_jax.testing.runs import assert_same_run, compilations, of_sequence
 from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
-from tests.policy_cases import EVERY, KEY, matrix, short, suited
+from tests.policy_cases import EVERY, KEY, daily, matrix, short, suited
 
 Intervention = dj.Intervention
 PLACES = ("residual", "attention_output", "mlp_output", "k", "v")
@@ -27,7 +27,7 @@ def drawn(spec, place, *lead):
     return np.random.default_rng(1).standard_normal((*lead, *of_shape(spec, place))).astype(np.float32)
 
 
-@matrix("place, family", PLACES, FAMILIES, today=[*((place, "llada") for place in PLACES), ("v", "dream")])
+@matrix("place, family", PLACES, FAMILIES, today=[("residual", "llada"), ("k", "llada"), ("v", "dream")])
 def test_forward_with_a_patch_is_the_network_with_that_value(place, family):
     """By hand, of a layer's own functions: the patched value is there, everything before it is as it was."""
     model = tiny(family)
@@ -123,9 +123,10 @@ def test_every_policy_of_the_library_passes_every_place():
         jax.eval_shape(trace, jnp.zeros((1, 9), jnp.int32))
 
 
-@pytest.mark.parametrize(
-    "policy", [policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache(1, 1)], ids=short
-)
+STORING = policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache(1, 1)
+
+
+@pytest.mark.parametrize("policy", daily(STORING, policies.DLLMCache), ids=short)
 def test_what_is_recomputed_from_stores_is_changed_once(policy):
     """Where every layer recomputes everything, steering in every step is as under the exact decoder."""
     model = tiny("llada")

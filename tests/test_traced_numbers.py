@@ -243,10 +243,13 @@ def test_switching_a_feature_off_is_another_program():
     ("make", "values"),
     [
         (lambda t: dict(policy=policies.DualCache(), sampler=samplers.Threshold(t)), (0.05, 0.2, 0.3, 0.9)),
-        (lambda g: dict(policy=policies.ElasticCache(window=4, gamma=g)), (-1.0, 0.9, 0.97, 2.0)),
-        (lambda n: dict(policy=policies.DKVDecode(refresh_every=n)), (1, 2, 3)),
+        *[
+            (lambda g: dict(policy=policies.ElasticCache(window=4, gamma=g)), (-1.0, 0.9, 0.97, 2.0)),
+            (lambda n: dict(policy=policies.DKVDecode(refresh_every=n)), (1, 2, 3)),
+        ]
+        * EXHAUSTIVE,
     ],
-    ids=["threshold", "gamma", "refresh_every"],
+    ids=["threshold", *["gamma", "refresh_every"] * EXHAUSTIVE],
 )
 def test_vmap_over_numbers_equals_a_loop(make, values):
     model = tiny("llada")
