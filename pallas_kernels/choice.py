@@ -43,7 +43,7 @@ class Entry:
       platform: that programs are lowered for.
       device: how `jax.Device.device_kind` begins; "" is every device of the platform.
       implementation: "xla", "pallas" or "cudnn".
-      dtypes: of the first operand.
+      dtypes: of the first operand; none are all.
       positions: fewest and most of `Operation.positions`.
       report: what says so.
     """
@@ -70,7 +70,8 @@ class Entry:
     def speaks_of(self, operation: "Operation", arrays: tuple[Any, ...]) -> bool:
         """Whether it is about a call."""
         fewest, most = self.positions
-        known = operation.name == self.operation and str(arrays[0].dtype) in self.dtypes
+        known = operation.name == self.operation
+        known &= not self.dtypes or str(arrays[0].dtype) in self.dtypes
         return known and fewest <= operation.positions(arrays) <= most
 
 

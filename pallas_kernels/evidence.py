@@ -10,15 +10,16 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.choice import Entry, Evidence, Implementation, Platform
+from pallas_kernels.choice import Entry, Evidence, Implementation, Platform, check_implementation
 from pallas_kernels.operands import FAMILIES, Family, Operands
 
 SHIPPED: Evidence = (
@@ -52,6 +53,24 @@ class Deviation(NamedTuple):
     def right(self) -> bool:
         """Whether the results are as near as they should be."""
         return self.error <= self.allowed
+
+
+def asked_for(implementations: Mapping[str, Implementation]) -> Evidence:
+    """A user's choice for each operation, `{"attention": "cudnn", "experts": "pallas"}`; XLA's for others.
+
+    Raises:
+      ValueError: another operation, or another implementation.
+    """
+    names = {family.operation.name for family in FAMILIES}
+    if unknown := set(implementations) - names:
+        raise ValueError(f"implementation: {sorted(unknown)} are not among {', '.join(sorted(names))}")
+    for implementation in implementations.values():
+        check_implementation(implementation)
+    return tuple(
+        Entry(name, platform, "", implementation, (), report="as asked for")
+        for name, implementation in implementations.items()
+        for platform in get_args(Platform)
+    )
 
 
 def user_file() -> Path:

@@ -153,6 +153,19 @@ def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
         assert dj.load(dj.embedded.path("tiny-llada")).implementation is None
 
 
+def test_each_operation_may_have_an_implementation_of_its_own():
+    path, layout = dj.embedded.path("tiny-llada"), dj.Layout(16, 8, 4, 8)
+    model = dj.load(path, implementation={"attention": "pallas", "topk_evict": "xla"})
+    rows = dj.explain(model, 1, layout, dj.policies.MaskKV(budget=4)).rows
+    said = {(r.operation, r.platform): r.implementation for r in rows}
+    assert said["attention", "cpu"] == "pallas, interpreted (as asked for)"
+    assert said["topk_evict", "cpu"] == "xla (as asked for)"
+    assert said["received", "cpu"].startswith("xla: ")
+    for wrong, told in (({"atention": "xla"}, "atention"), ({"attention": "pallsa"}, "pallsa")):
+        with pytest.raises(ValueError, match=told):
+            dj.load(path, implementation=wrong)
+
+
 def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
     gpu = type("Described", (), {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3"})()
     assert [(e.operation, e.implementation) for e in evidence.known(gpu)] == [("attention", "cudnn")]

@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "policy", "sampler", "more"), CASES if EXHAUSTIVE else CASES[:2], ids=short
+    ("family", "policy", "sampler", "more"), CASES if EXHAUSTIVE else CASES[:1], ids=short
 )
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
     model, asked = tiny(family), some_prompts(7)
@@ -74,7 +74,7 @@ def test_models_of_every_form(form):
         assert_alone(model, asked[i], out, **options)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
     responses=st.lists(st.sampled_from((4, 8)), min_size=9, max_size=9),
@@ -94,13 +94,13 @@ def test_any_prompts_in_any_number_of_slots(lengths, responses, count, seed):
 
 
 def test_requests_have_options_of_their_own():
-    model, asked = tiny("llada"), some_prompts(4, longest=6)
+    model, asked = tiny("llada"), some_prompts(3, longest=6)
     options = SHORT | dict(policy=P.DualCache(), sampler=RANDOM)
     plain = dj.generate(model, [asked[1]], key=jax.random.key(8), **options)
     stop = [np.asarray(plain.tokens)[0, -6:-4].tolist()]
     each = [
         dict(length=4, key=jax.random.key(7)), dict(stop=stop, key=jax.random.key(8)),
-        dict(suffix=[9, 9], key=jax.random.key(9)), dict(block=2, steps=4, key=jax.random.key(9)),
+        dict(suffix=[9, 9], key=jax.random.key(9)),
     ]  # fmt: skip
     given_ = [dict(prompt=prompt) | own for prompt, own in zip(asked, each, strict=True)]
     found = dict(dj.generate_many(model, given_, slots=2, **options))

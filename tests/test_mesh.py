@@ -200,7 +200,8 @@ def test_interventions_over_a_mesh(mesh, types, family):
     assert not np.array_equal(want.trace.score, without.trace.score), "nothing was changed"
 
 
-@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[(SMALL[0], "explicit", "llada")])
+@pytest.mark.exhaustive
+@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[])
 def test_capture_over_a_mesh(mesh, types, family):
     """Everything that layers compute of padded sequences, under interventions, in chunks of canvases."""
     alone, batch = one_device(family, apart=mesh == "tp=2"), 4 if mesh == "dp=2" else 3
@@ -217,6 +218,7 @@ def test_capture_over_a_mesh(mesh, types, family):
         np.testing.assert_allclose(getattr(ours, name), getattr(want, name), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_work_per_device_falls_with_the_batch_it_holds(optimised):
     """Floating-point operations of the program of one device, by the compiler's account."""
     alone = tiny("llada", layers=1, width=64, hidden=128, **SPLITS)

@@ -29,7 +29,7 @@ from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, opt
 from dllm_jax.testing.runs import assert_same_run
 from tests import numpy_sampler as plain
 from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
-from tests.policy_cases import KEY
+from tests.policy_cases import EXHAUSTIVE, KEY
 
 
 def dream_counts(masks: int, steps: int, eps: float = 1e-3) -> list[int]:
@@ -119,7 +119,7 @@ def test_the_running_maximum_is_each_sequence_s_own():
 
 
 @families("dream")
-@pytest.mark.parametrize("temperature", [0.0, 1.0])  # draws tokens, but not their number
+@pytest.mark.parametrize("temperature", [0.0, *[1.0] * EXHAUSTIVE])  # draws tokens, but not their number
 def test_bounds_from_one_token_per_step_to_one_step_per_block(temperature, family):
     several = (samplers.EBSampler(gamma, temperature=temperature) for gamma in (0.0, 5.0, 1e6))
     least, some, most = (generated(family, policies.DualCache(), sampler=s, key=KEY) for s in several)
@@ -187,6 +187,7 @@ def test_predictions_of_later_blocks_count():
     )  # the second block is predicted once before its own steps: 1, then its history is complete
 
 
+@pytest.mark.exhaustive
 def test_what_is_remembered_is_not_copied_in_the_loop(optimised):
     text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"

@@ -75,7 +75,7 @@ def drawn(seed: int):
 
 
 @pytest.mark.parametrize(("sampler", "block", "steps"), RUNS, ids=str)
-@settings(max_examples=5, derandomize=True)  # a near tie may round either way
+@settings(max_examples=3, derandomize=True)  # a near tie may round either way
 @given(seed=st.integers(0, 10_000))
 def test_every_step_equals_the_numpy_rules(sampler, block, steps, seed):
     layout = Layout(PROMPT, RESPONSE, block, steps)

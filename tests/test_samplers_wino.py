@@ -94,7 +94,11 @@ class Near(policies.Policy):
         return canvas.everything & (canvas.position >= canvas.block_start[:, None] - 4)
 
 
-@pytest.mark.parametrize(("policy", "before"), [(policies.Policy(), 10**6), (Near(), 4)], ids=["all", "near"])
+@pytest.mark.parametrize(
+    ("policy", "before"),
+    [(policies.Policy(), 10**6), pytest.param(Near(), 4, marks=pytest.mark.exhaustive)],
+    ids=["all", "near"],
+)
 def test_every_step_equals_numpy_over_an_extended_input(policy, before):
     """Two prompts of unequal length in a batch; numpy decodes them one at a time."""
     out, model = run(policy), tiny("llada")
@@ -143,6 +147,7 @@ def test_every_step_leaves_fewer_masks(narrow_out):
     assert (np.asarray(out.stats.nfe) <= LENGTH).all()
 
 
+@pytest.mark.exhaustive
 def test_narrow_steps_verify_the_whole_block():
     """Under dKV-Cache a step computes masks alone, fewer than there are tokens to verify."""
     policy = policies.DKVDecode(refresh_every=None, delay=0)

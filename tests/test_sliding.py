@@ -9,7 +9,7 @@ from dllm_jax.policies import SlidingCache
 from dllm_jax.samplers import WINO, Confidence, DreamSchedule, Threshold
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
 from tests.models import FAMILIES, families, generated, prompts, tiny
-from tests.policy_cases import matrix, short
+from tests.policy_cases import daily, matrix, short
 
 SHAPE = dict(length=24, lengths=(9, 6))
 GREEDY, CONST = dj.Sliding(6), dj.Sliding(6, longest=6)
@@ -74,7 +74,7 @@ UNDER = (SlidingCache(3), policies.DualCache(), policies.DKVDecode(refresh_every
 
 
 @families("llada")
-@pytest.mark.parametrize("policy", UNDER, ids=short)
+@pytest.mark.parametrize("policy", daily(UNDER, SlidingCache), ids=short)
 def test_each_sequence_slides_by_itself(policy, family):
     """Sequences of a batch take other numbers of steps, and equal themselves alone."""
     model = tiny(family)

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -112,16 +113,23 @@ def test_a_bfloat16_model_has_float32_state_unless_told_otherwise(masters):
     assert model_of(narrow, begin(narrow, setup), setup).dtype == jnp.bfloat16
 
 
-def resumed(tmp_path, model=None, **changes):
-    """A run of 4 steps that goes on to step 10 with changes."""
-    model, first = model or tiny("llada"), dataclasses.replace(CONFIG, steps=4, decay=0)
-    given = {"optimizer": changes.pop("before", None)}
-    train(model, Counting(), first, directory=str(tmp_path), progress=False, **given)
-    after = changes.pop("model_now", model)
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory) -> str:
+    """The directory of a run of 4 steps."""
+    where = str(tmp_path_factory.mktemp("run") / "of-4-steps")
+    first = dataclasses.replace(CONFIG, steps=4, decay=0)
+    train(tiny("llada"), Counting(), first, directory=where, progress=False)
+    return where
+
+
+def resumed(four_steps, where, **changes):
+    """A copy of the run that goes on to step 10 with changes."""
+    shutil.copytree(four_steps, where)
+    after = changes.pop("model_now", tiny("llada"))
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     config = dataclasses.replace(CONFIG, **({"decay": 0} | {k: changes[k] for k in names & set(changes)}))
-    rest = given | {k: v for k, v in changes.items() if k not in names}
-    return train(after, Counting(), config, directory=tmp_path, progress=False, **rest)
+    rest = {k: v for k, v in changes.items() if k not in names}
+    return train(after, Counting(), config, directory=where, progress=False, **rest)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +146,9 @@ def resumed(tmp_path, model=None, **changes):
         ({"model_now": separate(tiny("llada"))}, r"holds another model, .* is absent there, float32"),
     ],
 )  # fmt: skip
-def test_a_changed_configuration_is_refused_by_name(tmp_path, changes, message):
+def test_a_changed_configuration_is_refused_by_name(four_steps, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        resumed(tmp_path, **changes)
+        resumed(four_steps, tmp_path / "a", **changes)
 
 
 def test_another_optimizer_is_refused_by_its_numbers(tmp_path):
@@ -167,9 +175,10 @@ def test_another_optimizer_is_refused_by_its_numbers(tmp_path):
         run(**other, directory=tmp_path / "schedule")
 
 
-def test_what_changes_no_step_that_was_done_is_free(tmp_path):
-    changed = resumed(tmp_path / "a", learning_rate=1e-3, allow_changes=["learning_rate"], save_every=2)
-    same = resumed(tmp_path / "b", decay=3, remat=True, accumulate=2)
+def test_what_changes_no_step_that_was_done_is_free(four_steps, tmp_path):
+    faster = dict(learning_rate=1e-3, allow_changes=["learning_rate"], save_every=2)
+    changed = resumed(four_steps, tmp_path / "a", **faster)
+    same = resumed(four_steps, tmp_path / "b", decay=3, remat=True, accumulate=2)
     assert changed.log[1] != same.log[2]
     with pytest.raises(ValueError, match="steps=10 then, 12 now; decay=3 then, 2 now"):
         train(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
 from pallas_kernels import Implementation
 from pallas_kernels.choice import Evidence, check_implementation
-from pallas_kernels.evidence import known
+from pallas_kernels.evidence import asked_for, known
 
 MOST_POSITIONS = 2**31 - 1  # that int32 numbers
 
@@ -36,7 +36,7 @@ def load(
     mesh: Mesh | None = None,
     rope_factor: float = 1.0,
     check_finite: bool = False,
-    implementation: Implementation | None = None,
+    implementation: Implementation | Mapping[str, Implementation] | None = None,
     separate_layers: bool | None = None,
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
@@ -59,8 +59,9 @@ def load(
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
         positions that the model is good for.
       check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, eviction and experts, see `Model`; None takes what is known to be right
-        and fastest on the devices, see `pallas_kernels.evidence`.
+      implementation: of attention, eviction and experts, see `Model`, or of each by its name,
+        `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those without; None takes what is known to
+        be right and fastest on the devices, see `pallas_kernels.evidence`.
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
         experts, separate elsewhere. Tokens do not depend on it.
@@ -98,6 +99,8 @@ def load(
     source = open_checkpoint(path)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
+    if isinstance(implementation, Mapping):
+        implementation = asked_for(implementation)
     check_implementation(implementation)
     chosen = evidence_for(mesh) if implementation is None else implementation
     empty = Model({}, scale_rope(source.spec, rope_factor), chosen, rules)  # refuses before it reads
