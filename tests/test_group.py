@@ -22,7 +22,7 @@ SOME = samplers.Threshold(0.25)
 GUIDED = samplers.Threshold(0.25, cfg_scale=0.5, temperature=0.3)
 CASES = [
     (P.DualCache(), GUIDED, 1),
-    (P.DualCache(), SOME, 2),
+    pytest.param(P.DualCache(), SOME, 2, marks=pytest.mark.exhaustive),
     pytest.param(P.D2Cache(p=0.2), SOME, 2, marks=pytest.mark.exhaustive),
     pytest.param(P.MaskKV(budget=4), SOME, 2, marks=pytest.mark.exhaustive),
     pytest.param(P.ElasticCache(), samplers.KLASS(), 1, marks=pytest.mark.exhaustive),

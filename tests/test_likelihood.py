@@ -11,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.decoding.likelihood import stratified_masks, token_cross_entropy
-from tests.models import families, random_tokens, tiny
+from tests.models import EXHAUSTIVE, families, random_tokens, tiny
 
 PROMPT, ANSWER, B = 4, 3, 2
 PADS = (0, 2)
@@ -57,7 +57,8 @@ def masks_for(draws: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("family", "cfg_scale"), [("llada", 0.0), ("dream", 0.0), ("llada", 1.2), ("dream", 0.5)]
+    ("family", "cfg_scale"),
+    [("llada", 1.2), ("dream", 0.0), *[("llada", 0.0), ("dream", 0.5)] * EXHAUSTIVE],
 )
 def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
     prompt, answer = texts(family)
@@ -135,7 +136,7 @@ def test_the_contributions_of_tokens_add_up(family):
     assert (ours[~masks.any(axis=0)] == 0).all()
 
 
-@pytest.mark.parametrize(("family", "cfg_scale"), [("llada", 0.7), ("dream", 0.0)])
+@pytest.mark.parametrize(("family", "cfg_scale"), [("llada", 0.7), *[("dream", 0.0)] * EXHAUSTIVE])
 def test_ragged_answers_equal_each_alone(family, cfg_scale):
     """Whatever their padding holds, mask ids included."""
     model, (prompt, answer) = tiny(family), texts(family)

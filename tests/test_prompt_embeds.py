@@ -53,7 +53,8 @@ def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     np.testing.assert_array_equal(np.asarray(ours.tokens)[:, : ids.shape[1]], given)
 
 
-@matrix("policy, family", EVERY, FAMILIES, today=[(policies.DKVPrefill, "llada")])
+@pytest.mark.exhaustive
+@matrix("policy, family", EVERY, FAMILIES, today=[])
 def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy, family):
     model = tiny(family)
     ids, mask = prompts(model)
@@ -101,6 +102,7 @@ def test_full_passes_take_inputs_too_and_have_their_gradient(family):
     np.testing.assert_array_equal(np.any(gradient != 0, axis=-1), given == dj.EMBEDDED)
 
 
+@pytest.mark.exhaustive
 def test_a_shadow_block_sees_the_inputs():
     model = tiny("llada")
     ids, mask = prompts(model)

@@ -28,7 +28,8 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
     assert not np.allclose(without.trace.score[0, 0, 6:14], ours.trace.score[0, 0, 6:14])
 
 
-@matrix("policy, family", CACHED, FAMILIES, today=[(policies.SparseDLLM, "llada")])
+@pytest.mark.exhaustive
+@matrix("policy, family", CACHED, FAMILIES, today=[])
 def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(policy, family):
     model, case = tiny(family), CASES[type(policy)]
     ids, mask = prompts(model)

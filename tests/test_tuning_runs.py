@@ -128,6 +128,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path, capsys):
     tune.main(methods=("DKVPrefill",), links=2, count=2, out=tmp_path)
     assert "dj.generate" in capsys.readouterr().out
