@@ -103,7 +103,7 @@ def operands(name, kv_heads):
     }[name]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", some([1, 4], 1))
 @pytest.mark.parametrize("mesh", some(["dp=2 x tp=4", "tp=2", "dp=8"], 1))
 @pytest.mark.parametrize("operation", OPERATIONS[:-1], ids=lambda operation: operation.name)
 def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh, kv_heads):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies, samplers
+from dllm_jax import samplers
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import FAMILIES, families, random_tokens, tiny
 from tests.policy_cases import CACHED, CASES, KEY, matrix, suited

@@ -170,7 +170,7 @@ def output(process: subprocess.Popen) -> list[str]:
 
 
 def test_every_mesh_has_the_curve_of_one_device(tmp_path, pytestconfig):
-    """Every day the last of the meshes, of three axes; the others, and what goes on elsewhere, if exhaustive."""
+    """Every day on the last of the meshes; with --exhaustive on all, and going on elsewhere."""
     first, parts = (0, 8) if pytestconfig.getoption("exhaustive") else (3, 3)
     assert len(output(start(MESHES, str(tmp_path), str(first)))) == parts
 

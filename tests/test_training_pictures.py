@@ -71,7 +71,10 @@ def test_the_loss_is_that_of_the_decoder_s_logits(model, processor, batch):
 
 @pytest.mark.parametrize(
     ("trainable", "tower_learns", "decoder_learns"),
-    [(None, False, True), ({"vision": True, "embed": False}, True, False)],
+    [
+        pytest.param(None, False, True, marks=pytest.mark.exhaustive),
+        ({"vision": True, "embed": False}, True, False),
+    ],
 )
 def test_the_tower_learns_if_it_is_asked_to(model, batch, trainable, tower_learns, decoder_learns):
     if isinstance(trainable, dict):

@@ -97,7 +97,7 @@ def test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing():
 
 
 STOPPED = (samplers.Confidence(), samplers.Threshold(0.2))
-TODAY = [(policies.Policy(), STOPPED[0]), (policies.DualCache, STOPPED[1])]
+TODAY = [(policies.DualCache, STOPPED[1])]
 
 
 @matrix("policy, sampler", EVERY, STOPPED, today=TODAY)
