@@ -99,10 +99,9 @@ def load(
     source = open_checkpoint(path)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
-    if isinstance(implementation, Mapping):
-        implementation = asked_for(implementation)
-    check_implementation(implementation)
-    chosen = evidence_for(mesh) if implementation is None else implementation
+    asked = asked_for(implementation) if isinstance(implementation, Mapping) else implementation
+    check_implementation(asked)
+    chosen = evidence_for(mesh) if asked is None else asked
     empty = Model({}, scale_rope(source.spec, rope_factor), chosen, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path))
     held = choose_weights(weights, source.weights, str(source.path))
