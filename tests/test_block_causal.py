@@ -167,9 +167,14 @@ def test_policies_that_mean_nothing_there_refuse(policy):
         dj.generate(model, prompt, length=4, policy=policy)
 
 
-def test_wino_refuses():
-    with pytest.raises(ValueError, match="WINO lets all"):
-        dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, sampler=samplers.WINO())
+def test_samplers_that_mean_nothing_there_refuse():
+    shifted = tiny("sdar", block_size=4, shifted=True)
+    for model, sampler, reason in (
+        (tiny("sdar"), samplers.WINO(), "WINO lets all"),
+        (shifted, samplers.DreamSchedule(), "DreamSchedule may decode nothing in the first step of a block"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            dj.generate(model, prompts(model)[0], length=4, sampler=sampler)
 
 
 ADMITTED = [p for p in (*EVERY, policies.SubBlockCache()) if not isinstance(p, REFUSING)]

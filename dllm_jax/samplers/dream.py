@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import divided
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates
@@ -61,6 +62,15 @@ class DreamSchedule(Sampler):
                 raise ValueError(
                     f"alg_temp={self.alg_temp} has no meaning for alg='origin', which ignores confidence"
                 )
+
+    @override
+    def check_model(self, spec: ModelSpec):
+        super().check_model(spec)
+        if spec.shifted and spec.block_size:
+            raise ValueError(
+                "DreamSchedule may decode nothing in the first step of a block, the only one that predicts "
+                f"its first token in {spec.family}, whose head is shifted: use another, such as Threshold"
+            )
 
     @property
     @override
