@@ -39,7 +39,7 @@ KNOBS = {  # of each policy, the settings along its main one
     "DLLMCache": "response_every", "SparseDLLM": "keep", "MaskKV": "budget", "ElasticCache": "gamma",
     "D2Cache": "p", "EvictPrompt": "budget",
 }  # fmt: skip
-LATER_KNOBS = {"SPACache": "ratio", "WindowDiffusion": "window"}
+LATER_KNOBS = {"SPACache": "response_every", "WindowDiffusion": "window"}
 LATER_KNOBS |= {"SuffixDropout": "keep", "SlidingCache": "window"}
 
 

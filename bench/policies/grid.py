@@ -190,7 +190,7 @@ CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in paral
 # Those of 2026, and what they are to be compared with: `DualCache` decoded in parallel, above.
 SLIDING = Setting(blocks=Sliding(4), variant="sliding block")
 LATER: tuple[Setting, ...] = (  # one setting of each, decoded in parallel too
-    Setting(p.SPACache(prompt_every=32, response_every=8)),
+    Setting(p.SPACache(prompt_every=32, response_every=4)),
     Setting(p.WindowDiffusion(window=8, active=4, refresh_every=8), blocks=1, variant="one block"),
     Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),
     dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),
@@ -202,7 +202,8 @@ EARLY = tuple(
 )
 _LATER = (
     SLIDING, *LATER, *_in_parallel, Setting(sampler=THRESHOLD.sampler, blocks=1, variant="one block"), *EARLY,
-    *_each(*_over(p.SPACache, prompt_every=32, response_every=8, ratio=(0.13, 0.5))),
+    *_each(*_over(p.SPACache, prompt_every=32, response_every=(2, 8))),
+    Setting(p.SPACache(prompt_every=32, response_every=8, ratio=0.5)),
     *_one_block(*_over(p.WindowDiffusion, window=(4, 16), active=4, refresh_every=8)),
     *_each(*(p.SuffixDropout(keep=p.NearAndLast(near=near, last=0)) for near in (0, 12))),
     *_each(*_over(p.SlidingCache, window=(0, 12)), blocks=SLIDING.blocks, variant="sliding block"),
