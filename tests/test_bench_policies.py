@@ -200,7 +200,8 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
     """Of the measured policies no line is missing, and the README's are those of its tasks and policies."""
     page = (ROOT / "docs/background/results.md").read_text()
     measured = json.loads((ROOT / "bench/results/policies_cpu.json").read_text())["models"]
-    tables = summary.table(measured, dj.embedded.TEXT), summary.fewer_steps(measured, dj.embedded.TEXT)
+    made = summary.table, summary.fewer_steps, summary.later
+    tables = [one(measured, dj.embedded.TEXT) for one in made]
     assert all(table in page for table in tables)
     assert summary.brief(measured) in (ROOT / "README.md").read_text()
     assert orderings.short(measured) in (ROOT / "docs/background/benchmarks.md").read_text()

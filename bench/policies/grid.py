@@ -196,11 +196,11 @@ LATER: tuple[Setting, ...] = (  # one setting of each, decoded in parallel too
     dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),
 )
 _in_parallel = tuple(dataclasses.replace(s, sampler=THRESHOLD.sampler) for s in (SLIDING, *LATER))
-_committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) for gap in (1.0, 10.0)))
+_committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) for gap in (10.0, 20.0)))
 EARLY = tuple(
     Setting(sampler=s.Confidence(early_commit=rule), variant="early commitment") for rule in _committed
 )
-_LATER = (
+LATER_SETTINGS = (
     SLIDING, *LATER, *_in_parallel, Setting(sampler=THRESHOLD.sampler, blocks=1, variant="one block"), *EARLY,
     *_each(*_over(p.SPACache, prompt_every=32, response_every=(2, 8))),
     Setting(p.SPACache(prompt_every=32, response_every=8, ratio=0.5)),
@@ -210,7 +210,7 @@ _LATER = (
 )  # fmt: skip
 _LONG: tuple[Setting, ...] = (
     EXACT,
-    *_LATER,
+    *LATER_SETTINGS,
     *_LONGER,
     _ONE_BLOCK,
     *_PARALLEL,

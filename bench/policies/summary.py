@@ -77,6 +77,7 @@ LINES = (
     ),
     Line(Setting(p.D2Cache(k=8)), Setting(p.D2Cache(k=2))),
     Line(_one_block(p.D2Cache(k=8)), Setting(p.D2Cache(k=2)), note="one block"),
+    *(Line(setting, Setting(type(setting.policy)()), note=setting.variant) for setting in grid.LATER),
 )  # fmt: skip
 
 
@@ -92,9 +93,10 @@ BRIEFLY = (
 def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> list[Line]:
     """The lines of the policies that were measured, those without a line of their own at their defaults.
 
-    Results do not hold policies that are newer than they are.
+    Results do not hold policies that are newer than they are, or not on every task.
     """
-    names = {row["policy"].split("(")[0] for workload in measured.values() for row in workload["rows"]}
+    named = ({row["policy"].split("(")[0] for row in workload["rows"]} for workload in measured.values())
+    names = set.intersection(*named)
     rest = map(Line, grid.at_defaults([line.chain for line in LINES], policies))
     return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 
@@ -166,6 +168,23 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
+def later(measured: dict[str, Any], models: Iterable[str]) -> str:
+    """Markdown: on chains, what came after the five papers, beside what it is to be compared with."""
+    workloads, cells = [measured[f"{model} chain"] for model in models], []
+    caches = (EXACT, Setting(p.DualCache()), Setting(p.DKVPD()), Setting(p.D2Cache(k=8)))
+    parallel = (dataclasses.replace(setting, sampler=THRESHOLD.sampler) for setting in caches)
+    for setting in (*caches, *parallel, *grid.LATER_SETTINGS):
+        rows = [find(workload, setting) for workload in workloads]
+        shown = (
+            f"{r['accuracy']:.1%} ({r['forwards']:.1f}, {r['computed']:.0%})" if r else "-" for r in rows
+        )
+        if any(rows):
+            named = (call(setting.policy), call(setting.sampler))
+            cells.append([*(f"`{name}`" for name in named), setting.variant, *shown])
+    heads = ("policy", "sampler", "", *(f"`{model}`" for model in models))
+    return runner.table(heads, "lll" + "r" * len(workloads), cells)
+
+
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The row of a setting, which must have been measured."""
     if row := find(workload, setting):
@@ -178,7 +197,7 @@ def main(results: runner.Results):
     measured = read_json(results)["models"]
     if any(name.split()[0] in dj.embedded.TEXT for name in measured):
         print(table(measured, dj.embedded.TEXT), fewer_steps(measured, dj.embedded.TEXT), sep="\n\n")
-        print(f"\n{brief(measured)}")
+        print(f"\n{later(measured, dj.embedded.TEXT)}\n\n{brief(measured)}")
     for model in dj.embedded.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))
