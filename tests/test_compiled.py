@@ -124,7 +124,7 @@ def test_recorded_programs_are_within_their_bars(name):
 @pytest.mark.parametrize(
     ("name", "copying"),
     [
-        ("compiled_v6e", {"DLLMCache", "EvictPrompt"}),
+        ("compiled_v6e", {"DLLMCache", "EvictPrompt", "SPACache"}),
         ("compiled_v6e_jax012", {"MaskKV"}),
         # Activations of full steps, and of these policies a layer's pairs.
         ("compiled_h100_cudnn", {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"}),
