@@ -226,7 +226,7 @@ _LONG: tuple[Setting, ...] = (
     Setting(p.DKVPD()),
     *_order(p.Policy(), *_over(p.DKVGreedy, window=(4, 0), refresh_every=(2, 4))),
     *_each(*_over(p.DLLMCache, prompt_every=(4, 8, 32), response_every=2)),
-    *_each(*_over(p.DLLMCache, prompt_every=32, response_every=(1, 3, 4))),
+    *_each(*_over(p.DLLMCache, prompt_every=32, response_every=(1, 3, 4, 8))),
     *_budget_of_pairs(delay=1),
     *(mask_kv("chosen anew", budget=budget, reselect=True) for budget in (16, 32, 64)),
     *_one_block(*_over(p.ElasticCache, window=8, gamma=GAMMAS), variant=""),
