@@ -15,5 +15,5 @@ def forget_in_time():
 
     The kernel writes each of them down to have them counted, so this is done after every 64th test.
     """
-    if next(TESTS) % 64 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+    if next(TESTS) % 64 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()

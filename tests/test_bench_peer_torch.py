@@ -12,7 +12,7 @@ import dllm_jax as dj
 from bench.shared import models, runner
 from bench.shared.measure import Run
 from dllm_jax.check.weights import random_model
-from tests.models import FAMILIES, tiny
+from tests.models import families, tiny
 
 REASON = "torch peer: install the 'oracle' extra"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -45,7 +45,7 @@ def generations(
     return ours, theirs.numpy()[:, : run.prompt + run.length]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("llada")
 def test_same_tokens(family):
     """And others under each policy: otherwise equal tokens would say nothing."""
     found = set()

@@ -17,7 +17,12 @@ from tests.campaigns.verdicts import Case, Outcome, Verdict, judge
 
 SEED = 2  # whose generation compiles sooner than others
 PARTS = 4  # of a sample, so that workers share it
-SAMPLES = [(c, part) for c in CAMPAIGNS for part in range(min(PARTS, c.SAMPLE))]
+SAMPLES = [
+    # What is killed in the midst is tested one by one elsewhere (test_convert_crash, test_training_run).
+    pytest.param(c, part, marks=[pytest.mark.exhaustive] * (c.NAME == "kills"))
+    for c in CAMPAIGNS
+    for part in range(min(PARTS, c.SAMPLE))
+]
 
 
 # Arrays of a unit that are still being read when the first of them fails answer to a closed event loop.

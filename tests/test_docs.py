@@ -47,8 +47,8 @@ def test_the_examples_are_exact_in_their_limits_and_their_sequences_as_alone(pri
 
 def test_the_printed_check_passes_and_the_default_layer_is_printed_in_full(printed, monkeypatch):
     if not EXHAUSTIVE:
-        some = checks.exact_limit, checks.batch_mates_change_nothing, checks.padding_is_inert
-        monkeypatch.setitem(printed, "check_policy", functools.partial(testing.check_policy, checks=some))
+        limit = functools.partial(testing.check_policy, checks=(checks.exact_limit,))
+        monkeypatch.setitem(printed, "check_policy", limit)
     printed["test_windowed_dual_cache"]()
     assert printed["ours"].stats.computed[0] < printed["exact"].stats.computed[0] / 2
     assert not np.any(np.asarray(printed["ours"].tokens) == printed["model"].spec.mask_id)

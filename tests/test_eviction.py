@@ -115,8 +115,9 @@ def with_budgets(layers, prompt_every=4, response_every=2) -> policies.MaskKV:
     return policies.MaskKV(prompt_every, response_every, budget=3, layers=layers)
 
 
+@pytest.mark.exhaustive
 @families("dream")
-@pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("row", [0, 1])
 def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     model, length = tiny(family), (12, 7)[row]
     ours = generated(model, with_budgets(ONLINE), (12, 7))

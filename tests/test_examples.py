@@ -207,6 +207,7 @@ def run_cell(source: str, names: dict):
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shown else None
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_from_top_to_bottom(monkeypatch, capsys):
     book, drawn = nbformat.read(NOTEBOOK, as_version=4), []
     nbformat.validate(book)

@@ -73,7 +73,7 @@ def test_steering_adds_and_masking_takes_away():
 STEPS, LAYOUT = (1, 2, 3), dict(length=8, block=4)
 
 
-@matrix("policy, family", EVERY, FAMILIES, today=[(policies.SparseDLLM, "dream")])
+@matrix("policy, family", EVERY, FAMILIES, today=[(policies.DualCache, "dream")])
 def test_without_effect_nothing_changes_and_with_effect_a_sequence_is_as_alone(policy, family):
     """One program: values, layers, positions and steps are data."""
     model = tiny(family)

@@ -120,6 +120,7 @@ def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_generation_over_a_mesh_by_kernels_is_that_of_one_device():
     path, prompt = HERE / "models" / "llada-tiny", np.arange(12).reshape(2, 6)
     options = dict(length=4, block=2, policy=dj.policies.SparseDLLM())

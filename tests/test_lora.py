@@ -132,6 +132,7 @@ def test_muon_takes_adamw_for_the_factors():
         assert b.max() > 5e-3
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_trains_the_same():
     model = moved(lora.attach(separate(tiny("llada", vocab=64)), OPTIONS, KEY))
     config = TrainConfig(steps=1, warmup=0)

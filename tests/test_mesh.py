@@ -106,7 +106,8 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
 TWO = samplers.Confidence(), samplers.Threshold(0.25)
 
 
-@matrix("sampler, family, mesh", TWO, FAMILIES, MESHES, today=[(TWO[0], "llada", TP)])
+@pytest.mark.exhaustive
+@matrix("sampler, family, mesh", TWO, FAMILIES, MESHES, today=[])
 def test_guidance_and_early_stops_over_a_mesh(sampler, family, mesh):
     alone = one_device(family)
     prompt, mask = prompts(alone, (9, 6, 8))
@@ -187,7 +188,8 @@ def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Interv
 SMALL = "dp=2 tp=2", "tp=2", "dp=2"
 
 
-@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[(SMALL[0], "explicit", "llada")])
+@pytest.mark.exhaustive
+@matrix("mesh, types, family", SMALL, TYPES, FAMILIES, today=[])
 def test_interventions_over_a_mesh(mesh, types, family):
     """Of three sequences, which two devices do not divide: each one's values go where its sequence goes."""
     alone = one_device(family)

@@ -33,7 +33,7 @@ from dllm_jax.traced import Traced
 from dllm_jax.training import TrainConfig
 from tests.models import tiny
 from tests.option_cases import OPTIONS
-from tests.policy_cases import short
+from tests.policy_cases import daily, short
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -114,8 +114,8 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize(
     "policy",
-    [policies.D2Cache(k=MOST, inflate=MOST), policies.ElasticCache(window=MOST, track=MOST),
-     policies.MaskKV(budget=MOST, votes=eviction.SnapKV(window=MOST, kernel=MOST))],
+    daily([policies.D2Cache(k=MOST, inflate=MOST), policies.ElasticCache(window=MOST, track=MOST),
+     policies.MaskKV(budget=MOST, votes=eviction.SnapKV(window=MOST, kernel=MOST))], policies.MaskKV),
     ids=short,
 )  # fmt: skip
 def test_the_largest_numbers_that_they_hold_work(policy):

@@ -136,7 +136,8 @@ def test_nothing_is_left_masked(policy, sampler, family):
         assert not (np.asarray(run().tokens) == tiny(family).spec.mask_id).any()
 
 
-@matrix("policy, family", EVERY, FAMILIES, today=[(p.DualCache, "llada")])
+@pytest.mark.exhaustive
+@matrix("policy, family", EVERY, FAMILIES, today=[])
 def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
     """And not as the original, bit by bit: else nothing would have been int8."""
     model, sampler = tiny(family), suited(policy, samplers.Confidence())
@@ -221,7 +222,8 @@ def test_the_exact_decoder_stores_nothing():
     assert held == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head
 
 
-@matrix("policy, family", EVERY, FAMILIES, today=[(p.DLLMCache, "dream")])
+@pytest.mark.exhaustive
+@matrix("policy, family", EVERY, FAMILIES, today=[])
 def test_the_bucket_changes_nothing(policy, family):
     model = tiny(family)
     prompt, mask = prompts(model, (9, 6))

@@ -101,6 +101,7 @@ class NewKeys(policies.DLLMCache):
         return prompt, response | prompt
 
 
+@pytest.mark.exhaustive
 @families("llada")
 def test_one_share_for_all_layers_is_dllm_cache_with_new_keys(family):
     of_all = dataclasses.replace(SPACache(**SOME), start=0.5, end=0.5)

@@ -115,6 +115,7 @@ def test_policies_that_decide_what_they_attend_to_are_refused():
             SuffixDropout(policy=kind())
 
 
+@pytest.mark.exhaustive
 def test_the_prompt_may_be_evicted_besides():
     dropping = SuffixDropout(policies.DualCache(), NearAndLast(2, 1))
     alone, whole = (

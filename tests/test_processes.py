@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from convert.verify import verify
 from dllm_jax.checkpoint import convert
 from tests.checkpoints import tiny, write_hf
@@ -152,6 +154,7 @@ def test_a_global_batch_is_decoded_by_two_processes(tmp_path):
     run_in_two(START + DECODE, convert(llada, tmp_path / "jax"))
 
 
+@pytest.mark.exhaustive
 def test_each_process_reads_what_its_devices_hold_and_one_writes(tmp_path):
     large = {"width": 512, "heads": 8, "kv_heads": 8, "head": 64, "hidden": 2048, "vocab": 4096, "layers": 1}
     hf, out = write_hf(tmp_path / "hf", tiny(**large)), tmp_path / "out"

@@ -240,6 +240,7 @@ def test_what_has_no_meaning_for_blocks_of_the_model_is_refused():
         prepare(model, TrainConfig(steps=1, blocks=(4,)))
 
 
+@pytest.mark.exhaustive
 def test_block_causal_models_train_whole_and_by_adapters():
     """One step moves all parameters of a model with experts, and of attention with adapters their factors."""
     config, source = TrainConfig(steps=1, warmup=0), Batches(lambda step: unequal())

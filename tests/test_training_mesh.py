@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMMON = """
 import sys
 import warnings
@@ -175,6 +177,7 @@ def test_every_mesh_has_the_curve_of_one_device(tmp_path, pytestconfig):
     assert len(output(start(MESHES, str(tmp_path), str(first)))) == parts
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

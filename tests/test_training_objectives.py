@@ -125,6 +125,7 @@ def test_chunks_and_what_is_recomputed_change_nothing():
     np.testing.assert_allclose(jnp.sum(gradient.params["norm"] * direction), numeric, rtol=0.02)
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_number_of_draws(optimised):
     model = tiny("llada")
     batch = Batch(jnp.zeros((1, 32), jnp.int32), jnp.zeros((1, 32), jnp.int32))

@@ -83,6 +83,7 @@ def test_the_tower_learns_if_it_is_asked_to(model, batch, trainable, tower_learn
     assert moved(model, run.model) == {"params": decoder_learns, "vision": tower_learns}
 
 
+@pytest.mark.exhaustive
 def test_every_part_of_the_tower_learns(model, batch):
     config = dataclasses.replace(CONFIG, muon=0.01, weight_decay=0.0)
     go = functools.partial(train, model, Batches(lambda step: batch), trainable=True, progress=False)

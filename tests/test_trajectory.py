@@ -129,6 +129,7 @@ def test_of_remasked_tokens_the_last_decoding_counts():
     np.testing.assert_allclose(ours.log_prob, [[0, expected, 0]], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_number_of_steps(optimised):
     model = tiny("llada", layers=1)
 
