@@ -54,8 +54,8 @@ CASES = [
     ((4, 2), ("batch", "model"), "dream", lambda model: model, {"muon": 0.01}),
     ((2, 2, 2), ("dp", "fsdp", "tp"), "llada", lambda model: model, isolating),
 ]
-first = int(*arguments)
-for lengths, names, family, form, options in CASES[first:]:
+skipped = int(*arguments)  # cases, and with them what runs seldom
+for lengths, names, family, form, options in CASES[skipped:]:
     model = form(tiny(family, vocab=64, block_size=3 * (family == "sdar")))
     mesh = jax.make_mesh(lengths, names, axis_types=auto * len(names) if len(names) > 1 else None)
     alone, whole, _ = curve(model, **options)
@@ -82,7 +82,7 @@ for lengths, names, family, form, options in CASES[first:]:
 
 fsdp = jax.make_mesh((8,), ("fsdp",), axis_types=auto)
 # bfloat16 with masters, and parts of it frozen, on a mesh that the model lies on already, with Explicit axes.
-if first == 0:
+if not skipped:
     only = {"embed": False, "layers": True, "norm": False, "head": False}
     narrow = cast(tiny("llada", vocab=64), jnp.bfloat16)
     explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -115,7 +115,7 @@ def log(where, **options):
     return [entry["loss"] for entry in run.log]
 
 
-if first == 0:
+if not skipped:
     alone = log(directory + "/alone")
     moved = directory + "/moved"
     log(moved, steps=1, mesh=jax.make_mesh((2, 2, 2), ("dp", "fsdp", "tp")))
@@ -173,8 +173,8 @@ def output(process: subprocess.Popen) -> list[str]:
 
 def test_every_mesh_has_the_curve_of_one_device(tmp_path, pytestconfig):
     """Every day on the last of the meshes; with --exhaustive on all, and going on elsewhere."""
-    first, parts = (0, 8) if pytestconfig.getoption("exhaustive") else (3, 3)
-    assert len(output(start(MESHES, str(tmp_path), str(first)))) == parts
+    skipped, parts = (0, 8) if pytestconfig.getoption("exhaustive") else (3, 3)
+    assert len(output(start(MESHES, str(tmp_path), str(skipped)))) == parts
 
 
 @pytest.mark.exhaustive
