@@ -9,7 +9,8 @@
 - "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
   elsewhere.
 - evidence, a tuple of `Entry`: the first one that speaks of the call decides, and XLA's form where none does.
-  `dllm_jax.load` puts it in the place of None, see `pallas_kernels.evidence`.
+  `dllm_jax.load` puts it in the place of None, and of a choice for each operation, see
+  `pallas_kernels.evidence`.
 - None: XLA's form.
 
 The platform is the one that a program is lowered for, so one traced program serves all of them; but one that

@@ -69,8 +69,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
     hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
 
-    # CI does so in files that call every room: what looks at each call takes a fifth of the time that tests
-    # take, however little it checks. Annotations of what is imported before this are not checked.
+    # CI does so in files that call the engine's rooms: what looks at each call takes a fifth of the time that
+    # tests take, however little it checks. Annotations of what is imported before this are not checked.
     if config.getoption("annotations") or config.getoption("exhaustive"):
         jaxtyping.install_import_hook(["dllm_jax", "pallas_kernels"], "tests.checked")
 

@@ -58,6 +58,7 @@ def workload():
     grid = (
         EXACT, Setting(dj.policies.DualCache()),
         Setting(sampler=samplers.RandomOrder(), variant="random order"),
+        Setting(dj.policies.DKVGreedy(), samplers.RandomOrder(), variant="random order"),
         Setting(dj.policies.SparseDLLM(keep=0.25)),
     )  # fmt: skip
     return dataclasses.replace(workloads(4)["tiny-llada chain"](), grid=grid, chunk=2)
@@ -104,7 +105,7 @@ def test_every_claim_of_the_papers_is_in_a_grid():
 
 
 def test_rows(workload, results):
-    exact, dual, other_order, sparse = results["rows"]
+    exact, dual, other_order, greedy, sparse = results["rows"]
     assert exact["agreement"] == other_order["agreement"] == exact["accuracy"] == 1.0
     assert exact["computed"] == other_order["computed"] == 1.0
     assert exact["forwards"] == 32
@@ -112,6 +113,7 @@ def test_rows(workload, results):
     assert dual["computed"] == pytest.approx((length + 3 * 4) / (4 * length))  # a full step per block
     assert dual["kept_pairs"] == length
     assert 0 < sparse["kept_pairs"] < length
+    assert greedy["computed"] < 1
     assert measure._storage(workload, LATER[-1])[0] == length, "a block that slides"
 
 

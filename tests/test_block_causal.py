@@ -190,7 +190,10 @@ def test_all_other_policies_decode(policy):
         known["limit"] = policies.ElasticCache(window=24)
     check_policy(
         policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("sdar",),
-        checks=(checks.exact_limit, checks.batch_mates_change_nothing, checks.padding_is_inert),
+        checks=(
+            checks.exact_limit, checks.batch_mates_change_nothing, checks.alone_as_in_a_batch,
+            checks.padding_is_inert,
+        ),
     )  # fmt: skip
 
 

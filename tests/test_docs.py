@@ -40,7 +40,7 @@ LIMITS = {  # settings, those of the exact limit, and its layout; the page's own
 @matrix("name, family", LIMITS, FAMILIES, today=[("SlidingWindow", "dream"), ("ValueNorm", "llada")])
 def test_the_examples_are_exact_in_their_limits_and_their_sequences_as_alone(printed, name, family):
     (settings, limit, layout), policy = LIMITS[name], printed[name]
-    asked = checks.exact_limit, checks.batch_mates_change_nothing
+    asked = checks.exact_limit, checks.batch_mates_change_nothing, checks.alone_as_in_a_batch
     limits = dict(limit=policy(**limit), limit_options=layout)
     testing.check_policy(policy(**settings), **limits, families=(family,), checks=asked)
 

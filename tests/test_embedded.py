@@ -66,7 +66,11 @@ def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     assert accuracy(model, read, drawn, batch=16, length=length) >= bar
 
 
-@pytest.mark.parametrize("sampler", [dj.samplers.Dynamic(0.9)], ids=repr)
+@pytest.mark.parametrize(
+    "sampler",
+    [dj.samplers.Dynamic(0.9), pytest.param(dj.samplers.Confidence(), marks=pytest.mark.exhaustive)],
+    ids=repr,
+)
 def test_the_block_causal_model_answers_chains_block_by_block(sampler):
     where = embedded.path("tiny-sdar")
     model, read = dj.load(where), AutoTokenizer.from_pretrained(where)

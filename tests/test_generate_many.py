@@ -94,13 +94,13 @@ def test_any_prompts_in_any_number_of_slots(lengths, responses, count, seed):
 
 
 def test_requests_have_options_of_their_own():
-    model, asked = tiny("llada"), some_prompts(3, longest=6)
+    model, asked = tiny("llada"), some_prompts(4, longest=6)
     options = SHORT | dict(policy=P.DualCache(), sampler=RANDOM)
     plain = dj.generate(model, [asked[1]], key=jax.random.key(8), **options)
     stop = [np.asarray(plain.tokens)[0, -6:-4].tolist()]
     each = [
         dict(length=4, key=jax.random.key(7)), dict(stop=stop, key=jax.random.key(8)),
-        dict(suffix=[9, 9], key=jax.random.key(9)),
+        dict(suffix=[9, 9], key=jax.random.key(9)), dict(block=2, steps=4, key=jax.random.key(9)),
     ]  # fmt: skip
     given_ = [dict(prompt=prompt) | own for prompt, own in zip(asked, each, strict=True)]
     found = dict(dj.generate_many(model, given_, slots=2, **options))

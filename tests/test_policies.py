@@ -80,7 +80,7 @@ def test_policies_run_over_experts(policy):
     known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
     check_policy(
         policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("llada-moe",),
-        checks=(checks.batch_mates_change_nothing, checks.exact_limit),
+        checks=(checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.exact_limit),
     )  # fmt: skip
 
 

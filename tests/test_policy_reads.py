@@ -15,7 +15,7 @@ from dllm_jax.samplers import WINO
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
-from tests.models import families, generated, prompts, tiny
+from tests.models import EXHAUSTIVE, families, generated, prompts, tiny
 
 LENGTH, BLOCK, BEFORE = 12, 4, 6
 
@@ -70,6 +70,9 @@ def test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand(family):
 def test_caches_of_two_sets_have_their_exact_limits(family):
     """Where everything is computed in every step nothing that is stored counts, evicted or not."""
     assert_same_run(run(NearRefreshed(refresh_every=1), family).trace, run(Near(), family).trace)
+    if EXHAUSTIVE:
+        one = dict(steps=LENGTH // BLOCK)
+        assert_same_run(run(NearBlocks(), family, **one).trace, run(Near(), family, **one).trace)
     refreshed = policies.EvictPrompt(budget=2, policy=NearRefreshed(refresh_every=1))
     assert_same_run(run(refreshed, family).trace, run(Near(), family).trace)
     all_rolled = NearRolled(k=1, p=1.0)

@@ -88,8 +88,9 @@ def test_a_step_that_leaves_masks_out_does_not_commit(policy, steps):
 
 def test_batch_mates_and_padding_change_nothing():
     rule = EarlyCommit(early=1.5, middle=0.6, late=0.4)
-    some = checks.batch_mates_change_nothing, checks.padding_is_inert, checks.one_program_per_setting
-    check_sampler(Threshold(0.25, early_commit=rule), policies=(policies.DualCache(),), checks=some)
+    some = checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.padding_is_inert
+    sampler, asked = Threshold(0.25, early_commit=rule), (*some, checks.one_program_per_setting)
+    check_sampler(sampler, policies=(policies.DualCache(),), checks=asked)
 
 
 def test_an_answer_behind_the_response_is_refused():

@@ -24,6 +24,13 @@ class AsItsMates(policies.DualCache):
         return super().select(cache, canvas) | behind[:, None]
 
 
+class ByPadding(policies.DualCache):
+    """Refreshes by the length of the longest prompt of its batch."""
+
+    def select(self, cache, canvas):
+        return super().select(cache, canvas) | canvas.due(1 + canvas.layout.prompt % 3)
+
+
 class Unmasked(policies.Policy):
     """Attends to padding too."""
 
@@ -47,6 +54,7 @@ class ByWidth(policies.DualCache):
         (policies.DualCache(), policies.DualCache(), checks.exact_limit, PLACE),
         (policies.Policy(), None, checks.reuse_is_exact_while_nothing_changes, None),
         (AsItsMates(), None, checks.batch_mates_change_nothing, PLACE),
+        (ByPadding(), None, checks.alone_as_in_a_batch, "computed"),
         (Unmasked(), None, checks.padding_is_inert, PLACE),
         (ByWidth(), None, checks.widths_change_nothing, PLACE),
     ],

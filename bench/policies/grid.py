@@ -195,7 +195,7 @@ LATER: tuple[Setting, ...] = (  # one setting of each, decoded in parallel too
     Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),
     dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),
 )
-_in_parallel = tuple(dataclasses.replace(s, sampler=THRESHOLD.sampler) for s in (SLIDING, *LATER))
+_in_parallel = tuple(dataclasses.replace(one, sampler=THRESHOLD.sampler) for one in (SLIDING, *LATER))
 _committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) for gap in (10.0, 20.0)))
 EARLY = tuple(
     Setting(sampler=s.Confidence(early_commit=rule), variant="early commitment") for rule in _committed

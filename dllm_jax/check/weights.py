@@ -14,13 +14,12 @@ from dllm_jax.nn.parameters import abstract, form_of_layers
 from dllm_jax.nn.sharding import default_device
 from dllm_jax.nn.spec import ModelSpec
 
+STEP = 1 / 32  # of an int8 matrix's values, in standard deviations: the range is four of them
+
 
 def default_dtype(platform: str) -> str:
     """bfloat16 on accelerators; float32 on a CPU, where bfloat16 is emulated."""
     return "float32" if platform == "cpu" else "bfloat16"
-
-
-STEP = 1 / 32  # of an int8 matrix's values, in standard deviations: the range is four of them
 
 
 def random_model(
