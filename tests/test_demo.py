@@ -82,6 +82,6 @@ def test_checkpoints_that_read_no_text_are_left_out():
     assert Arguments().models == ("tiny-llada", "tiny-dream")
     with pytest.raises(ValueError, match="prompts=0 must be a whole number of at least 1"):
         Arguments(prompts=0)
-    known = "tiny-llada, tiny-dream, tiny-sdar"
+    known = "tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe"
     with pytest.raises(ValueError, match=f"models='tiny-llada-v' must be of {known}"):
         Arguments(models=("tiny-dream", "tiny-llada-v"))

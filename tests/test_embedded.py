@@ -71,8 +71,9 @@ def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     [dj.samplers.Dynamic(0.9), pytest.param(dj.samplers.Confidence(), marks=pytest.mark.exhaustive)],
     ids=repr,
 )
-def test_the_block_causal_model_answers_chains_block_by_block(sampler):
-    where = embedded.path("tiny-sdar")
+@pytest.mark.parametrize("name", embedded.BLOCK_CAUSAL)
+def test_block_causal_models_answer_chains_block_by_block(name, sampler):
+    where = embedded.path(name)
     model, read = dj.load(where), AutoTokenizer.from_pretrained(where)
     assert model.spec.block_size == 4
     drawn = examples(Chain(), 99, 7, 16, "held_out")

@@ -9,7 +9,7 @@ import pytest
 from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
 from dllm_jax.training.config import optimiser, schedule
-from tests.models import EXHAUSTIVE, cast, families, separate, tiny
+from tests.models import EXHAUSTIVE, cast, separate, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
 
@@ -170,15 +170,20 @@ def test_the_rate_rises_stays_and_falls():
         )
 
 
-@families("llada")
+MATRICES = {
+    "llada": {"q": (2, 32, -1), "o": (2, -1, 32), "gate": (2, 32, 48), "down": (2, 48, 32)},
+    "llada-moe": {"expert_gate": (12, 32, 24), "expert_down": (12, 24, 32)},
+}
+
+
+@pytest.mark.parametrize("family", MATRICES)
 def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(family):
     params = tiny(family).params
     config = TrainConfig(steps=10, learning_rate=1e-3, muon=0.1, warmup=0, weight_decay=0.0)
     gradient = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
     step = optimiser(config)
     updates, _ = jax.jit(step.update)(gradient, jax.jit(step.init)(params), params)
-    shapes = {"q": (2, 32, -1), "o": (2, -1, 32), "gate": (2, 32, 48), "down": (2, 48, 32)}
-    for name, shape in shapes.items():
+    for name, shape in MATRICES[family].items():
         u = updates["layers"][name].reshape(shape)
         scale = max(1, u.shape[2] / u.shape[1]) ** 0.5
         singular = jnp.linalg.svd(u, compute_uv=False) / (0.1 * scale)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import tyro
 
 from bench.train_tiny import card
-from bench.train_tiny.block_causal import block_causal
+from bench.train_tiny.converted import block_causal, with_experts
 from bench.train_tiny.recipes import RECIPES, Recipe
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
@@ -63,7 +63,7 @@ def main(
       runs: where checkpoints and the log of the run are kept.
       begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
         first step on, for as many steps as the recipe's `further` says. From nothing by default. A
-        block-causal model may begin with one that attends everywhere.
+        block-causal model may begin with one that attends everywhere, one with experts with a dense one.
       out: where the finished model goes, in a directory of its name; the package's data by default.
     """
     if name not in RECIPES:
@@ -77,6 +77,8 @@ def main(
     if model.spec.block_size != recipe.spec.block_size:
         prompt, answer, *_ = source.batch(source.begin(), 0)
         model = block_causal(model, recipe.spec, jnp.concatenate([prompt, answer], axis=1))
+    if model.spec.experts != recipe.spec.experts:
+        model = with_experts(model, recipe.spec)
     print(f"{name}: {count((model.params, model.vision)):,} parameters")
     run = train(separated(model), source, recipe.config, directory=runs / name, trainable=True)
     ship(run, recipe, out / name)

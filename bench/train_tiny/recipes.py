@@ -178,6 +178,14 @@ _ALL = (
         held_out=BLOCKWISE,
     ),
     Recipe(
+        "tiny-sdar-moe",
+        block_causal_stages(),
+        block_causal_training(12000, 5000),
+        block_causal_training(600, 500),
+        history="The one that ships went on from `tiny-sdar` (`--begin-with`), its MLPs cut into experts.",
+        held_out=BLOCKWISE,
+    ),
+    Recipe(
         "tiny-llada-v",
         pictured_stages(),
         training(1500, 500),

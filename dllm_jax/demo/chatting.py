@@ -41,7 +41,7 @@ class Arguments(Options):
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """An embedded model (tiny-llada, tiny-dream, tiny-sdar), a checkpoint's directory, or a hub id."""
+    """An embedded model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
     policy: str = "Policy"
     """What is recomputed and cached, as a constructor call: 'DKVDecode(refresh_every=8)'."""
     sampler: str = "Confidence"

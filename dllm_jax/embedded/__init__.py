@@ -5,7 +5,7 @@ from pathlib import Path
 
 TEXT = ("tiny-llada", "tiny-dream")
 PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
-BLOCK_CAUSAL = ("tiny-sdar",)
+BLOCK_CAUSAL = ("tiny-sdar", "tiny-sdar-moe")
 NAMES = TEXT + PICTURED + BLOCK_CAUSAL
 
 

@@ -1,0 +1,66 @@
+"""A trained model as the beginning of another: block-causal, as SDAR was made from Qwen3, or with experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dllm_jax.nn.model import Model, encode, exact_layer
+from dllm_jax.nn.parameters import separate
+from dllm_jax.nn.spec import ModelSpec
+
+
+def block_causal(model: Model, spec: ModelSpec, tokens: Int[Array, "b l"]) -> Model:
+    """The same matrices under another spec, with norms of queries and keys that keep attention as peaked.
+
+    A norm's weights are all the root mean square of what it norms, over these tokens and the layer's heads:
+    what is lost is how that differs from head to head and from token to token.
+    """
+    if not spec.qk_norm or model.spec.qk_norm:
+        raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
+    layers, norms = separate(model.params)["layers"], []
+
+    def measured(layer, x, position, mask):
+        norms.append([_norm(part) for part in layer.qk(x, position)])
+        return exact_layer(layer, x, position, mask)
+
+    encode(dataclasses.replace(model, params=model.params | {"layers": layers}), tokens, layer_pass=measured)
+    layers = [layer | {"q_norm": q, "k_norm": k} for layer, (q, k) in zip(layers, norms, strict=True)]
+    return Model(model.params | {"layers": layers}, spec)
+
+
+def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
+    """The same function, or nearly so, of a model whose MLPs are cut into the experts of another spec.
+
+    The first experts are copied until there are enough. The router's columns of an expert and of its copy are
+    opposite, and small, so that every token goes through one of both, and through all that have no copy
+    (virtual groups; He et al., "Upcycling Large Language Models into Mixture of Experts", arXiv:2410.07524).
+    """
+    experts, rest = spec.experts, dataclasses.replace(spec, family=model.spec.family, experts=None)
+    if experts is None or rest != model.spec:
+        raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
+    pieces, copies = experts.per_token, experts.count - experts.per_token
+    if pieces * experts.hidden != model.spec.hidden or copies > pieces or not experts.renormalised:
+        raise ValueError(f"experts={experts} do not divide an MLP of width {model.spec.hidden}")
+
+    def cut(matrix: Float[Array, "a f"], axis: int) -> Float[Array, "e a i"] | Float[Array, "e i a"]:
+        parts = jnp.stack(jnp.split(matrix, pieces, axis))
+        return jnp.concatenate([parts, parts[:copies]])
+
+    layers = []
+    for key, layer in zip(
+        jax.random.split(jax.random.key(0), spec.layers), separate(model.params)["layers"], strict=True
+    ):
+        rest = {name: leaf for name, leaf in layer.items() if name not in ("gate", "up", "down")}
+        column = spread * jax.random.normal(key, (spec.width, copies))
+        alone = jnp.zeros((spec.width, pieces - copies))
+        rest["router"] = jnp.concatenate([column, alone, -column], axis=1)
+        # The weights of the chosen experts are all about 1 / pieces.
+        rest |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
+        layers.append(rest | {"expert_down": cut(layer["down"], 0) * pieces})
+    return Model(model.params | {"layers": layers}, spec)
+
+
+def _norm(part: Float[Array, "b l h d"]) -> Float[Array, " d"]:
+    return jnp.full(part.shape[-1], jnp.sqrt(jnp.mean(part**2)))
