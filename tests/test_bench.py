@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tyro
+from bench.train_tiny.block_causal import block_causal
 
 import dllm_jax as dj
 from bench import roofline as predictions
@@ -21,7 +22,6 @@ from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
 from bench.shared import models, runner
 from bench.shared.measure import Grid
-from bench.train_tiny.block_causal import block_causal
 from dllm_jax.check.weights import random_model
 from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed

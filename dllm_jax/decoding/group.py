@@ -140,10 +140,9 @@ def by_array(function: Callable[..., Array], plan: Plan, axes: Cache, *states: S
     own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
     of_streams = functools.partial(function, plan.streams)
     records = [state.record for state in states]
-    traces = [record.trace._replace(steps=None) for record in records if record.trace is not None]
     record = own(*(record._replace(trace=None) for record in records))
-    if records[0].trace is not None:  # [t b ..], and the number of steps
-        record = record._replace(trace=own(*traces, axis=1)._replace(steps=records[0].trace.steps))
+    if records[0].trace is not None:  # [t b ..]
+        record = record._replace(trace=own(*(record.trace for record in records), axis=1))
     return State(
         own(*(state.canvas for state in states)),
         jax.tree.map(of_streams, axes, *(state.cache for state in states)),

@@ -26,8 +26,9 @@ from dllm_jax.decoding.block_schedule import slowest
 from dllm_jax.decoding.generation import Generation, State
 from dllm_jax.decoding.group import coming
 from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.stats import Stats
 from dllm_jax.decoding.step import initial, split_cache, step
+from dllm_jax.decoding.trace import Trace
 from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 
@@ -178,16 +179,21 @@ def resume(
         tokens = jnp.where(running, after.canvas.tokens, finished(plan, after))
         # A block that a prompt's end shares is the first one too.
         block = jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0)
-        record = after.record._replace(trace=after.record.completed(after.canvas))
-        after = after._replace(record=record)
-        confidence = record.confidence
+        confidence = after.record.confidence
         assert confidence is not None, "plan.confidence"
         if plan.stop:
             # What stands in the place of a stop and behind it was decoded by no step.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.nan)
-        seen = Piece(tokens, confidence, record.stats(after.canvas), after.canvas.step, block, running)
+        stats = after.record.stats(after.canvas)
+        seen = Piece(tokens, confidence, stats, after.canvas.step, block, running)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)
 
     return over_mesh(piece, model, inputs, plan, state, steps, out=None)
+
+
+@jax.jit
+def traced(state: State) -> Trace | None:
+    """The trace of a state's steps so far; None if none is recorded."""
+    return state.record.completed(state.canvas)

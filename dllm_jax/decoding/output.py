@@ -7,7 +7,8 @@ import numpy as np
 from jax import export
 from jaxtyping import Array, Int
 
-from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.stats import Stats
+from dllm_jax.decoding.trace import Trace
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording, values

@@ -21,7 +21,8 @@ from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.stats import Stats
+from dllm_jax.decoding.trace import Trace
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers import RecordedNoise

@@ -26,8 +26,9 @@ from dllm_jax.decoding.placement import (
 )
 from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request, repeated
-from dllm_jax.decoding.stats import Stats, Trace
+from dllm_jax.decoding.stats import Stats
 from dllm_jax.decoding.step import initial, split_cache
+from dllm_jax.decoding.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state import host

@@ -1,10 +1,12 @@
-"""Statistics of a run per sequence, and its optional trace."""
+"""Statistics of a run per sequence."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.decoding import trace
+from dllm_jax.decoding.trace import Steps, Trace
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
 
@@ -39,33 +41,6 @@ class Stats(NamedTuple):
     finite: Bool[Array, "b"]
 
 
-class Trace(NamedTuple):
-    """Every step, of each sequence by its own count, whatever step its batch mates are at.
-
-    From `generate` outside jit, t is the largest number of steps of a sequence; inside jit, an upper bound.
-    Where a sequence takes no more steps, its tokens stay, and nothing is computed.
-
-    Attributes:
-      tokens: the sequence before step 0 and after every step.
-      computed: positions fed through the network.
-      read: positions that those attended to (`Policy.reads`); never padding.
-      proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
-      score: its confidence, -inf elsewhere.
-      active: steps that the sequence took.
-      widened: layers that computed every position, be it in `computed` or not (`Cache.extra_positions`).
-      steps: largest number of steps of a sequence.
-    """
-
-    tokens: Int[Array, "t_plus_1 b l"]
-    computed: Bool[Array, "t b l"]
-    read: Bool[Array, "t b l"]
-    proposed: Int[Array, "t b l"]
-    score: Float[Array, "t b l"]
-    active: Bool[Array, "t b"]
-    widened: Bool[Array, "t b n"]
-    steps: Int[Array, ""]
-
-
 class Record(NamedTuple):
     """Running sums for `Stats`, and the trace.
 
@@ -75,7 +50,7 @@ class Record(NamedTuple):
       widened: see `Stats`.
       refreshes: see `Stats`.
       finite: see `Stats`.
-      trace: None if no trace is recorded.
+      trace: its steps so far; None if no trace is recorded.
       confidence: with which each position was decoded, NaN where no step did; None if it is not recorded.
     """
 
@@ -84,7 +59,7 @@ class Record(NamedTuple):
     widened: Float[Array, "b"]
     refreshes: Int[Array, "b"]
     finite: Bool[Array, "b"]
-    trace: Trace | None
+    trace: Steps | None
     confidence: Float[Array, "b l"] | None
 
     @staticmethod
@@ -100,11 +75,11 @@ class Record(NamedTuple):
           extra: positions that layers computed before the first step (`Cache.extra_positions`).
         """
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
-        trace = None if limit is None else _empty_trace(canvas, limit)
+        steps = None if limit is None else trace.begin(canvas, limit)
         finite = jnp.ones(zeros.shape, bool)
         unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
-        return Record(zeros, zeros.astype(jnp.float32), widened, zeros, finite, trace, unknown)
+        return Record(zeros, zeros.astype(jnp.float32), widened, zeros, finite, steps, unknown)
 
     def add(
         self,
@@ -136,6 +111,7 @@ class Record(NamedTuple):
         everything = before.active & jnp.all(counted == before.valid, axis=1)
         if extra is None:
             extra = jnp.zeros((len(counted), before.spec.layers))
+        everywhere_by_layer = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
         return Record(
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
             executed=self.executed + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
@@ -144,19 +120,15 @@ class Record(NamedTuple):
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else _add(self.trace, who, before, after, computed, read, extra, proposal),
+            else trace.add(self.trace, who, before, after, computed, read, everywhere_by_layer, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
         )
 
     def completed(self, canvas: Canvas) -> Trace | None:
-        """The trace, in which the last tokens of a sequence stay behind its last step."""
-        if (trace := self.trace) is None:
-            return None
-        ran = jnp.arange(len(trace.tokens))[:, None] <= canvas.step
-        tokens = jnp.where(ran[..., None], trace.tokens, canvas.tokens)
-        return trace._replace(tokens=tokens, steps=jnp.max(canvas.step))
+        """The trace, given the last canvas."""
+        return None if self.trace is None else trace.completed(self.trace, canvas)
 
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics of a finished generation, given its last canvas."""
@@ -183,44 +155,9 @@ class Record(NamedTuple):
         )
 
 
-def _empty_trace(canvas: Canvas, limit: int) -> Trace:
-    """Room for `limit` steps; tokens have one entry more, the canvas before the first step."""
-    shape = (limit, *canvas.tokens.shape)
-    return Trace(
-        tokens=jnp.broadcast_to(canvas.tokens, (limit + 1, *canvas.tokens.shape)),
-        computed=jnp.zeros(shape, bool),
-        read=jnp.zeros(shape, bool),
-        proposed=jnp.full(shape, canvas.spec.mask_id, jnp.int32),
-        score=jnp.full(shape, -jnp.inf, jnp.float32),
-        active=jnp.zeros(shape[:2], bool),
-        widened=jnp.zeros((*shape[:2], canvas.spec.layers), bool),
-        steps=jnp.int32(0),
-    )
-
-
 def _decoded_with(
     confidence: Float[Array, "b l"], before: Canvas, after: Canvas, proposal: Proposal
 ) -> Float[Array, "b l"]:
     """The confidences with those of what this step decoded; NaN where it made a mask again."""
     new = jnp.where(after.masked, jnp.nan, proposal.score)
     return jnp.where(before.tokens != after.tokens, new, confidence)
-
-
-def _add(
-    trace: Trace, who, before: Canvas, after: Canvas, computed, read, extra, proposal: Proposal
-) -> Trace:
-    """The trace with one more step of each active sequence, written in place since the loop carries it."""
-    widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
-    who = jnp.arange(len(computed)) if who is None else who
-    # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
-    step = jnp.where(before.active, before.step, len(trace.tokens))
-    put = lambda array, value, step=step: array.at[step, who].set(value, mode="drop")
-    return trace._replace(
-        tokens=put(trace.tokens, after.tokens, step + 1),
-        computed=put(trace.computed, computed),
-        read=put(trace.read, read),
-        proposed=put(trace.proposed, proposal.token),
-        score=put(trace.score, proposal.score),
-        active=put(trace.active, before.active),
-        widened=put(trace.widened, widened),
-    )

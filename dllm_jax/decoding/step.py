@@ -31,7 +31,7 @@ from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, places, spread
 
 
 def initial(generation: Generation, inputs: Inputs) -> State:
@@ -149,17 +149,14 @@ def _step(
     if committed is not None:
         chosen |= committed[:, None] & (score > -jnp.inf)
         revoked = None if revoked is None else revoked & ~committed[:, None]
-    proposal = Proposal(
-        scatter(jnp.full_like(canvas.tokens, canvas.spec.mask_id), index, candidates.token),
-        scatter(jnp.full(canvas.tokens.shape, -jnp.inf), index, score),
-    )
+    place = places(index, canvas.layout.length)
+    proposal = Proposal(spread(candidates.token, place, canvas.spec.mask_id), spread(score, place, -jnp.inf))
 
     # The policy sees what was proposed before the canvas moves on.
     cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))
-    chosen = scatter(jnp.zeros_like(canvas.valid), index, chosen & finite[:, None])
-    after = write(canvas, chosen, proposal.token)
+    after = write(canvas, spread(chosen & finite[:, None], place, False), proposal.token)
     if revoked is not None:
-        after = revoke(after, scatter(jnp.zeros_like(canvas.valid), index, revoked & finite[:, None]))
+        after = revoke(after, spread(revoked & finite[:, None], place, False))
     if stays is not None and canvas.stays is not None:
         after = dataclasses.replace(after, stays=jnp.where(canvas.active, stays, canvas.stays))
     if committed is not None:

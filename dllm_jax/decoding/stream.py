@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.loop import Piece, begin, resume
+from dllm_jax.decoding.loop import Piece, begin, resume, traced
 from dllm_jax.decoding.nonfinite import report
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
@@ -118,7 +118,9 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         snapshot = _seen(piece, before, own)
         if not running:
             # A finished generation takes no more steps: the trace behind the next piece is that of this one.
-            results = on_mesh((piece.tokens, piece.stats, state.record.trace), placed.mesh)
+            with runs_on(run):
+                trace = traced(state)
+            results = on_mesh((piece.tokens, piece.stats, trace), placed.mesh)
             snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot
         before, piece = snapshot.tokens, next_piece

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -84,7 +85,9 @@ class PairStore(NamedTuple):
         kept = position < prompt
         length = jnp.sum(kept, axis=-1)
         start = first[:, None] + jnp.cumsum(length, axis=1) - length
-        put = lambda a, new: a.at[layer].set(jnp.where(where, new, a[layer]).astype(a.dtype))
+        put = lambda a, new: jax.lax.dynamic_update_index_in_dim(
+            a, jnp.where(where, new, a[layer]).astype(a.dtype), layer, axis=0
+        )
 
         # A kept position's slot is its place in its head's run; padding is written nowhere.
         slot = start[..., None] + jnp.arange(position.shape[-1])

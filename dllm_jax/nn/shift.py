@@ -23,18 +23,22 @@ def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
     own = jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape)
     if not spec.shifted:
         return own
-    # The left neighbour exists if it is on the canvas and not padding.
-    has_left = jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(has_left, own - 1, own)
+    return jnp.where(_has_left(valid), own - 1, own)
 
 
 def sources(positions: Bool[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
     """The set of positions whose output predicts these positions; see `predictors`."""
     if not spec.shifted:
         return positions
-    # A maximum, since two positions may have one predictor: the first token and its right neighbour.
-    sequence = jnp.arange(positions.shape[0])[:, None]
-    return jnp.zeros_like(positions).at[sequence, predictors(valid, spec)].max(positions)
+    # The first token predicts itself, and its right neighbour.
+    has_left = _has_left(valid)
+    of_right = jnp.pad((positions & has_left)[:, 1:], ((0, 0), (0, 1)))
+    return of_right | (positions & ~has_left)
+
+
+def _has_left(valid: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    """Which positions have a left neighbour, which is on the canvas and no padding."""
+    return jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
 
 
 def first_predictor(position: int, spec: ModelSpec) -> int:

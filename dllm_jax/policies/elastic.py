@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
@@ -122,11 +123,12 @@ class ElasticCache(Policy):
         top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
         # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
+        put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, layer.index, axis=1)
         drift = Drift(
             drift.attended,
-            drift.coming.at[:, layer.index].set(top),
+            put(drift.coming, top),
             jnp.where(drifted, layer.index + 1, start),
-            drift.similarity.at[:, layer.index].set(jnp.where(wide, jnp.nan, similarity)),
+            put(drift.similarity, jnp.where(wide, jnp.nan, similarity)),
         )
         return x, cache._replace(shared=drift)
 

@@ -22,7 +22,9 @@ def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "
       logits: float32.
       mask_id: a token that is neither of the two, though its probability counts in the softmax; or None.
     """
-    candidates = logits if mask_id is None else logits.at[..., mask_id].set(-jnp.inf)
+    candidates = logits
+    if mask_id is not None:
+        candidates = jnp.where(jnp.arange(logits.shape[-1]) == mask_id, -jnp.inf, logits)
     best = jax.lax.top_k(candidates, 2)[0]
     p = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     return p[..., 0] - p[..., 1]

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +35,7 @@ class Rows:
         """The rows as a set of positions."""
         if self.full:
             return self.real[:, self.before :]
-        # Padding has the index l, beyond the canvas: the scatter drops it.
-        batch = jnp.arange(self.index.shape[0])[:, None]
-        return jnp.zeros((batch.shape[0], self.length), bool).at[batch, self.index].set(True, mode="drop")
+        return places(self.index, self.length) < self.index.shape[1]
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
         """x at the computed positions; what padding reads must not be used."""
@@ -57,16 +55,12 @@ class Rows:
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
         # In a full step a position's place is the position itself, if it is computed.
-        b, q = self.index.shape
+        q = self.index.shape[1]
         if self.full:
             own = gather(self.mask(), position) & (position < self.length)
             return jnp.where(own, position + self.before, q)
 
-        # The inverse of `index` over the canvas and, in its last entry, padding, which is at no place.
-        inverse = jnp.full((b, self.length + 1), q, jnp.int32)
-        inverse = inverse.at[jnp.arange(b)[:, None], self.index].set(jnp.arange(q, dtype=jnp.int32)[None])
-        inverse = inverse.at[:, self.length].set(q)
-        return jnp.take_along_axis(inverse, position, axis=1)
+        return jnp.where(position < self.length, gather(places(self.index, self.length), position), q)
 
     def where(self, chosen: Bool[Array, "b q"]) -> "Rows":
         """The same entries, those that are not chosen turned into padding."""
@@ -116,3 +110,17 @@ def scatter(
 ) -> Shaped[Array, "b l *d"]:
     """Writes values at their positions; padding (index l) is dropped."""
     return canvas.at[jnp.arange(index.shape[0])[:, None], index].set(values.astype(canvas.dtype), mode="drop")
+
+
+def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
+    """The place of each position in `index`, q if it is not there: its inverse."""
+    b, q = index.shape
+    own = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
+    return scatter(jnp.full((b, length), q, jnp.int32), index, own)
+
+
+def spread(
+    values: Shaped[Array, "b q"], place: Int[Array, "b l"], otherwise: ArrayLike
+) -> Shaped[Array, "b l"]:
+    """The values where their positions are (`places`), by one read however many arrays lie side by side."""
+    return jnp.where(place < values.shape[1], gather(values, place), otherwise)

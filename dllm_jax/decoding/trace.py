@@ -1,0 +1,105 @@
+"""The trace of a run: every denoising step of every sequence.
+
+While a run goes on it is one array of integers, in which a step of a sequence is one row: XLA writes each
+array at scattered places by a kernel of its own, and on CPUs by a loop.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.proposal import Proposal
+
+
+class Trace(NamedTuple):
+    """Every step, of each sequence by its own count, whatever step its batch mates are at.
+
+    From `generate` outside jit, t is the largest number of steps of a sequence; inside jit, an upper bound.
+    Where a sequence takes no more steps, its tokens stay, and nothing is computed.
+
+    Attributes:
+      tokens: the sequence before step 0 and after every step.
+      computed: positions fed through the network.
+      read: positions that those attended to (`Policy.reads`); never padding.
+      proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
+      score: its confidence, -inf elsewhere.
+      active: steps that the sequence took.
+      widened: layers that computed every position, be it in `computed` or not (`Cache.extra_positions`).
+      steps: largest number of steps of a sequence.
+    """
+
+    tokens: Int[Array, "t_plus_1 b l"]
+    computed: Bool[Array, "t b l"]
+    read: Bool[Array, "t b l"]
+    proposed: Int[Array, "t b l"]
+    score: Float[Array, "t b l"]
+    active: Bool[Array, "t b"]
+    widened: Bool[Array, "t b n"]
+    steps: Int[Array, ""]
+
+
+# A row holds, one behind the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
+# bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
+Steps = Int[Array, "t_plus_1 b _"]
+
+
+def begin(canvas: Canvas, limit: int) -> Steps:
+    """Room for `limit` steps behind the canvas before the first one."""
+    b, length = canvas.tokens.shape
+    rest = jnp.zeros((b, 2 * length + canvas.spec.layers), jnp.int32)
+    first = jnp.concatenate([canvas.tokens, rest], axis=1)[None]
+    return jnp.concatenate([first, jnp.zeros((limit, *first.shape[1:]), jnp.int32)])
+
+
+def add(
+    steps: Steps,
+    who: Int[Array, "b"] | None,
+    before: Canvas,
+    after: Canvas,
+    computed: Bool[Array, "b l"],
+    read: Bool[Array, "b l"],
+    widened: Bool[Array, "b n"],
+    proposal: Proposal,
+) -> Steps:
+    """The steps and one more of each active sequence, written in place since the loop carries them.
+
+    Args:
+      steps: so far.
+      who: the places of these sequences among those of `steps`; None if they are all.
+      before: the canvas before the step.
+      after: the canvas after it.
+      computed: see `Trace`; so are the others.
+      read: positions.
+      widened: layers.
+      proposal: what the sampler was offered.
+    """
+    flagged = proposal.token << 2 | read << 1 | computed
+    score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
+    row = jnp.concatenate([after.tokens, flagged, score, widened << 1 | 1], axis=1)
+    who = jnp.arange(len(row)) if who is None else who
+    # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
+    step = jnp.where(before.active, before.step + 1, len(steps))
+    return steps.at[step, who].set(row, mode="drop")
+
+
+def completed(steps: Steps, canvas: Canvas) -> Trace:
+    """The trace, in which the last tokens of a sequence stay behind its last step."""
+    length, mask_id = canvas.layout.length, canvas.spec.mask_id
+    tokens, flagged, bits, layers = jnp.split(steps, (length, 2 * length, 3 * length), axis=2)
+    ran = jnp.arange(len(steps))[:, None] <= canvas.step
+    flagged, bits, layers = flagged[1:], bits[1:], layers[1:]
+    active = (layers[..., 0] & 1) == 1
+    score = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return Trace(
+        tokens=jnp.where(ran[..., None], tokens, canvas.tokens),
+        computed=(flagged & 1) == 1,
+        read=(flagged & 2) == 2,
+        proposed=jnp.where(active[..., None], flagged >> 2, mask_id),
+        score=jnp.where(active[..., None], score, -jnp.inf),
+        active=active,
+        widened=layers > 1,
+        steps=jnp.max(canvas.step),
+    )
