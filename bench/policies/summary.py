@@ -25,6 +25,7 @@ from dllm_jax.eviction import MaskVotes
 from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
+HARDER = ("chain-among-values", "chain-of-16")
 FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold 0.9": THRESHOLD}
 
 
@@ -85,8 +86,9 @@ LINES = (
 BRIEF = ("tiny-llada chain-of-16", "tiny-dream chain", "tiny-dream chain-of-16")
 BRIEFLY = (
     *(EXACT, Setting(p.DualCache()), _one_block(p.DKVDecode(refresh_every=8)), Setting(p.D2Cache(k=8))),
-    *(_one_block(p.ElasticCache(window=8)), *(Setting(p.SparseDLLM(keep=k)) for k in (0.75, 0.5, 0.25))),
-    *(*(Setting(p.EvictPrompt(budget=budget)) for budget in (32, 16)), mask_kv(budget=64)),
+    *(_one_block(p.ElasticCache(window=8)), *(Setting(p.SparseDLLM(keep=k)) for k in (0.75, 0.5))),
+    *(Setting(p.EvictPrompt(budget=32)), mask_kv(budget=64)),
+    *(one for one in grid.LATER if isinstance(one.policy, (p.SlidingCache, p.SuffixDropout))),
 )
 
 
@@ -122,7 +124,7 @@ def table(measured: dict[str, Any], models: Iterable[str]) -> str:
 def brief(measured: dict[str, Any]) -> str:
     """Markdown: some lines of `table` on chains, and on those of 16 links; costs on `tiny-llada`'s chains."""
     cells = []
-    for line in (line for line in lines(measured) if line.chain in BRIEFLY):
+    for line in (line for line in LINES if line.chain in BRIEFLY):
         rows = [found(measured[name], line.chain) for name in BRIEF]
         costs = found(measured["tiny-llada chain"], line.chain)
         cells.append(_cells(rows[0]["policy"], line.note, rows, costs, lambda row: f"{row['accuracy']:.0%}"))
@@ -169,8 +171,13 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
 
 
 def later(measured: dict[str, Any], models: Iterable[str]) -> str:
-    """Markdown: on chains, what came after the five papers, beside what it is to be compared with."""
+    """Markdown: on chains, what came after the five papers, beside what it is to be compared with.
+
+    Of the harder chains right answers alone, a number per model.
+    """
+    models = tuple(models)
     workloads, cells = [measured[f"{model} chain"] for model in models], []
+    harder = [[measured.get(f"{model} {task}") for model in models] for task in HARDER]
     caches = (EXACT, Setting(p.DualCache()), Setting(p.DKVPD()), Setting(p.D2Cache(k=8)))
     parallel = (dataclasses.replace(setting, sampler=THRESHOLD.sampler) for setting in caches)
     for setting in (*caches, *parallel, *grid.LATER_SETTINGS):
@@ -180,9 +187,12 @@ def later(measured: dict[str, Any], models: Iterable[str]) -> str:
         )
         if any(rows):
             named = (call(setting.policy), call(setting.sampler))
-            cells.append([*(f"`{name}`" for name in named), setting.variant, *shown])
+            others = ([of and find(of, setting) for of in each] for each in harder)
+            rates = (", ".join(f"{r['accuracy']:.0%}" if r else "-" for r in each) for each in others)
+            cells.append([*(f"`{name}`" for name in named), setting.variant, *shown, *rates])
     heads = ("policy", "sampler", "", *(f"`{model}`" for model in models))
-    return runner.table(heads, "lll" + "r" * len(workloads), cells)
+    heads += tuple(task.replace("-", " ") for task in HARDER)
+    return runner.table(heads, "lll" + "r" * (len(heads) - 3), cells)
 
 
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
