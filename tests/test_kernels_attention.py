@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received
+from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received, tpu
 from pallas_kernels.attention.shapes import MODELS, SMALL, Shape
 
 from . import ahead_of_time
@@ -49,9 +49,9 @@ class Operands(NamedTuple):
 def operands(shape: Shape, dtype=jnp.float32) -> Operands:
     """Random operands; what may hold anything holds NaN.
 
-    The first kv head has length 0, the last one is full, and the second half of the first mask is False. The
-    first and the last of several queries are NaN, as is the first one's log-sum-exp, and have weight 0; so
-    are the invisible slots.
+    The first kv head has length 0, the last one is full, and the second half of the first mask is False, as
+    are the first three quarters of the last one. The first and the last of several queries are NaN, as is the
+    first one's log-sum-exp, and have weight 0; so are the invisible slots.
     """
     rng = np.random.default_rng(shape.slots)
     batch, slots, kv_heads = shape.batch, shape.slots, shape.kv_heads
@@ -65,6 +65,7 @@ def operands(shape: Shape, dtype=jnp.float32) -> Operands:
     if shape.visible in ("keys", "keys per head", "both"):
         mask = rng.random((batch, kv_heads if shape.visible == "keys per head" else 1, 1, slots)) < 0.6
         mask[0, 0, 0, slots // 2 :] = False
+        mask[-1, -1, 0, : slots * 3 // 4] = False
     hidden = ~np.moveaxis(visible(shape, mask, lengths), 1, 2)
     k[hidden], v[hidden] = np.nan, np.nan
     q, k, v = (np.asarray(x, dtype) for x in (q, k, v))  # rounded before the log-sum-exp is taken
@@ -112,6 +113,18 @@ def explicit(shape: Shape, q, k, v, weight, mask, lengths, idle=False):
             given[b, group, some] += weight[b][weight[b] != 0] @ p[weight[b] != 0]
             mean[b][:, some] += p / shape.heads
     return out, lse, given, mean
+
+
+def test_tiles_of_which_nothing_is_seen_are_not_loaded():
+    """Behind the last visible slot, before the first, and between two the tile of another step stays."""
+    seen = np.zeros((2, 2, 1, 1500), np.int32)
+    seen[0, 0, 0, 100:300] = seen[0, 0, 0, 1200:1300] = 1
+    seen[0, 1, 0, 600:700] = 1
+    seen[1, 1] = 1
+    ends = jnp.asarray([[1300, 700], [0, 1025]])
+    loaded = tpu.loaded_tiles(ends, jnp.asarray(seen), 512, 3)
+    np.testing.assert_array_equal(loaded, [[[0, 0, 2], [1, 1, 1]], [[0, 0, 0], [0, 1, 2]]])
+    np.testing.assert_array_equal(tpu.loaded_tiles(ends[:, :1], None, 512, 3), [[[0, 1, 2]], [[0, 0, 0]]])
 
 
 def all_three(of, q, k, v, lse, weight, mask, lengths):

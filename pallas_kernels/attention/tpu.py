@@ -11,8 +11,9 @@ last axis of its grid, which runs in order; the other axes are independent of on
 
 Keys and values are wanted heads first, [b k s d], so that a tile of a head is contiguous: a bitcast where XLA
 lays the cache out so, else a copy. The number of slots up to the last visible one, `ends` [b k], is
-prefetched as scalars, since it decides which tiles are loaded. Tiles that jut out over the end of an array
-hold anything there: slots beyond `ends` are invisible, and queries do not influence one another.
+prefetched as scalars, since it decides which tiles are loaded; `attention` loads no tile without a visible
+slot, wherever it lies. Tiles that jut out over the end of an array hold anything there: slots beyond `ends`
+are invisible, and queries do not influence one another.
 """
 
 import functools
@@ -50,7 +51,7 @@ def attention(
     lengths: Int[Array, "b k"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """As `xla.attention`; a kv head's K and V are read once per 512 queries, up to its last visible slot.
+    """As `xla.attention`; a kv head's K and V are read once per 512 queries, but tiles nobody sees.
 
     Raises:
       NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no queries, a mask that differs
@@ -61,28 +62,26 @@ def attention(
     ends, visible = extent(k, mask, lengths)
     grouped = by_kv_head(q, kv_heads)
     query_tile, tile = _tiles(grouped.shape[2], slots)
-
-    def loaded(b, h, j, ends):
-        """The slot tile of grid step j; beyond the last visible slot the same one stays, unloaded."""
-        return jnp.minimum(j, jnp.maximum(pl.cdiv(ends[b, h], tile) - 1, 0))
+    each = int(lengths is not None or (visible is not None and visible.shape[1] > 1))  # head sees its own
+    loaded = loaded_tiles(ends if each else ends[:, :1], visible, tile, pl.cdiv(slots, tile))
 
     # Queries, their attention and its log-sum-exp: the i-th tile of kv head h, for all slot tiles j.
-    of_queries = lambda width: pl.BlockSpec((1, 1, query_tile, width), lambda b, h, i, j, ends: (b, h, i, 0))
+    of_queries = lambda width: pl.BlockSpec((1, 1, query_tile, width), lambda b, h, i, j, *_: (b, h, i, 0))
     # Keys and values: the j-th tile of slots of kv head h.
-    pairs = pl.BlockSpec((1, 1, tile, head), lambda b, h, i, j, ends: (b, h, loaded(b, h, j, ends), 0))
+    pairs = pl.BlockSpec((1, 1, tile, head), lambda b, h, i, j, _, loaded: (b, h, loaded[b, h * each, j], 0))
     specs = [of_queries(head), pairs, pairs]
     operands = [grouped, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)]
     if visible is not None:
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
         own = int(visible.shape[1] > 1)
-        line = lambda b, h, i, j, ends: (b, h * own, 0, loaded(b, h, j, ends))
+        line = lambda b, h, i, j, _, loaded: (b, h * own, 0, loaded[b, h * each, j])
         specs.append(pl.BlockSpec((1, 1, 1, tile), line))
         operands.append(visible)
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, (query_tile, head)))
     out, lse = pl.pallas_call(
-        functools.partial(_attention, tile=tile),
+        functools.partial(_attention, tile=tile, each=each),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(batch, kv_heads, pl.cdiv(grouped.shape[2], query_tile), pl.cdiv(slots, tile)),
             in_specs=specs,
             out_specs=[of_queries(head), of_queries(1)],
@@ -96,22 +95,41 @@ def attention(
         compiler_params=_parameters(),
         interpret=interpret,
         name="attention",
-    )(ends, *operands)
+    )(ends, loaded, *operands)
     return by_position(out, lse, q)
 
 
-def _attention(ends_ref, q_ref, k_ref, v_ref, *rest, tile):
+def loaded_tiles(
+    ends: Int[Array, "b #k"], visible: Int[Array, "b #k 1 s"] | None, tile: int, tiles: int
+) -> Int[Array, "b #k {tiles}"]:
+    """The slot tile that lies in VMEM at each step over slot tiles.
+
+    A tile with a visible slot is loaded at its own step, for which it is its own number. At the other steps
+    the one before stays, or the first one is awaited, and nothing is loaded.
+    """
+    number = jnp.arange(tiles, dtype=jnp.int32)
+    seen = number * tile < ends[..., None]
+    if visible is not None:
+        batch, heads, _, slots = visible.shape
+        padded = jnp.pad(visible[:, :, 0] != 0, ((0, 0), (0, 0), (0, tiles * tile - slots)))
+        seen &= jnp.any(padded.reshape(batch, heads, tiles, tile), axis=3)
+    latest = jax.lax.cummax(jnp.where(seen, number, -1), axis=2)
+    first = jnp.argmax(seen, axis=2).astype(jnp.int32)[..., None]
+    return jnp.where(latest < 0, first, latest)
+
+
+def _attention(ends_ref, loaded_ref, q_ref, k_ref, v_ref, *rest, tile, each):
     """One tile of scores: its weights and weighted values go into the online softmax of the query tile."""
     *mask_ref, out_ref, lse_ref, top_ref, total_ref, sum_ref = rest
     sums = top_ref, total_ref, sum_ref
-    j = pl.program_id(3)
-    left = ends_ref[pl.program_id(0), pl.program_id(1)] - j * tile  # slots that this tile has before the end
+    b, h, j = pl.program_id(0), pl.program_id(1), pl.program_id(3)
+    left = ends_ref[b, h] - j * tile  # slots that this tile has before the end
 
     @pl.when(j == 0)
     def _():
         _store(sums, OnlineSoftmax.empty(sum_ref.shape))
 
-    @pl.when(left > 0)
+    @pl.when(loaded_ref[b, h * each, j] == j)
     def _():
         # Values of invisible slots may be NaN, and 0 * NaN is NaN: they become 0 before the product.
         v, visible = v_ref[0, 0], _visible(left, mask_ref, tile)
