@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tyro
-from bench.train_tiny.block_causal import block_causal
 
 import dllm_jax as dj
 from bench import roofline as predictions
@@ -22,10 +21,12 @@ from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
 from bench.shared import models, runner
 from bench.shared.measure import Grid
+from bench.train_tiny.converted import block_causal, with_experts
 from dllm_jax.check.weights import random_model
 from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed
-from dllm_jax.nn.model import full_pass
+from dllm_jax.nn.model import forward, full_pass
+from dllm_jax.nn.spec import ExpertSpec
 from tests import models as small
 
 
@@ -164,3 +165,19 @@ def test_norms_of_queries_and_keys_keep_attention_as_peaked():
     assert squares[1] == pytest.approx(squares[0], rel=1e-4)
     with pytest.raises(ValueError, match="sdar model cannot be the beginning"):
         block_causal(after, spec, tokens)
+
+
+def test_a_dense_model_begins_as_one_with_experts():
+    """Nearly the same function; without the pairing of experts and their copies it is another one."""
+    dense = small.tiny("sdar")
+    experts = ExpertSpec(count=5, per_token=3, hidden=16, renormalised=True)
+    spec = dataclasses.replace(dense.spec, family="sdar-moe", experts=experts)
+    tokens = small.random_tokens(spec, 2, 24)
+    logits = forward(dense, tokens)
+    alone = with_experts(dense, spec, spread=1e-6)
+    assert float(jnp.abs(forward(alone, tokens) - logits).max()) < 1e-3
+    for layer in alone.params["layers"]:
+        layer["router"] = jnp.abs(layer["router"])
+    assert float(jnp.abs(forward(alone, tokens) - logits).max()) > 0.1
+    with pytest.raises(ValueError, match="do not divide an MLP of width 48"):
+        with_experts(dense, dataclasses.replace(spec, experts=dataclasses.replace(experts, hidden=20)))

@@ -1,14 +1,13 @@
 """The tables of policies in background/results.md and how-to/vision.md, from what bench.policies measured.
 
     python -m bench.policies.summary bench/results/policies_cpu.json
-    python -m bench.policies.summary bench/results/policies_pictures_cpu.json
 
 Of the models that read text a line per policy, and right answers against tokens per forward where steps are
 fewer; `bench.policies.every` prints every other setting and task. Of pictures, all settings.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tyro
@@ -170,12 +169,8 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
-def later(measured: dict[str, Any], models: Iterable[str]) -> str:
-    """Markdown: on chains, what came after the five papers, beside what it is to be compared with.
-
-    Of the harder chains right answers alone, a number per model.
-    """
-    models = tuple(models)
+def later(measured: dict[str, Any], models: Sequence[str]) -> str:
+    """Markdown: on chains, what came after the five papers; right answers alone of harder ones."""
     workloads, cells = [measured[f"{model} chain"] for model in models], []
     harder = [[measured.get(f"{model} {task}") for model in models] for task in HARDER]
     caches = (EXACT, Setting(p.DualCache()), Setting(p.DKVPD()), Setting(p.D2Cache(k=8)))

@@ -1,7 +1,6 @@
 """Trains an embedded model from nothing and writes it, with tokenizer and model card, as package data.
 
     python -m bench.train_tiny tiny-llada
-    python -m bench.train_tiny tiny-llada-v
 
 Everything is a function of the recipe, so that the command makes the same model again, and goes on where a
 killed run stopped (checkpoints under --runs); progress, losses and stages are logged to RUNS/NAME/log.jsonl.

@@ -22,7 +22,7 @@ def block_causal(model: Model, spec: ModelSpec, tokens: Int[Array, "b l"]) -> Mo
     layers, norms = separate(model.params)["layers"], []
 
     def measured(layer, x, position, mask):
-        norms.append([_norm(part) for part in layer.qk(x, position)])
+        norms.append([jnp.full(part.shape[-1], jnp.mean(part**2) ** 0.5) for part in layer.qk(x, position)])
         return exact_layer(layer, x, position, mask)
 
     encode(dataclasses.replace(model, params=model.params | {"layers": layers}), tokens, layer_pass=measured)
@@ -60,7 +60,3 @@ def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
         rest |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
         layers.append(rest | {"expert_down": cut(layer["down"], 0) * pieces})
     return Model(model.params | {"layers": layers}, spec)
-
-
-def _norm(part: Float[Array, "b l h d"]) -> Float[Array, " d"]:
-    return jnp.full(part.shape[-1], jnp.sqrt(jnp.mean(part**2)))
