@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, first_eos, masks_in_block
+from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block
 from dllm_jax.state.layout import Layout
 
 
@@ -46,13 +46,13 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 def slid(canvas: Canvas) -> Canvas:
     """The canvas with its blocks at their first masks, and with new rounds where the last ones are over."""
     layout, masks = canvas.layout, canvas.masked & canvas.response
-    first = jnp.where(jnp.any(masks, axis=1), jnp.argmax(masks, axis=1), layout.end)
+    first = first_of(masks, layout.end)
 
     # A round is over when as many tokens have been decoded since its first step as a block has positions.
     began = (canvas.step - canvas.block_step)[:, None]
     over = jnp.sum(canvas.decoded_at >= began, axis=1) >= layout.block
     block_step = jnp.where(over & (canvas.block_step > 0), 0, canvas.block_step)
-    return dataclasses.replace(canvas, block_start=first.astype(jnp.int32), block_step=block_step)
+    return dataclasses.replace(canvas, block_start=first, block_step=block_step)
 
 
 def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):

@@ -10,7 +10,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.canvas import Canvas, first_of
 from dllm_jax.state.layout import Layout
 
 
@@ -36,8 +36,7 @@ class SlidingCache(Policy):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything when a round begins, else what predicts the block, and what lies just before it."""
         # The block began at the first of what was masked before the last step.
-        before = canvas.masked | canvas.just_decoded
-        start = jnp.where(jnp.any(before, axis=1), jnp.argmax(before, axis=1), canvas.layout.length)
+        start = first_of(canvas.masked | canvas.just_decoded, canvas.layout.length)
         moved = canvas.block_start - jnp.maximum(start, canvas.layout.prompt)
         reach = canvas.block_start - jnp.maximum(moved, self.window)
         near = ~canvas.suffix & (canvas.position >= reach[:, None])

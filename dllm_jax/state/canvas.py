@@ -326,12 +326,17 @@ def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> S
     return array.reshape(-1, streams, *array.shape[1:])[:, index]
 
 
+def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
+    """The first position of each set; of an empty one `otherwise`, which lies behind all of them."""
+    return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)
+
+
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
     hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
-    return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), canvas.layout.length).astype(jnp.int32)
+    return first_of(hit, canvas.layout.length)
 
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
@@ -342,5 +347,4 @@ def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
 
     # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.
     earliest = eos & (canvas.decoded_at == first[:, None])
-    end = jnp.where(jnp.any(earliest, axis=1), jnp.argmax(earliest, axis=1), canvas.layout.length)
-    return canvas.position > end[:, None]
+    return canvas.position > first_of(earliest, canvas.layout.length)[:, None]
