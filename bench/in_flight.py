@@ -37,9 +37,8 @@ from dllm_jax.testing.runs import compilations
 SLOTS, COUNT = 8, 64
 MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
 LADDER = dj.buckets.Ladder((16, 24, *range(32, 129, 16)))
-WIDER = dict(
-    width=256, heads=4, kv_heads=4, head=64, hidden=768, vocab=128, mask_id=126, eos_id=127, eot_id=125
-)
+SIZES = {"width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 128}
+WIDER = SIZES | {"mask_id": 126, "eos_id": 127, "eot_id": 125}
 COLUMNS: runner.Columns = {
     "requests": lambda r: r["set"],
     "policy": lambda r: r["policy"],
@@ -105,10 +104,8 @@ def ways_of(model: dj.Model, prompts: list, options: dict) -> dict[str, Callable
     """Three ways to answer all prompts, each until the answers are on the host."""
 
     def batches(group: int | None):
-        starts = range(0, len(prompts), SLOTS)
-        return [
-            jax.device_get(dj.generate(model, prompts[i : i + SLOTS], group=group, **options)) for i in starts
-        ]
+        parts = (prompts[i : i + SLOTS] for i in range(0, len(prompts), SLOTS))
+        return [jax.device_get(dj.generate(model, part, group=group, **options)) for part in parts]
 
     def in_flight():
         return [out for _, out in dj.generate_many(model, prompts, slots=SLOTS, buckets=LADDER, **options)]
@@ -119,9 +116,7 @@ def ways_of(model: dj.Model, prompts: list, options: dict) -> dict[str, Callable
 def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, Any]:
     """Executed positions over selected ones, and requests per second over the first way's, in turns."""
     total = lambda outs, name: float(sum(np.sum(getattr(out.stats, name)) for out in outs))
-    executed = {
-        name: total(outs := way(), "executed") / total(outs, "computed") for name, way in ways.items()
-    }
+    executed = {n: total(outs := way(), "executed") / total(outs, "computed") for n, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():
@@ -129,19 +124,17 @@ def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, 
             way()
             times[name].append(time.perf_counter() - start)
     middle = {name: statistics.median(found) for name, found in times.items()}
-    base = middle[next(iter(ways))]
-    return {"executed": executed, "speed": {n: base / t for n, t in middle.items()}, "seconds": times}
+    speed = {name: middle["lockstep"] / time for name, time in middle.items()}
+    return {"executed": executed, "speed": speed, "seconds": times}
 
 
 def thousand() -> dict[str, Any]:
     """A thousand requests of all lengths, some refused, taken back, interrupted, or without finite logits."""
     model = dj.load(dj.embedded.path("tiny-llada"))
-    spoilt = model.params["embed"].at[3].set(jnp.nan)  # the token 3 ends its sequence
-    model = dataclasses.replace(model, params=model.params | {"embed": spoilt})
+    spoilt = {"embed": model.params["embed"].at[3].set(jnp.nan)}  # the token 3 ends its sequence
+    model = dataclasses.replace(model, params=model.params | spoilt)
     rng, ladder = np.random.default_rng(2), dj.buckets.geometric(16, 128)
-    options: dict[str, Any] = dict(
-        length=16, block=8, policy=DualCache(), sampler=Threshold(0.9), stop_at_eos=True
-    )
+    options: Any = dict(length=16, block=8, policy=DualCache(), sampler=Threshold(), stop_at_eos=True)
     asked: list[list[int]] = [rng.integers(10, 100, size=n).tolist() for n in rng.integers(1, 129, size=1000)]
     kinds = np.array(rng.choice(["good", "refused", "not finite"], p=[0.9, 0.05, 0.05], size=1000))
     for prompt, kind in zip(asked, kinds, strict=True):
@@ -176,11 +169,8 @@ def thousand() -> dict[str, Any]:
 
 def predicted() -> list[dict[str, Any]]:
     """Sequences per second by the roofline: LLaDA-8B, prompts of 1024, 1 to 8 blocks of 1 to 32 steps."""
-    rng, of_8b, layout = (
-        np.random.default_rng(0),
-        dj.presets.model_spec("llada-8b"),
-        dj.Layout(1024, 256, 32, 256),
-    )
+    rng, layout = np.random.default_rng(0), dj.Layout(1024, 256, 32, 256)
+    of_8b = dj.presets.model_spec("llada-8b")
     requests = [rng.integers(1, 33, size=n).tolist() for n in rng.integers(1, 9, size=512)]
     return [
         {"hardware": chip, "policy": type(policy).__name__, "slots": slots}

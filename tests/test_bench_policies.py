@@ -28,7 +28,7 @@ from bench.policies.grid import (
     setting_of,
 )
 from bench.policies.workloads import ASKED, Workload, workloads
-from dllm_jax import samplers
+from dllm_jax import samplers, tasks
 from tests.models import random_tokens, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -209,6 +209,18 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
     assert orderings.short(measured) in (ROOT / "docs/background/benchmarks.md").read_text()
     summary.main(ROOT / "bench/results/policies_pictures_cpu.json")
     assert capsys.readouterr().out.strip() in (ROOT / "docs/how-to/vision.md").read_text()
+
+
+def test_of_long_responses_the_beginning_counts():
+    workload = workloads(8)["tiny-llada chain-in-128"]()
+    spec, wanted = workload.model.spec, list(workload.wanted)
+    right = np.array(tasks.encode_batch(workload.tokenizer, wanted, 128, spec).answer)
+    right = np.where(np.isin(right, (spec.eos_id, spec.eot_id)), right[0, 0], right)
+    wrong = right.copy()
+    wrong[0, 3] = right[0, 4]
+    assert workload.scores(right)["accuracy"] == 1
+    assert workload.scores(wrong)["accuracy"] == 0.5
+    assert dataclasses.replace(workload, beginning=False).scores(right)["accuracy"] == 0
 
 
 def test_every_chunk_is_decoded_with_its_own_images():

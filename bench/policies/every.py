@@ -1,7 +1,6 @@
 """Every setting of every task that bench.policies measured, and the papers' claims beside them.
 
     python -m bench.policies.every bench/results/policies_cpu.json
-    python -m bench.policies.every bench/results/policies_cpu.json --only "tiny-dream chain"
 
 docs/background/benchmarks.md says what the columns are.
 """

@@ -208,6 +208,12 @@ LATER_SETTINGS = (
     *_each(*(p.SuffixDropout(keep=p.NearAndLast(near=near, last=0)) for near in (0, 12))),
     *_each(*_over(p.SlidingCache, window=(0, 12)), blocks=SLIDING.blocks, variant="sliding block"),
 )  # fmt: skip
+LONG_RESPONSES = (
+    EXACT, THRESHOLD, Setting(p.DualCache()), SLIDING, *LATER, *_in_parallel,
+    *(dataclasses.replace(THRESHOLD, policy=policy) for policy in (p.DualCache(), p.D2Cache(k=8))),
+    dataclasses.replace(THRESHOLD, policy=p.SuffixDropout(keep=p.NearAndLast(near=16))),
+    *_one_block(p.WindowDiffusion(window=16, active=4, refresh_every=8)),
+)  # fmt: skip
 _LONG: tuple[Setting, ...] = (
     EXACT,
     *LATER_SETTINGS,

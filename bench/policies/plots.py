@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import tyro
 from matplotlib.axes import Axes

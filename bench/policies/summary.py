@@ -24,7 +24,7 @@ from dllm_jax.eviction import MaskVotes
 from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
-HARDER = ("chain-among-values", "chain-of-16")
+HARDER = ("chain-among-values", "chain-of-16", "chain-in-128")
 FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold 0.9": THRESHOLD}
 
 
@@ -96,8 +96,8 @@ def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> lis
 
     Results do not hold policies that are newer than they are, or not on every task.
     """
-    named = ({row["policy"].split("(")[0] for row in workload["rows"]} for workload in measured.values())
-    names = set.intersection(*named)
+    asked = [workload for name, workload in measured.items() if name.split()[1] in TASKS]
+    names = set.intersection(*({row["policy"].split("(")[0] for row in of["rows"]} for of in asked))
     rest = map(Line, grid.at_defaults([line.chain for line in LINES], policies))
     return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 

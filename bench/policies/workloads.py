@@ -41,6 +41,7 @@ class Workload:
       tokenizer: of the questions; of those about pictures, the processor.
       sha256: of the checkpoint.
       embeds: inputs in the place of embeddings, float32 [b p m], where the prompt holds images; else None.
+      beginning: a response is right that begins with the answer.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Workload:
     tokenizer: Any
     sha256: str
     embeds: np.ndarray | None = None
+    beginning: bool = False
 
     @property
     def described(self) -> dict[str, Any]:
@@ -87,10 +89,14 @@ class Workload:
         """
         spec, wanted = self.model.spec, list(self.wanted)
         tokenizer = self.tokenizer.tokenizer if isinstance(self.tokenizer, Processor) else self.tokenizer
-        right = tasks.exact(decode_answers(self.model, tokenizer, responses), wanted)
-        found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
         answers = tasks.encode_batch(self.tokenizer, wanted, self.length, spec).answer
         asked = np.asarray(answers) != spec.eos_id
+        if self.beginning:
+            asked &= np.asarray(answers) != spec.eot_id
+            right = np.all((responses == answers) | ~asked, axis=1)
+        else:
+            right = tasks.exact(decode_answers(self.model, tokenizer, responses), wanted)
+        found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
         return {
             "accuracy": float(np.mean(right)),
             "interval": [round(float(end), 4) for end in (found.low, found.high)],
@@ -110,6 +116,7 @@ class Asked:
       fewer: one of so many of the prompts is asked, where answers are long.
       core: few settings of each policy are compared, where runs are long.
       pictured: about pictures, of which fewer settings are compared.
+      beginning: see `Workload`; of responses longer than the answers that models were trained on.
     """
 
     task: tasks.Task
@@ -119,19 +126,18 @@ class Asked:
     fewer: int = 1
     core: bool = False
     pictured: bool = False
+    beginning: bool = False
 
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
             return settings.PICTURED
-        if self.core:
-            return settings.CORE
-        short = self.length == BLOCK
-        grid, variants = (
-            (settings.SHORT, settings.SHORT_EVICTION) if short else (settings.LONG, settings.LONG_EVICTION)
-        )
-        return (*grid, *variants) if self.eviction else grid
+        if self.core or self.beginning:
+            return settings.CORE if self.core else settings.LONG_RESPONSES
+        if self.length == BLOCK:
+            return settings.SHORT + settings.SHORT_EVICTION * self.eviction
+        return settings.LONG + settings.LONG_EVICTION * self.eviction
 
 
 # What a cache loses by age shows in chains, in long ones across many blocks; what it loses by eviction in
@@ -140,6 +146,7 @@ ASKED = {
     "chain": Asked(tasks.Chain(), 7, 32),
     "chain-among-values": Asked(tasks.Chain(8, values=12), 7, 32, eviction=True),
     "chain-of-16": Asked(tasks.Chain(20), 16, 72, fewer=2, core=True),
+    "chain-in-128": Asked(tasks.Chain(), 7, 128, fewer=4, beginning=True),
     "needles-256": Asked(*tasks.needle(256, 8), 56, fewer=2, core=True),
     "sorting": Asked(tasks.Sorting(), 16, 24),
     "needle-256": Asked(*tasks.needle(256), eviction=True),
@@ -177,7 +184,7 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     chunk = min(len(wanted), 32 if prompt.shape[1] < LONG_PROMPT else 8)
     return Workload(
         f"{name} {title}", model, prompt, asked.length, min(BLOCK, asked.length), chunk, grid, tuple(wanted),
-        reader, fingerprint(path), embeds,
+        reader, fingerprint(path), embeds, asked.beginning,
     )  # fmt: skip
 
 

@@ -364,7 +364,7 @@ SAMPLER_CHECKS: tuple[Check, ...] = (
 
 # -- what several of them use ----------------------------------------------------------------------------
 
-PROGRAM = Layout(prompt=24, response=16, block=4, steps=16)
+PROGRAM = Layout(prompt=24, response=20, block=4, steps=20)
 
 
 @functools.lru_cache(maxsize=4)
