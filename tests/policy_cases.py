@@ -138,7 +138,8 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.WindowDiffusion(active=4), family="dream",
     ),
     policies.SlidingCache: PolicyCase(
-        policies.SlidingCache(window=2), policies.SlidingCache(), ONE_STEP_PER_BLOCK, policies.SlidingCache()
+        policies.SlidingCache(window=2), policies.SlidingCache(), ONE_STEP_PER_BLOCK,
+        policies.SlidingCache(window=2),
     ),
     policies.SuffixDropout: PolicyCase(
         policies.SuffixDropout(keep=policies.GaussianDropout(window=6, sigma=2.0)),

@@ -174,10 +174,10 @@ def test_a_dense_model_begins_as_one_with_experts():
     spec = dataclasses.replace(dense.spec, family="sdar-moe", experts=experts)
     tokens = small.random_tokens(spec, 2, 24)
     logits = forward(dense, tokens)
-    alone = with_experts(dense, spec, spread=1e-6)
-    assert float(jnp.abs(forward(alone, tokens) - logits).max()) < 1e-3
-    for layer in alone.params["layers"]:
+    converted = with_experts(dense, spec, spread=1e-6)
+    assert float(jnp.abs(forward(converted, tokens) - logits).max()) < 1e-3
+    for layer in converted.params["layers"]:
         layer["router"] = jnp.abs(layer["router"])
-    assert float(jnp.abs(forward(alone, tokens) - logits).max()) > 0.1
+    assert float(jnp.abs(forward(converted, tokens) - logits).max()) > 0.1
     with pytest.raises(ValueError, match="do not divide an MLP of width 48"):
         with_experts(dense, dataclasses.replace(spec, experts=dataclasses.replace(experts, hidden=20)))

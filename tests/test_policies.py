@@ -145,7 +145,9 @@ def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, 
     stacked, apart, floats = map(run, (in_int8(model), separate(in_int8(model)), model))
     assert_same_run(apart.trace, stacked.trace, computed=True)
     first = [finite(out.trace.score)[0] for out in (stacked, floats)]
-    assert 1e-5 < np.abs(first[0] - first[1]).max() < 0.2
+    # Scores of a random order are no outputs of the model.
+    drawn = isinstance(sampler, samplers.RandomOrder)
+    assert drawn or 1e-5 < np.abs(first[0] - first[1]).max() < 0.2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dllm_jax.decoding.trace import Trace
 
 import dllm_jax as dj
+from dllm_jax.decoding.trace import Trace
 from tests.models import FAMILIES, random_tokens, separate, tiny
 from tests.policy_cases import matrix
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 import rich.console
-from dllm_jax.decoding.trace import Trace
 
 import dllm_jax as dj
 from dllm_jax.decoding.stats import Stats
+from dllm_jax.decoding.trace import Trace
 from dllm_jax.decoding.watch.grid import END, grid
 from dllm_jax.decoding.watch.recording import Recording
 from tests.models import tiny

@@ -17,7 +17,7 @@ def block_causal(model: Model, spec: ModelSpec, tokens: Int[Array, "b l"]) -> Mo
     A norm's weights are all the root mean square of what it norms, over these tokens and the layer's heads:
     what is lost is how that differs from head to head and from token to token.
     """
-    if not spec.qk_norm or model.spec.qk_norm:
+    if not spec.qk_norm or model.spec.qk_norm or spec.experts:
         raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
     layers, norms = separate(model.params)["layers"], []
 
@@ -37,8 +37,8 @@ def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
     opposite, and small, so that every token goes through one of both, and through all that have no copy
     (virtual groups; He et al., "Upcycling Large Language Models into Mixture of Experts", arXiv:2410.07524).
     """
-    experts, rest = spec.experts, dataclasses.replace(spec, family=model.spec.family, experts=None)
-    if experts is None or rest != model.spec:
+    experts, dense = spec.experts, dataclasses.replace(spec, family=model.spec.family, experts=None)
+    if experts is None or dense != model.spec:
         raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
     pieces, copies = experts.per_token, experts.count - experts.per_token
     if pieces * experts.hidden != model.spec.hidden or copies > pieces or not experts.renormalised:
@@ -48,15 +48,15 @@ def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
         parts = jnp.stack(jnp.split(matrix, pieces, axis))
         return jnp.concatenate([parts, parts[:copies]])
 
-    layers = []
-    for key, layer in zip(
-        jax.random.split(jax.random.key(0), spec.layers), separate(model.params)["layers"], strict=True
-    ):
-        rest = {name: leaf for name, leaf in layer.items() if name not in ("gate", "up", "down")}
+    def of_layer(key: Array, layer: dict) -> dict:
         column = spread * jax.random.normal(key, (spec.width, copies))
         alone = jnp.zeros((spec.width, pieces - copies))
-        rest["router"] = jnp.concatenate([column, alone, -column], axis=1)
+        kept = {name: leaf for name, leaf in layer.items() if name not in ("gate", "up", "down")}
+        kept["router"] = jnp.concatenate([column, alone, -column], axis=1)
+        kept |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
         # The weights of the chosen experts are all about 1 / pieces.
-        rest |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
-        layers.append(rest | {"expert_down": cut(layer["down"], 0) * pieces})
+        return kept | {"expert_down": cut(layer["down"], 0) * pieces}
+
+    keys = jax.random.split(jax.random.key(0), spec.layers)
+    layers = list(map(of_layer, keys, separate(model.params)["layers"]))
     return Model(model.params | {"layers": layers}, spec)

@@ -150,7 +150,10 @@ def _step(
         chosen |= committed[:, None] & (score > -jnp.inf)
         revoked = None if revoked is None else revoked & ~committed[:, None]
     place = places(index, canvas.layout.length)
-    proposal = Proposal(spread(candidates.token, place, canvas.spec.mask_id), spread(score, place, -jnp.inf))
+    proposal = Proposal(
+        spread(candidates.token, place, canvas.spec.mask_id),
+        spread(score.astype(jnp.float32), place, -jnp.inf),
+    )
 
     # The policy sees what was proposed before the canvas moves on.
     cache = policy.observe(cache, streams, rows, repeat(proposal, plan.streams))

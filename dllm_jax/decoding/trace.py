@@ -71,9 +71,9 @@ def add(
       who: the places of these sequences among those of `steps`; None if they are all.
       before: the canvas before the step.
       after: the canvas after it.
-      computed: see `Trace`; so are the others.
-      read: positions.
-      widened: layers.
+      computed: see `Trace`.
+      read: see `Trace`.
+      widened: see `Trace`.
       proposal: what the sampler was offered.
     """
     flagged = proposal.token << 2 | read << 1 | computed

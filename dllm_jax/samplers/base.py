@@ -263,7 +263,7 @@ def check_ends_unordered(sampler: Sampler, order: str):
 
 def _ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
     """The logits with probability 0 for these tokens; None is a token that the model does not have."""
-    # A comparison goes into what reads the logits; a scatter would write all of them first.
+    # A scatter would be a loop of its own on CPUs; a comparison may go into what reads the logits.
     ids = jnp.asarray([t for t in tokens if t is not None])
     ruled_out = jnp.any(jnp.arange(logits.shape[-1])[:, None] == ids, axis=1)
     return jnp.where(ruled_out, -jnp.inf, logits)

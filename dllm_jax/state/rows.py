@@ -4,7 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int, Shaped
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 @jax.tree_util.register_dataclass

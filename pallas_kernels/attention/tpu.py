@@ -51,7 +51,7 @@ def attention(
     lengths: Int[Array, "b k"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """As `xla.attention`; a kv head's K and V are read once per 512 queries, but tiles nobody sees.
+    """As `xla.attention`; a kv head's K and V are read once per 512 queries, without tiles that nobody sees.
 
     Raises:
       NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no queries, a mask that differs
@@ -62,27 +62,30 @@ def attention(
     ends, visible = extent(k, mask, lengths)
     grouped = by_kv_head(q, kv_heads)
     query_tile, tile = _tiles(grouped.shape[2], slots)
+    tiles = pl.cdiv(slots, tile)
     each = int(lengths is not None or (visible is not None and visible.shape[1] > 1))  # head sees its own
-    loaded = loaded_tiles(ends if each else ends[:, :1], visible, tile, pl.cdiv(slots, tile))
+    # In one line, as scalars would fill 128 words for each head.
+    loaded = loaded_tiles(ends if each else ends[:, :1], visible, tile, tiles).reshape(-1)
+    at = lambda b, h, j: (b * (kv_heads if each else 1) + h * each) * tiles + j
 
     # Queries, their attention and its log-sum-exp: the i-th tile of kv head h, for all slot tiles j.
     of_queries = lambda width: pl.BlockSpec((1, 1, query_tile, width), lambda b, h, i, j, *_: (b, h, i, 0))
     # Keys and values: the j-th tile of slots of kv head h.
-    pairs = pl.BlockSpec((1, 1, tile, head), lambda b, h, i, j, _, loaded: (b, h, loaded[b, h * each, j], 0))
+    pairs = pl.BlockSpec((1, 1, tile, head), lambda b, h, i, j, _, loaded: (b, h, loaded[at(b, h, j)], 0))
     specs = [of_queries(head), pairs, pairs]
     operands = [grouped, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)]
     if visible is not None:
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
         own = int(visible.shape[1] > 1)
-        line = lambda b, h, i, j, _, loaded: (b, h * own, 0, loaded[b, h * each, j])
+        line = lambda b, h, i, j, _, loaded: (b, h * own, 0, loaded[at(b, h, j)])
         specs.append(pl.BlockSpec((1, 1, 1, tile), line))
         operands.append(visible)
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, (query_tile, head)))
     out, lse = pl.pallas_call(
-        functools.partial(_attention, tile=tile, each=each),
+        functools.partial(_attention, tile=tile, at=at),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, kv_heads, pl.cdiv(grouped.shape[2], query_tile), pl.cdiv(slots, tile)),
+            grid=(batch, kv_heads, pl.cdiv(grouped.shape[2], query_tile), tiles),
             in_specs=specs,
             out_specs=[of_queries(head), of_queries(1)],
             # The online softmax of one query tile, kept in VMEM from its first slot tile to its last.
@@ -105,7 +108,8 @@ def loaded_tiles(
     """The slot tile that lies in VMEM at each step over slot tiles.
 
     A tile with a visible slot is loaded at its own step, for which it is its own number. At the other steps
-    the one before stays, or the first one is awaited, and nothing is loaded.
+    the one before stays, or the first one is awaited, and nothing is loaded. Of a head that sees nothing the
+    first tile is loaded.
     """
     number = jnp.arange(tiles, dtype=jnp.int32)
     seen = number * tile < ends[..., None]
@@ -118,7 +122,7 @@ def loaded_tiles(
     return jnp.where(latest < 0, first, latest)
 
 
-def _attention(ends_ref, loaded_ref, q_ref, k_ref, v_ref, *rest, tile, each):
+def _attention(ends_ref, loaded_ref, q_ref, k_ref, v_ref, *rest, tile, at):
     """One tile of scores: its weights and weighted values go into the online softmax of the query tile."""
     *mask_ref, out_ref, lse_ref, top_ref, total_ref, sum_ref = rest
     sums = top_ref, total_ref, sum_ref
@@ -129,7 +133,7 @@ def _attention(ends_ref, loaded_ref, q_ref, k_ref, v_ref, *rest, tile, each):
     def _():
         _store(sums, OnlineSoftmax.empty(sum_ref.shape))
 
-    @pl.when(loaded_ref[b, h * each, j] == j)
+    @pl.when((loaded_ref[at(b, h, j)] == j) & (left > 0))
     def _():
         # Values of invisible slots may be NaN, and 0 * NaN is NaN: they become 0 before the product.
         v, visible = v_ref[0, 0], _visible(left, mask_ref, tile)
