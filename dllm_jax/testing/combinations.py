@@ -55,7 +55,7 @@ class Combination:
         model = tiny(PLACES[self.place][0])
         try:
             request = prepare(model, [list(range(9))], **self.options)
-            jax.eval_shape(begin, model, request.inputs, request.plan)
+            jax.make_jaxpr(begin)(model, request.inputs, request.plan)
         except ValueError as error:
             return str(error)
         return ""
