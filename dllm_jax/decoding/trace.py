@@ -43,7 +43,8 @@ class Trace(NamedTuple):
 
 # A row holds, one behind the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
 # bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
-Steps = Int[Array, "t_plus_1 b _"]
+# The sequences are those of the whole batch, of which a step may take a group.
+Steps = Int[Array, "t_plus_1 everyone _"]
 
 
 def begin(canvas: Canvas, limit: int) -> Steps:
