@@ -62,8 +62,9 @@ class ElasticCache(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Input, K and V of every layer and position."""
-        attended = jnp.full((batch, spec.layers, min(self.track, layout.length)), layout.length)
-        start, similarity = jnp.zeros(batch, jnp.int32), jnp.full((batch, spec.layers), jnp.nan)
+        tracked = (batch, spec.layers, min(self.track, layout.length))
+        attended, start = jnp.full(tracked, layout.length, jnp.int32), jnp.zeros(batch, jnp.int32)
+        similarity = jnp.full((batch, spec.layers), jnp.nan, jnp.float32)
         store = InputStore.zeros(spec, layout, batch, dtype)
         return Cache(store, Drift(attended, attended, start, similarity), jnp.zeros((batch, spec.layers)))
 
