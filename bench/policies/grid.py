@@ -187,9 +187,8 @@ CACHES: tuple[p.Policy, ...] = (  # one setting of each that is decoded in paral
     p.DualCache(), p.DKVDecode(refresh_every=4), p.DKVPD(), p.DLLMCache(prompt_every=32, response_every=2),
     p.SparseDLLM(keep=0.5), p.MaskKV(prompt_every=4, response_every=1, budget=32), p.D2Cache(k=8),
 )  # fmt: skip
-# Those of 2026, to be compared with `DualCache` decoded in parallel, above.
 SLIDING = Setting(blocks=Sliding(4), variant="sliding block")
-LATER: tuple[Setting, ...] = (  # one setting of each, decoded in parallel too
+LATER: tuple[Setting, ...] = (  # of 2026, one setting of each; to be compared with `DualCache`, above
     Setting(p.SPACache(prompt_every=32, response_every=4)),
     Setting(p.WindowDiffusion(window=8, active=4, refresh_every=8), blocks=1, variant="one block"),
     Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),

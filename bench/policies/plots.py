@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 import tyro
 from matplotlib.axes import Axes
@@ -16,6 +15,7 @@ from bench.policies.every import title
 from bench.shared import runner
 from dllm_jax.eval.run.files import read_json
 
+plt.switch_backend("Agg")
 MARKERS = "os^vDPX*<>hpd"
 LEGEND = 5  # curves in a line of the legend
 
@@ -27,7 +27,7 @@ def main(results: runner.Results, out: Path = Path("docs/figures")):
         stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
         figure = draw(f"{name}, {title(workload)}", workload["rows"])
         # With a salt, names inside of a file do not change from run to run.
-        with matplotlib.rc_context({"svg.hashsalt": stem}):
+        with plt.rc_context({"svg.hashsalt": stem}):
             figure.savefig(out / f"{stem}.svg", metadata={"Date": None})
         plt.close(figure)
 

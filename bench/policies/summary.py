@@ -185,8 +185,7 @@ def later(measured: dict[str, Any], models: Sequence[str]) -> str:
             others = ([of and find(of, setting) for of in each] for each in harder)
             rates = (", ".join(f"{r['accuracy']:.0%}" if r else "-" for r in each) for each in others)
             cells.append([*(f"`{name}`" for name in named), setting.variant, *shown, *rates])
-    heads = ("policy", "sampler", "", *(f"`{model}`" for model in models))
-    heads += tuple(task.replace("-", " ") for task in HARDER)
+    heads = ("policy", "sampler", "", *(f"`{m}`" for m in models), *(t.replace("-", " ") for t in HARDER))
     return runner.table(heads, "lll" + "r" * (len(heads) - 3), cells)
 
 

@@ -133,8 +133,10 @@ class Asked:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
             return settings.PICTURED
-        if self.core or self.beginning:
-            return settings.CORE if self.core else settings.LONG_RESPONSES
+        if self.core:
+            return settings.CORE
+        if self.beginning:
+            return settings.LONG_RESPONSES
         if self.length == BLOCK:
             return settings.SHORT + settings.SHORT_EVICTION * self.eviction
         return settings.LONG + settings.LONG_EVICTION * self.eviction

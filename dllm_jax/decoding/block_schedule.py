@@ -135,8 +135,7 @@ def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sample
         hit = jnp.ones((len(response), places), bool)
         for i, token in enumerate(ids):
             hit &= response[:, i : i + places] == token
-        first = layout.prompt + jnp.argmax(hit, axis=1)
-        where = jnp.where(jnp.any(hit, axis=1), first, layout.length)
+        where = layout.prompt + first_of(hit, layout.length - layout.prompt)
         counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
         found = jnp.where(counts, where, found).astype(jnp.int32)
     return dataclasses.replace(canvas, stop=jnp.where(final(canvas, sampler), found, canvas.stop))

@@ -111,7 +111,7 @@ class Record(NamedTuple):
         everything = before.active & jnp.all(counted == before.valid, axis=1)
         if extra is None:
             extra = jnp.zeros((len(counted), before.spec.layers))
-        everywhere_by_layer = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
+        widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
         return Record(
             computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
             executed=self.executed + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
@@ -120,7 +120,7 @@ class Record(NamedTuple):
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else trace.add(self.trace, who, before, after, computed, read, everywhere_by_layer, proposal),
+            else trace.add(self.trace, who, before, after, computed, read, widened, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),

@@ -15,6 +15,7 @@ from dllm_jax.policies.dkv import RefreshInterval, interval
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import order_of
 from dllm_jax.state.selection import best
 
 
@@ -47,7 +48,7 @@ class DKVGreedy(Policy):
         # D_{t-1} has new tokens to store, D_t needs logits.
         selected = canvas.just_decoded | canvas.planned
         assert canvas.planned_order is not None, "canvas.planned is known"
-        order = canvas.planned_order if self.around == "next" else left_to_right(canvas.just_decoded)
+        order = canvas.planned_order if self.around == "next" else order_of(canvas.just_decoded)
 
         # The window: masked neighbours of the centres, chosen by each centre in turn.
         near = neighbours(order, canvas.masked, selected, self.window)
@@ -60,11 +61,6 @@ class DKVGreedy(Policy):
         # centre.
         decoded = -(-layout.block // layout.steps_per_block)
         return (min(decoded * (3 + self.window), layout.length),)
-
-
-def left_to_right(centres: Bool[Array, "b l"]) -> Int[Array, "b l"]:
-    """Order of the centres from left to right, -1 elsewhere."""
-    return jnp.where(centres, jnp.cumsum(centres, axis=1, dtype=jnp.int32) - 1, -1)
 
 
 def neighbours(

@@ -179,9 +179,9 @@ class Sampler(Options, abc.ABC):
         # makes.
         logits = logits.astype(jnp.float32)
         if self.logits_eos_inf:
-            logits = _ruled_out(logits, canvas.spec.eos_id)
+            logits = scores.ruled_out(logits, canvas.spec.eos_id)
         if self.suppress_tokens:
-            logits = _ruled_out(logits, *self.suppress_tokens)
+            logits = scores.ruled_out(logits, *self.suppress_tokens)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
         # Divided by a tiny temperature a logit may exceed what float32 holds.
@@ -198,7 +198,7 @@ class Sampler(Options, abc.ABC):
         if keep is not None:
             scored = jnp.where(keep, scored, -jnp.inf)
         if self.confidence_eos_eot_inf:
-            scored = _ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
+            scored = scores.ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
         score = self.confidence(scored, token, index, canvas, noise)
         return Candidates(index, token, score, scored)
 
@@ -211,7 +211,7 @@ class Sampler(Options, abc.ABC):
 
         # A position decoded to [MASK] would stay masked and could be decoded without end.
         if not self.allow_mask_token:
-            logits = _ruled_out(logits, canvas.spec.mask_id)
+            logits = scores.ruled_out(logits, canvas.spec.mask_id)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if keep is None:
             return token
@@ -259,11 +259,3 @@ def check_ends_unordered(sampler: Sampler, order: str):
             f"confidence_eos_eot_inf=True has no effect with {order}, which ignores confidence: "
             "use logits_eos_inf, or an order by confidence"
         )
-
-
-def _ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
-    """The logits with probability 0 for these tokens; None is a token that the model does not have."""
-    # A scatter would be a loop of its own on CPUs; a comparison may go into what reads the logits.
-    ids = jnp.asarray([t for t in tokens if t is not None])
-    ruled_out = jnp.any(jnp.arange(logits.shape[-1])[:, None] == ids, axis=1)
-    return jnp.where(ruled_out, -jnp.inf, logits)

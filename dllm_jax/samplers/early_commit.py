@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, TracedNonNegativeFloat
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import scatter
+from dllm_jax.state.rows import places, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ class EarlyCommit(Options):
         """
         # Gaps, in their places on the canvas.
         largest = jax.lax.top_k(logits.astype(jnp.float32), 2)[0]
-        gap = scatter(jnp.zeros(canvas.tokens.shape), index, largest[..., 0] - largest[..., 1])
-        predicted = scatter(jnp.zeros_like(canvas.valid), index, index < canvas.layout.length)
+        place = places(index, canvas.layout.length)
+        gap, predicted = spread(largest[..., 0] - largest[..., 1], place, 0.0), place < index.shape[1]
 
         # Of what a step leaves out nothing is known: it can neither be averaged over nor decoded.
         asked = self.asked(canvas)

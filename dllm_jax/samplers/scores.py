@@ -22,9 +22,7 @@ def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "
       logits: float32.
       mask_id: a token that is neither of the two, though its probability counts in the softmax; or None.
     """
-    candidates = logits
-    if mask_id is not None:
-        candidates = jnp.where(jnp.arange(logits.shape[-1]) == mask_id, -jnp.inf, logits)
+    candidates = logits if mask_id is None else ruled_out(logits, mask_id)
     best = jax.lax.top_k(candidates, 2)[0]
     p = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     return p[..., 0] - p[..., 1]
@@ -34,3 +32,11 @@ def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
     """Negative entropy sum p log(p + 1e-10) in nats, at most 0; the offset is the reference's."""
     p = jax.nn.softmax(logits, axis=-1)
     return jnp.sum(p * jnp.log(p + 1e-10), axis=-1)
+
+
+def ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:
+    """The logits with probability 0 for these tokens; None is a token that the model does not have."""
+    # A scatter would be a loop of its own on CPUs; a comparison may go into what reads the logits.
+    ids = jnp.asarray([t for t in tokens if t is not None])
+    out = jnp.any(jnp.arange(logits.shape[-1])[:, None] == ids, axis=1)
+    return jnp.where(out, -jnp.inf, logits)

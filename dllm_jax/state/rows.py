@@ -87,12 +87,17 @@ def compact_rows(need: Bool[Array, "b l"], width: int) -> Rows:
     return Rows(compact(need, width), need.shape[1])
 
 
+def order_of(mask: Bool[Array, "b l"]) -> Int[Array, "b l"]:
+    """The place of each True position among those of its sequence, from left to right; -1 elsewhere."""
+    return jnp.where(mask, jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, -1)
+
+
 def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
     """The first `width` True positions of each sequence in ascending order, padded with l."""
     # A position's rank among the True ones is its place; those beyond the width share a column that is cut
     # off.
     b, length = mask.shape
-    rank = jnp.cumsum(mask, axis=1) - 1
+    rank = order_of(mask)
     target = jnp.where(mask & (rank < width), rank, width)
     index = jnp.full((b, width + 1), length, jnp.int32)
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), mask.shape)
@@ -123,5 +128,5 @@ def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
 def spread(
     values: Shaped[Array, "b q"], place: Int[Array, "b l"], otherwise: ArrayLike
 ) -> Shaped[Array, "b l"]:
-    """The values where their positions are (`places`), by one read however many arrays lie side by side."""
+    """The values on the canvas, given each position's place among them (`places`); `otherwise` elsewhere."""
     return jnp.where(place < values.shape[1], gather(values, place), otherwise)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.arithmetic import divided, einsum
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import compact, gather
+from dllm_jax.state.rows import compact, gather, order_of
 from dllm_jax.traced import Count, Number
 from pallas_kernels.topk_evict import ranking
 from pallas_kernels.topk_evict.ranking import ranks as ranks
@@ -60,8 +60,7 @@ def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int)
     index = compact(among, length)
     packed = jnp.where(index < length, gather(score, index), -jnp.inf)
     pooled = jax.lax.reduce_window(packed, -jnp.inf, jax.lax.max, (1, kernel), (1, 1), "SAME")
-    rank = jnp.maximum(jnp.cumsum(among, axis=1) - 1, 0)
-    return jnp.where(among, gather(pooled, rank), -jnp.inf)
+    return jnp.where(among, gather(pooled, jnp.maximum(order_of(among), 0)), -jnp.inf)
 
 
 def fraction_of(

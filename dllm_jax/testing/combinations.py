@@ -55,6 +55,7 @@ class Combination:
         model = tiny(PLACES[self.place][0])
         try:
             request = prepare(model, [list(range(9))], **self.options)
+            # Its result would be a canvas of shapes, which annotations refuse.
             jax.make_jaxpr(begin)(model, request.inputs, request.plan)
         except ValueError as error:
             return str(error)
