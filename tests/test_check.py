@@ -11,7 +11,7 @@ import pytest
 import rich.console
 
 import dllm_jax as dj
-from dllm_jax.check import command, environment, operations, peers, several, speed, timing, tokens
+from dllm_jax.check import command, environment, operations, several, speed, timing, tokens
 from dllm_jax.check.report import Finding, Report
 from dllm_jax.roofline import Hardware
 from pallas_kernels import evidence
@@ -31,26 +31,26 @@ def with_kernel(kernel, family=ATTENTION):
     return family._replace(operation=operation, small=family.small[2:3])
 
 
-def almost(q, k, v, mask=None, lengths=None, *, by):
-    out, lse = xla.attention(q, k, v, mask, lengths)
-    return (out + by * jnp.max(jnp.abs(out))).astype(q.dtype), lse
-
-
 def failing(*arrays, interpret=False):
     raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nmore")
 
 
 def kernel(by):
-    return lambda *arrays, interpret=False: almost(*arrays, by=by)
+    def almost(q, k, v, mask=None, lengths=None, *, interpret=False):
+        out, lse = xla.attention(q, k, v, mask, lengths)
+        return (out + by * jnp.max(jnp.abs(out))).astype(q.dtype), lse
+
+    return almost
 
 
 @pytest.mark.parametrize(
     ("broken", "right", "said"),
     [
-        pytest.param(kernel(1e-7), True, "xla, pallas right", id="rounding"),
-        pytest.param(kernel(1e-3), False, "pallas 0.001 off, not 1e-05", id="off"),
-        pytest.param(failing, False, "INTERNAL: no such", id="fails"),
+        (kernel(1e-7), True, "xla, pallas right"),
+        (kernel(1e-3), False, "pallas 0.001 off, not 1e-05"),
+        (failing, False, "INTERNAL: no such"),
     ],
+    ids=["rounding", "off", "fails"],
 )
 def test_a_kernel_that_is_wrong_turns_the_verdict(broken, right, said):
     (found,) = operations.findings(ROOF, ("float32",), quick=True, families=(with_kernel(broken),))
@@ -229,22 +229,13 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
     assert late.text.startswith(f"no time for {len(every)} of {len(every)}: (Policy, prompt 1024, batch 1)")
 
 
-class Run:
-    """A run on one device, ready to be compared."""
-
-    def __init__(self, model, out):
-        self.model, self.out = model, out
-
-    def run(self):
-        return self.out
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_token_turns_the_verdict(dtype):
     model = dj.load(dj.embedded.path("tiny-llada"), dtype="float32")
     out = dj.generate(model, np.arange(5, 21)[None], length=8, block=4, trace=True)
-    case, asked = tokens.Case("tiny-llada", dtype, dj.policies.Policy()), tokens.Asked.of("tiny-llada")
-    assert tokens._compared(case, asked, [Run(model, out), Run(model, out)]).right is True
+    case = tokens.Case("tiny-llada", dtype, dj.policies.Policy())
+    compared = lambda *outs: tokens._compared(case, model, *outs)
+    assert compared(out, out).right is True
     taken = np.asarray(out.trace.tokens)
     step = 3
     (position,) = np.flatnonzero(taken[step + 1, 0] != taken[step, 0])
@@ -253,12 +244,12 @@ def test_a_wrong_token_turns_the_verdict(dtype):
         changed = taken.copy()
         changed[step + 1 :, 0, position] = other
         wrong = out._replace(trace=out.trace._replace(tokens=changed))
-        found = tokens._compared(case, asked, [Run(model, wrong), Run(model, out)])
+        found = compared(wrong, out)
         assert found.right is close
         if not close:
             assert f"step {step}, sequence 0, position {position}" in found.text
     broken = out._replace(stats=out.stats._replace(finite=np.array([False])))
-    assert tokens._compared(case, asked, [Run(model, broken), Run(model, out)]).right is False
+    assert compared(broken, out).right is False
 
 
 def test_tokens_of_a_device_are_compared_with_another():
@@ -310,29 +301,6 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
     assert report["jax"] == jax.__version__
     assert "1 of 3 things are wrong" in capsys.readouterr().out
     assert command.check(command.Arguments(parts=("operations",)), console) == 0
-
-
-def test_peers_are_timed_in_a_process_of_their_own(monkeypatch):
-    asked = []
-
-    def run(command, env, **options):
-        path = environment.Path(command[command.index("--json") + 1])
-        rows = [{"policy": "exact", "prompt": 1024, "of": "forward", "theirs_over_ours": {"median": 1.25}}]
-        path.write_text(json.dumps({"rows": rows}))
-        asked.append((command[-2:], env["XLA_PYTHON_CLIENT_MEM_FRACTION"]))
-        return type("Done", (), {"returncode": len(asked) - 1, "stderr": "Traceback\nCUDA out of memory"})
-
-    monkeypatch.setattr(peers.subprocess, "run", run)
-    monkeypatch.setattr(peers, "refusal", lambda: None)
-    (found,) = peers.findings(("--shape", "llada-8b"))
-    assert (found.name, found.text) == ("exact, prompt 1024, forward", "theirs over ours 1.25")
-    assert asked == [(["--shape", "llada-8b"], ".45")]
-    with pytest.raises(RuntimeError, match=r"bench.peer_torch: CUDA out of memory"):
-        list(peers.findings())
-    monkeypatch.undo()
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--peers: torch is not installed"):
-        command.check(command.Arguments(peers=True), rich.console.Console())
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -1,45 +1,20 @@
 """Residual streams, branch outputs, attention maps, keys and values, by layer and denoising step."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 
-from dllm_jax.analysis.passes import (
-    Changed,
-    Chosen,
-    Seen,
-    by_canvas,
-    chosen_layers,
-    in_one_batch,
-    keep,
-)
-from dllm_jax.analysis.source import Source, canvases
-from dllm_jax.nn.attention import weights
-from dllm_jax.nn.intervention import Intervention, checked, for_sequences
+from dllm_jax.analysis.passes import AXES, Asked, What, captured
+from dllm_jax.analysis.source import Source, canvases, chosen
+from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.places import Indices, indices, within
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.places import Indices, distinct, indices, within
 from dllm_jax.options import PositiveInt, check_argument, shown
 from dllm_jax.state import host
-from dllm_jax.state.rows import gather
-
-What = Literal["residual", "attention", "attention_output", "mlp_output", "k", "v"]
-
-AXES: Mapping[What, tuple[str, ...]] = {
-    "residual": ("step", "layer", "batch", "position", "width"),
-    "attention": ("step", "layer", "batch", "head", "position", "key"),
-    "attention_output": ("step", "layer", "batch", "position", "width"),
-    "mlp_output": ("step", "layer", "batch", "position", "width"),
-    "k": ("step", "layer", "batch", "position", "kv_head", "head_width"),
-    "v": ("step", "layer", "batch", "position", "kv_head", "head_width"),
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +121,12 @@ def capture(
     # All arguments are checked on the host, before the first pass.
     found = canvases(model, source, steps, prompt_mask)
     batch, length = found.tokens.shape[1:]
-    chosen = _chosen(what, layers, model.spec)
+    # The residual stream has one place more than there are layers: what the last one returns.
+    count, only = model.spec.layers, what == ("residual",)
+    stream = chosen("layers", layers, count + (only or layers is None), "the model has layers")
+    of_layers = stream[:0] if only else chosen("layers", layers, count, "the model has layers")
+    distinct("layers", stream)
+    stream = stream if "residual" in what else stream[:0]
     at = _positions(positions, batch, length)
     fitting = checked(interventions, model.spec, batch, length, int(found.taken.max()) + 1)
 
@@ -155,8 +135,8 @@ def capture(
     width = min(chunk, count)
     for start in range(0, count, width):
         index = np.minimum(np.arange(start, start + width), count - 1)
-        tokens, taken = found.tokens[index], found.taken[index]
-        of_chunk = _captured(model, tokens, found.valid, chosen, at, fitting, taken, what)
+        asked = Asked(of_layers, stream, at, fitting, found.taken[index])
+        of_chunk = captured(model, found.tokens[index], found.valid, asked, what)
         parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
@@ -166,8 +146,8 @@ def capture(
     return Capture(
         **{name: arrays.get(name) for name in AXES},
         steps=found.steps,
-        layers=np.asarray(chosen.layers),
-        stream=np.asarray(chosen.stream),
+        layers=of_layers,
+        stream=stream,
         positions=at,
         predicts=at + np.int32(model.spec.shifted),
         valid=np.take_along_axis(valid, at, axis=1),
@@ -184,15 +164,6 @@ def _names(what: Any) -> tuple[What, ...]:
     return tuple(name for name in known if name in names)
 
 
-def _chosen(what: tuple[What, ...], layers: Indices | None, spec: ModelSpec) -> Chosen:
-    """Where a pass looks for what is to be captured."""
-    # The residual stream has one place more than there are layers: what the last one returns.
-    nothing, only = np.zeros(0, np.int32), what == ("residual",)
-    stream = chosen_layers(layers, spec.layers + (only or layers is None))
-    of_layers = nothing if only else chosen_layers(layers, spec.layers)
-    return Chosen(of_layers, stream if "residual" in what else nothing)
-
-
 def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.ndarray, "b j"] | None:
     """The chosen positions of each sequence; None for all."""
     if positions is None:
@@ -202,43 +173,3 @@ def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.nda
     if at.ndim == 2 and len(at) != batch:
         raise ValueError(f"positions has shape {at.shape}; expected (j,) or ({batch}, j)")
     return np.broadcast_to(at, (batch, at.shape[-1]))
-
-
-@functools.partial(jax.jit, static_argnames="what")
-def _captured(
-    model: Model,
-    tokens: Int[Array, "c b l"],
-    valid: Bool[Array, "b l"] | None,
-    chosen: Chosen,
-    at: Int[Array, "b j"] | None,
-    interventions: tuple[Intervention, ...],
-    taken: Int[Array, "c b"],
-    what: tuple[What, ...],
-) -> dict[str, Float[Array, "c n b ..."]]:
-    """What is captured of a chunk of canvases, by name."""
-    count, batch = tokens.shape[:2]
-    # All canvases of a chunk are sequences of one batch.
-    flat, valid, at = in_one_batch(tokens, valid, at)
-    changed = Changed(for_sequences(interventions, batch, count), jnp.swapaxes(taken, 0, 1).reshape(-1))
-
-    def of_layer(seen: Seen) -> dict[str, Array]:
-        part = lambda name: _attention(seen, at) if name == "attention" else _taken(getattr(seen, name), at)
-        return {name: part(name) for name in what if name != "residual"}
-
-    kept = keep(model, flat, valid, chosen, of_layer, lambda x: _taken(x, at), changed, count)
-    arrays = kept.layers | ({"residual": kept.stream} if "residual" in what else {})
-    return {name: by_canvas(array, count) for name, array in arrays.items()}
-
-
-def _attention(seen: Seen, at: Int[Array, "b j"] | None) -> Float[Array, "b h j l"]:
-    """Weights of the chosen queries alone."""
-    mask = seen.mask
-    # Queries are chosen before scores are made: attention is j l numbers a head, not l l.
-    if mask is not None and mask.shape[2] > 1:
-        mask = jnp.swapaxes(_taken(jnp.swapaxes(mask, 1, 2), at), 1, 2)
-    return weights(_taken(seen.q, at), seen.k, mask)
-
-
-def _taken(array: Shaped[Array, "b l *rest"], at: Int[Array, "b j"] | None) -> Shaped[Array, "b j *rest"]:
-    """The array at the chosen positions."""
-    return array if at is None else gather(array, at)

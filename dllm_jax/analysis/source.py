@@ -40,12 +40,17 @@ def canvases(
     """The canvases of a source that are asked for; arguments and errors are those of `capture`."""
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
-    if steps is None:
-        chosen = np.arange(count, dtype=np.int32)
-    else:
-        chosen = np.asarray(indices("steps", steps))
-        within("steps", chosen, count, f"there are {count} canvases")
-    return Canvases(tokens[chosen], _valid(prompt_mask, batch, length), chosen, taken[chosen])
+    index = chosen("steps", steps, count, f"there are {count} canvases")
+    return Canvases(tokens[index], _valid(prompt_mask, batch, length), index, taken[index])
+
+
+def chosen(name: str, given: Indices | None, count: int, what: str) -> Int[np.ndarray, "n"]:
+    """The chosen ones of `count` layers or canvases; None for all. Errors are those of `within`."""
+    if given is None:
+        return np.arange(count, dtype=np.int32)
+    found = np.asarray(indices(name, given))
+    within(name, found, count, what)
+    return found
 
 
 def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.ndarray, "t b"]]:

@@ -45,22 +45,13 @@ def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     problems = list(mismatches(listed, found.platform, about["driver"]))
     yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
 
-    needed = predict.work(spec, DualCache(), Layout(1024, 256, 32, 256)).memory
-    free = free_bytes(hardware)
-    fits = needed.fits(hardware)
-    gigabytes = "{:.1f} GB; of {:.1f} GB {:.1f} are free".format(
-        *(size / 1e9 for size in (needed.total(hardware), hardware.capacity, free))
-    )
-    data = {"needed": needed.total(hardware), "capacity": hardware.capacity, "free": free}
-    yield Finding(
-        "memory", f"DualCache at prompt 1024 needs {gigabytes}", fits and free >= needed.total(hardware), data
-    )
-
-
-def free_bytes(hardware: Hardware) -> float:
-    """Memory of the default device that is not in use; the capacity where the device does not say."""
-    used = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
-    return hardware.capacity - used
+    memory = predict.work(spec, DualCache(), Layout(1024, 256, 32, 256)).memory
+    # All of the capacity is free where the device does not say what is in use.
+    free = hardware.capacity - (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+    data = {"needed": memory.total(hardware), "capacity": hardware.capacity, "free": free}
+    text = "DualCache at prompt 1024 needs {needed:.1f} GB; of {capacity:.1f} GB {free:.1f} are free"
+    told = text.format(**{name: size / 1e9 for name, size in data.items()})
+    yield Finding("memory", told, memory.fits(hardware) and free >= data["needed"], data)
 
 
 def mismatches(installed: dict[str, str], platform: str, driver: str | None) -> Iterator[str]:

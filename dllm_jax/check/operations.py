@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -40,18 +41,15 @@ def findings(
     """
     small = quick or jax.devices()[0].platform == "cpu"
     for family in families:
-        shapes = [
-            (name, shape, False) for name, shape in list(family.shapes(small=True))[: 1 if quick else SMALL]
-        ]
-        shapes += [] if small else [(name, shape, True) for name, shape in family.shapes(small=False)]
-        for name, shape, of_model in shapes:
-            for dtype in dtypes:
-                title = f"{family.operation.name}, {name}, {dtype}"
-                try:
-                    case = family.make(shape, jnp.dtype(dtype))
-                    yield _finding(title, family, case, name, dtype, hardware, repeats if of_model else 0)
-                except Exception as error:  # the other operations are looked at all the same
-                    yield failed(title, error)
+        shapes = [(*one, 0) for one in list(family.shapes(small=True))[: 1 if quick else SMALL]]
+        shapes += [] if small else [(*one, repeats) for one in family.shapes(small=False)]
+        for (name, shape, turns), dtype in itertools.product(shapes, dtypes):
+            title = f"{family.operation.name}, {name}, {dtype}"
+            try:
+                case = family.make(shape, jnp.dtype(dtype))
+                yield _finding(title, family, case, name, dtype, hardware, turns)
+            except Exception as error:  # the other operations are looked at all the same
+                yield failed(title, error)
 
 
 def _finding(
@@ -82,11 +80,9 @@ def _finding(
         for name, time in _times(family, case, right, repeats).items():
             found[name]["us"] = dataclasses.asdict(time.scaled(1e6))
             found[name]["share"] = floor / time.median
-        fastest = min(right, key=lambda name: found[name]["us"]["median"])
-        data["fastest"] = fastest
-        text.append(
-            f"fastest {fastest}: " + ", ".join(f"{n} {found[n]['us']['median']:.0f} us" for n in right)
-        )
+        taken = {name: found[name]["us"]["median"] for name in right}
+        data["fastest"] = fastest = min(taken, key=taken.__getitem__)
+        text.append(f"fastest {fastest}: " + ", ".join(f"{name} {us:.0f} us" for name, us in taken.items()))
     return Finding(title, "; ".join(text), not wrong, data)
 
 
@@ -113,7 +109,6 @@ def evidence(found: Sequence[Finding], report: str) -> Evidence:
       report: what says so.
     """
     device = jax.devices()[0]
-    platform = platform_of(device)
     timed = [f.data for f in found if "fastest" in f.data]
     broken = {
         (f.data["operation"], name)
@@ -128,24 +123,14 @@ def evidence(found: Sequence[Finding], report: str) -> Evidence:
         bounds = zip((0, *counts), (*counts[:-1], 2**31 - 1), strict=False)
         for count, (below, most) in zip(counts, bounds, strict=True):
             best = _best([d["implementations"] for d in ours if d["positions"] == count], operation, broken)
-            entries.append(
-                Entry(
-                    operation,
-                    platform or "cpu",
-                    device.device_kind,
-                    best,
-                    (dtype,),
-                    (below + 1, most),
-                    report,
-                )
-            )
+            where = operation, platform_of(device) or "cpu", device.device_kind
+            entries.append(Entry(*where, best, (dtype,), (below + 1, most), report))
     return tuple(entries)
 
 
 def record(entries: Evidence, path: Path):
     """Writes entries in the place of those that were recorded before, for `pallas_kernels.evidence`."""
-    found = {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]}
-    write_json(path, found)
+    write_json(path, {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]})
 
 
 def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str, str]]) -> Implementation:

@@ -71,12 +71,8 @@ class Report:
     @property
     def wrong(self) -> list[str]:
         """The names of what is not as it should be."""
-        return [
-            f"{part}, {f.name}: {f.text}"
-            for part, found in self.parts.items()
-            for f in found
-            if f.right is False
-        ]
+        found = [(part, one) for part, of_part in self.parts.items() for one in of_part]
+        return [f"{part}, {one.name}: {one.text}" for part, one in found if one.right is False]
 
     def write(self):
         """Writes the file as a whole or not at all."""

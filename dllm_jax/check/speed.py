@@ -1,6 +1,7 @@
 """Steps and generations of a shape with random weights, beside the roofline at this device's own rates."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax
 
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.check.steps import StepTimes, program, step_times
+from dllm_jax.check.steps import program, step_times
 from dllm_jax.check.weights import random_model
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import Request, prepare
@@ -79,12 +80,8 @@ def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: 
     others = [(p, b) for b in geometry.batches for p in geometry.prompts if (p, b) != (prompt, batch)]
     rest = [Case(policy, p, b) for p, b in others for policy in POLICIES]
     held = [Case(policy, prompt, batch, "int8") for policy in POLICIES]
-    more = [
-        Case(policy, p, b, None, name)
-        for p, b in others
-        for name in implementations
-        for policy in POLICIES[:2]
-    ]
+    every = itertools.product(others, implementations, POLICIES[:2])
+    more = [Case(policy, p, b, None, name) for (p, b), name, policy in every]
     return [*first, *by, *held, *rest, *more]
 
 
@@ -121,16 +118,12 @@ def findings(
             by = case.implementation or choice
             yield measure(dataclasses.replace(model, implementation=by), case, hardware, geometry)
         except Exception as error:  # the other cases are measured all the same
-            yield _failed(case, error)
+            # Memory that does not suffice is no fault; anything else is.
+            full = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+            text = f"out of memory: {str(error).partition(chr(10))[0]}"
+            yield Finding(case.title, text) if full else failed(case.title, error)
         finally:
             jax.clear_caches()  # programs hold memory
-
-
-def _failed(case: Case, error: Exception) -> Finding:
-    """Memory that does not suffice is no fault; anything else is."""
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return Finding(case.title, f"out of memory: {str(error).partition(chr(10))[0]}")
-    return failed(case.title, error)
 
 
 def request(model: Model, case: Case, geometry: Geometry) -> Request:
@@ -158,7 +151,14 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
     turns = max(1, min(3, round(30 / max(1e-3, steps.full.median * asked.plan.layout.steps))))
     whole = timing.timed(made.run, turns)
     rate = case.batch * geometry.length / whole.median
-    kinds = _steps(predicted, steps, hardware)
+    # Full and partial steps: milliseconds, the prediction, and its share of what was measured.
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind, taken in (("full", steps.full), ("partial", steps.partial)):
+        price = next((one.cost for one in predicted.steps if one.step.full is (kind == "full")), None)
+        if taken is not None and price is not None:
+            of_kind = price.seconds(hardware)
+            ms = {"ms": dataclasses.asdict(taken.scaled(1e3)), "predicted_ms": 1e3 * of_kind}
+            kinds[kind] = ms | {"share": of_kind / taken.median}
     data: dict[str, Any] = {
         "policy": repr(case.policy), "prompt": case.prompt, "batch": case.batch, "weights": case.weights,
         "implementation": case.implementation, "dtype": str(model.dtype), "steps": kinds,
@@ -183,18 +183,3 @@ def _predicted(model: Model, case: Case, asked: Request) -> Work:
     smaller = lambda of: dataclasses.replace(of, weights=of.weights / model.dtype.itemsize)
     kinds = tuple(kind._replace(cost=smaller(kind.cost)) for kind in found.steps)
     return dataclasses.replace(found, steps=kinds, memory=smaller(found.memory))
-
-
-def _steps(predicted: Work, steps: StepTimes, hardware: Hardware) -> dict[str, dict[str, Any]]:
-    """Full and partial steps: milliseconds, the prediction, and its share of what was measured."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, taken in (("full", steps.full), ("partial", steps.partial)):
-        price = next((kind.cost for kind in predicted.steps if kind.step.full is (name == "full")), None)
-        if taken is not None and price is not None:
-            seconds = price.seconds(hardware)
-            found[name] = {
-                "ms": dataclasses.asdict(taken.scaled(1e3)),
-                "predicted_ms": 1e3 * seconds,
-                "share": seconds / taken.median,
-            }
-    return found

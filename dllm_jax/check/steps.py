@@ -35,52 +35,34 @@ class StepTimes:
     positions: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Stepper:
-    """A generation, one step at a time."""
-
-    model: Model
-    request: Request
-
-    def start(self) -> State:
-        """The state before the first step."""
-        return begin(self.model, self.request.inputs, self.request.plan)
-
-    def step(self, state: State, width: int | None) -> State:
-        """One step of a width; `state` is donated, so the cache is changed in place."""
-        return _step(self.model, self.request.inputs, self.request.plan, state, width)
-
-    def coming(self, state: State) -> int | None:
-        """The width that the engine would give the coming step, None for the whole canvas."""
-        widths = self.request.plan.widths
-        return dict(enumerate(widths)).get(int(coming(self.request.plan, state)))
-
-    def first_partial(self) -> tuple[State, int | None]:
-        """The state before the first partial step, and its width; None if the first steps have none."""
-        state = self.start()
-        for _ in range(min(self.request.plan.layout.steps - 1, LEADING)):
-            state = self.step(state, None)
-            if width := self.coming(state):
-                return state, width
-        return state, None
-
-
 def step_times(model: Model, request: Request, repeats: int, most: int = 4) -> StepTimes:
     """Times single steps, each from the states it occurs in.
 
     Up to `most` steps are queued and waited for together. Full steps only if every step is one: what follows
     a refresh may be of another kind.
     """
-    stepper, plan = Stepper(model, request), request.plan
+    inputs, plan = request.inputs, request.plan
     most = min(most, plan.layout.steps)
-    full_step = functools.partial(stepper.step, width=None)
-    full = _timed(full_step, stepper.start, 1 if plan.policy.reuses else most, repeats)
-    state, width = stepper.first_partial() if plan.widths else (None, None)
+    start = lambda: begin(model, inputs, plan)
+    # `state` is donated, so the cache is changed in place.
+    of_width = lambda width: lambda state: _step(model, inputs, plan, state, width)
+
+    def first_partial() -> tuple[State, int | None]:
+        """The state before the first partial step, and its width; None if the first steps have none."""
+        state, full = start(), of_width(None)
+        for _ in range(min(plan.layout.steps - 1, LEADING)):
+            state = full(state)
+            # The width that the engine would give the coming step, none for the whole canvas.
+            if width := dict(enumerate(plan.widths)).get(int(coming(plan, state))):
+                return state, width
+        return state, None
+
+    full = _timed(of_width(None), start, 1 if plan.policy.reuses else most, repeats)
+    state, width = first_partial() if plan.widths else (None, None)
     if state is None or width is None:
         return StepTimes(full)
     positions = float(state.need.sum() / state.need.shape[0])
-    partial_step = functools.partial(stepper.step, width=width)
-    partial = _timed(partial_step, lambda: stepper.first_partial()[0], most, repeats)
+    partial = _timed(of_width(width), lambda: first_partial()[0], most, repeats)
     return StepTimes(full, partial, width, positions)
 
 

@@ -1,8 +1,10 @@
 """Embedded models on the device and on the CPU of the same process, under every policy: the same tokens?"""
 
+import functools
+import itertools
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +15,11 @@ from dllm_jax.check.report import Finding, failed
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.loop import denoise
+from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.placement import Placed, collect, place
-from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.policies import ALL, DKVGreedy, Policy
-from dllm_jax.samplers import Confidence, RandomOrder
+from dllm_jax.samplers import RandomOrder
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 from dllm_jax.testing.runs import first_difference
 
@@ -31,40 +31,31 @@ CLOSE = 0.1
 
 
 class Case(NamedTuple):
-    """What is generated: a model's name, a dtype, a policy."""
+    """What is generated.
 
-    model: str
+    Attributes:
+      name: of an embedded model.
+      dtype: of its weights.
+      policy: of the generation.
+    """
+
+    name: str
     dtype: str
     policy: Policy
 
     @property
     def title(self) -> str:
         """A short name."""
-        return f"{self.model}, {self.dtype}, {type(self.policy).__name__}"
+        return f"{self.name}, {self.dtype}, {type(self.policy).__name__}"
 
-
-class Asked(NamedTuple):
-    """What a model is asked, and its tokenizer."""
-
-    tokenizer: Any
-    questions: list[Example]
-
-    @staticmethod
-    def of(name: str) -> "Asked":
-        """Of an embedded model."""
-        return Asked(read_tokenizer(embedded.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out"))
-
-
-class Ready(NamedTuple):
-    """A request of a case on one device, and its program."""
-
-    model: Model
-    placed: Placed
-    program: Future[jax.stages.Compiled]
-
-    def run(self) -> Output:
-        """The output, with its trace."""
-        return collect(self.placed, *self.program.result()(*self.placed[:3]))
+    def run(self, device: jax.Device, model: Model) -> Output:
+        """The generation with its trace, on a device where the model lies."""
+        prompt, mask = prompt_arrays(*_asked(self.name), model.spec.eos_id)
+        ordered = isinstance(self.policy, DKVGreedy)
+        options: dict[str, Any] = {"sampler": RandomOrder(), "key": jax.random.key(0)} if ordered else {}
+        options |= {"policy": self.policy, "trace": True, **SHAPE}
+        with jax.default_device(device):
+            return generate(model, prompt, prompt_mask=mask, **options)
 
 
 def findings(
@@ -77,7 +68,7 @@ def findings(
     """A finding per model, dtype and policy, and one per model of whether its answers are right.
 
     In float32, whose products are exact to its last bits everywhere, tokens must be the same. In bfloat16 the
-    first difference must be a close decision. Programs are compiled side by side, and run alone.
+    first difference must be a close decision. Programs of a model are compiled side by side.
 
     Args:
       device: what is checked.
@@ -88,50 +79,40 @@ def findings(
     """
     places = [device] if reference == device else [device, reference]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        for name in models:
-            asked = Asked.of(name)
-            for dtype in dtypes:
-                loaded = [
-                    _on(place_, load, embedded.path(name), dtype=dtype, implementation="xla")
-                    for place_ in places
-                ]
-                cases = [Case(name, dtype, policy) for policy in policies]
-                ready = [
-                    [_on(p, _ready, m, case, asked, pool) for p, m in zip(places, loaded, strict=True)]
-                    for case in cases
-                ]
-                for case, both in zip(cases, ready, strict=True):
-                    try:
-                        yield _compared(case, asked, both)
-                    except Exception as error:  # the other policies are looked at all the same
-                        yield failed(case.title, error)
+        for name, dtype in itertools.product(models, dtypes):
+            loaded, cases = [], [Case(name, dtype, policy) for policy in policies]
+            for place in places:
+                with jax.default_device(place):
+                    loaded.append(load(embedded.path(name), dtype=dtype, implementation="xla"))
+            begun = [
+                [pool.submit(case.run, *on) for on in zip(places, loaded, strict=True)] for case in cases
+            ]
+            for case, outs in zip(cases, begun, strict=True):
+                try:
+                    yield _compared(case, loaded[-1], *(out.result() for out in outs))
+                except Exception as error:  # the other policies are looked at all the same
+                    yield failed(case.title, error)
 
 
-def _on(device: jax.Device, call: Any, *arguments: Any, **options: Any) -> Any:
-    """The result of a call whose arrays and programs are those of a device."""
-    with jax.default_device(device):
-        return call(*arguments, **options)
+@functools.cache
+def _asked(name: str) -> tuple[Any, list[Example]]:
+    """The tokenizer of an embedded model, and what it is asked."""
+    return read_tokenizer(embedded.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
 
 
-def _ready(model: Model, case: Case, asked: Asked, pool: ThreadPoolExecutor) -> Ready:
-    prompt, mask = prompt_arrays(asked.tokenizer, asked.questions, model.spec.eos_id)
-    ordered = isinstance(case.policy, DKVGreedy)
-    options: dict[str, Any] = {"sampler": RandomOrder() if ordered else Confidence()}
-    options |= {"key": jax.random.key(0)} if ordered else {}
-    request = prepare(model, prompt, prompt_mask=mask, policy=case.policy, trace=True, **options, **SHAPE)
-    placed = place(model, request, prompt)
-    # Tracing is Python's, and so one at a time; XLA compiles as many as there are cores.
-    return Ready(model, placed, pool.submit(denoise.lower(*placed[:3]).compile))
+def _compared(case: Case, model: Model, out: Output, theirs: Output | None = None) -> Finding:
+    """Compares a device's output with the reference's; on one device alone, its answers are looked at.
 
-
-def _compared(case: Case, asked: Asked, both: list[Ready]) -> Finding:
-    """Runs a case on the device and on the reference; on one device alone, its answers are looked at."""
-    out = both[0].run()
+    Args:
+      case: what was generated.
+      model: of the reference.
+      out: of the device.
+      theirs: of the reference.
+    """
     if not bool(np.all(out.stats.finite)):
         return Finding(case.title, "logits are not finite", False)
-    if len(both) == 1:
-        return _answered(case, asked, both[0], out)
-    theirs = both[1].run()
+    if theirs is None:
+        return _answered(case, model, out)
     assert out.trace is not None
     assert theirs.trace is not None
     step = first_difference(out.trace, theirs.trace)
@@ -140,7 +121,7 @@ def _compared(case: Case, asked: Asked, both: list[Ready]) -> Finding:
     if step is None:
         return Finding(case.title, "the tokens of the CPU", True)
     where = dict(zip(("step", "sequence", "position"), step, strict=True))
-    gap = _gap(both[1].model, theirs.trace, *step, out.trace)
+    gap = _gap(model, theirs.trace, *step, out.trace)
     text = "step {step}, sequence {sequence}, position {position}: another token than the CPU's".format(
         **where
     )
@@ -148,11 +129,11 @@ def _compared(case: Case, asked: Asked, both: list[Ready]) -> Finding:
     return Finding(case.title, f"{text}, probabilities {gap:.3f} apart", close, where | {"gap": gap})
 
 
-def _answered(case: Case, asked: Asked, ready: Ready, out: Output) -> Finding:
+def _answered(case: Case, model: Model, out: Output) -> Finding:
     """Without a device to compare with: the exact decoder knows the answers."""
-    width = out.tokens.shape[1] - SHAPE["length"]
-    answers = decode_answers(ready.model, asked.tokenizer, np.asarray(out.tokens[:, width:]))
-    count = int(np.sum(exact(answers, asked.questions)))
+    tokenizer, questions = _asked(case.name)
+    answers = decode_answers(model, tokenizer, np.asarray(out.tokens[:, -SHAPE["length"] :]))
+    count = int(np.sum(exact(answers, questions)))
     right = count == QUESTIONS if type(case.policy) is Policy else None
     return Finding(case.title, f"{count} of {QUESTIONS} answers right, all finite", right)
 
