@@ -10,7 +10,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.nn.parameters import separate
-from dllm_jax.tasks import CountShapes, encode_batch, examples
+from dllm_jax.tasks import ReadNumbers, encode_batch, examples
 from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train
 from dllm_jax.training.loss import draw
 from dllm_jax.vision import Processor, tower
@@ -32,7 +32,7 @@ def processor(llada_v_path):
 
 @pytest.fixture(scope="module")
 def batch(model, processor):
-    return encode_batch(processor, examples(CountShapes(), 1, 2, 2, "train"), 3, model.spec)
+    return encode_batch(processor, examples(ReadNumbers(digits=1), 1, 2, 2, "train"), 3, model.spec)
 
 
 def same(one, other) -> bool:
@@ -60,7 +60,7 @@ def test_image_tokens_in_the_loss_are_those_of_the_decoder(model, processor):
 
 def test_the_loss_is_that_of_the_decoder_s_logits(model, processor, batch):
     drawn = draw(batch, jax.random.key(3), model.spec)
-    made = processor.encode(model, [e.messages for e in examples(CountShapes(), 1, 2, 2, "train")])
+    made = processor.encode(model, [e.messages for e in examples(ReadNumbers(digits=1), 1, 2, 2, "train")])
     embeds = jnp.pad(made.embeds, ((0, 0), (0, 3), (0, 0)))
     logits = dj.forward(model, drawn.tokens, embeds=embeds)[:, -3:]
     log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(batch.answer)[..., None], 2)

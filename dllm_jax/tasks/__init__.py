@@ -10,8 +10,6 @@ from dllm_jax.tasks.curriculum import Curriculum as Curriculum
 from dllm_jax.tasks.curriculum import Stage as Stage
 from dllm_jax.tasks.curriculum import encode_batch as encode_batch
 from dllm_jax.tasks.few_shot import FewShot as FewShot
-from dllm_jax.tasks.pictured import CountShapes as CountShapes
-from dllm_jax.tasks.pictured import LocateShape as LocateShape
 from dllm_jax.tasks.pictured import ReadNumbers as ReadNumbers
 from dllm_jax.tasks.recall import Recall as Recall
 from dllm_jax.tasks.recall import asked_pair as asked_pair

@@ -1,16 +1,66 @@
-"""Questions about pictures, for models with a vision tower: answers stand in few of an image's rows."""
+"""Questions about pictures of coloured digits on a dark square, for models with a vision tower."""
 
 import dataclasses
 from typing import Annotated
 
 import numpy as np
 from annotated_types import Interval
+from jaxtyping import UInt8
 from typing_extensions import override
 
 from dllm_jax.tasks.base import DIGITS, ChecksumSplit, Example
-from dllm_jax.tasks.drawing import CELLS, COLOURS, SHAPES, Mark, picture
 
-MOST_COUNTED = 9  # an answer is one digit
+CELL = 8  # pixels along each side of a cell; glyphs are smaller, and are put anywhere in theirs
+CELLS = 8  # along each side of a picture
+SIDE = CELL * CELLS
+COLOURS = {  # with names that begin differently
+    "red": (225, 60, 60),
+    "green": (60, 200, 70),
+    "blue": (80, 110, 255),
+    "yellow": (225, 205, 50),
+    "white": (235, 235, 235),
+}
+BACKGROUND = 40  # the brightest a background is, of 255
+NOISE = 12  # standard deviation of every pixel
+
+# Five by seven dots each, row by row.
+_DIGITS = """
+01110 00100 01110 01110 00010 11111 00110 11111 01110 01110
+10001 01100 10001 10001 00110 10000 01000 00001 10001 10001
+10011 00100 00001 00001 01010 11110 10000 00010 10001 10001
+10101 00100 00010 00110 10010 00001 11110 00100 01110 01111
+11001 00100 00100 00001 11111 00001 10001 01000 10001 00001
+10001 00100 01000 10001 00010 10001 10001 01000 10001 00010
+01110 01110 11111 01110 00010 01110 01110 01000 01110 01100
+"""
+
+
+_ROWS = [line.split() for line in _DIGITS.strip().split("\n")]
+GLYPHS = {
+    digit: np.array([[dot == "1" for dot in row] for row in glyph])
+    for digit, glyph in zip(DIGITS, zip(*_ROWS, strict=True), strict=True)
+}
+
+
+def picture(
+    rng: np.random.Generator, marks: list[tuple[str, str, int, int]]
+) -> UInt8[np.ndarray, "side side 3"]:
+    """Draws digits, each at a random place within its cell, on a dark background with noise.
+
+    Args:
+      rng: of background, places and noise.
+      marks: a digit, its colour, and row and column of its cell, from 0, of each.
+    """
+    image = np.empty((SIDE, SIDE, 3))
+    # One dark colour behind everything, in which no mark can hide.
+    image[:] = rng.integers(BACKGROUND + 1, size=3)
+    for digit, colour, row, column in marks:
+        # A glyph is smaller than its cell, and may be anywhere within.
+        glyph = GLYPHS[digit]
+        top = row * CELL + rng.integers(CELL - glyph.shape[0] + 1)
+        left = column * CELL + rng.integers(CELL - glyph.shape[1] + 1)
+        image[top : top + glyph.shape[0], left : left + glyph.shape[1]][glyph] = COLOURS[colour]
+    return np.clip(image + rng.normal(0, NOISE, image.shape), 0, 255).astype(np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +107,7 @@ class ReadNumbers(ChecksumSplit):
             # Digits stand in neighbouring cells of their row.
             room = CELLS - self.digits
             first = int(rng.integers(room + 1)) if self.scattered else room // 2
-            marks += [Mark(digit, colour, row, first + i) for i, digit in enumerate(number)]
+            marks += [(digit, colour, row, first + i) for i, digit in enumerate(number)]
         image = picture(rng, marks)
         if self.asked == 1:
             return Example(f"value {colours[0][0]}", numbers[0], image)
@@ -65,73 +115,3 @@ class ReadNumbers(ChecksumSplit):
         form = "".join(f"{colour[0]}={'?' * self.digits};" for colour in colours[: self.asked])
         pairs = zip(colours[: self.asked], numbers, strict=False)
         return Example(form, "".join(f"{colour[0]}={number};" for colour, number in pairs), image)
-
-
-@dataclasses.dataclass(frozen=True)
-class CountShapes(ChecksumSplit):
-    """`count c` is answered with how many crosses there are; the size is how many other shapes there are.
-
-    Every count from 0 to `most` is as likely. A decoder needs all image tokens that show one.
-
-    Attributes:
-      most: largest count.
-    """
-
-    most: Annotated[int, Interval(ge=1, le=MOST_COUNTED)] = 6
-
-    name = "count"
-
-    def answer_length(self, size: int) -> int:
-        """One digit."""
-        return 1
-
-    @property
-    @override
-    def _sizes(self) -> tuple[int, float, str]:
-        return 0, CELLS**2 - self.most, "the cells that are left"
-
-    @override
-    def _draw(self, rng: np.random.Generator, size: int) -> Example:
-        asked = SHAPES[rng.integers(len(SHAPES))]
-        others = [shape for shape in SHAPES if shape != asked]
-        # The count is drawn first and then drawn that often: all counts are as likely.
-        count = int(rng.integers(self.most + 1))
-        shapes = [asked] * count + [others[i] for i in rng.integers(len(others), size=size)]
-        return Example(f"count {asked[0]}", DIGITS[count], picture(rng, _scattered(rng, shapes)))
-
-
-@dataclasses.dataclass(frozen=True)
-class LocateShape(ChecksumSplit):
-    """`where c` is answered with row and column of the one cross, counted from 1, as in `25`.
-
-    The size is how many other shapes there are. A decoder needs one image token, and where it stands.
-    """
-
-    name = "locate"
-
-    def answer_length(self, size: int) -> int:
-        """Two digits."""
-        return 2
-
-    @property
-    @override
-    def _sizes(self) -> tuple[int, float, str]:
-        return 0, CELLS**2 - 1, "the cells that are left"
-
-    @override
-    def _draw(self, rng: np.random.Generator, size: int) -> Example:
-        asked = SHAPES[rng.integers(len(SHAPES))]
-        others = [shape for shape in SHAPES if shape != asked]
-        # One of the kind asked for, so that its place is the answer.
-        shapes = [asked, *(others[i] for i in rng.integers(len(others), size=size))]
-        marks = _scattered(rng, shapes)
-        answer = f"{marks[0].row + 1}{marks[0].column + 1}"
-        return Example(f"where {asked[0]}", answer, picture(rng, marks))
-
-
-def _scattered(rng: np.random.Generator, shapes: list[str]) -> list[Mark]:
-    """The shapes in distinct cells, in random colours."""
-    cells = rng.permutation(CELLS**2)[: len(shapes)].tolist()
-    colours = rng.choice(list(COLOURS), len(shapes)).tolist()
-    placed = zip(shapes, colours, cells, strict=True)
-    return [Mark(shape, colour, *divmod(cell, CELLS)) for shape, colour, cell in placed]

@@ -1,6 +1,12 @@
 """`python -m tests.campaigns`: runs the campaigns for a while and prints what came of them."""
 
+import faulthandler
+import itertools
+import resource
+import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Annotated
 
@@ -8,11 +14,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import tests.conftest  # noqa: F401  jax is set as in tests
 from tests.campaigns import arguments, generations, kills, malformed
-from tests.campaigns.runner import run_for
-from tests.campaigns.verdicts import Outcome
+from tests.campaigns.verdicts import Outcome, Verdict
+from tests.programs import forget_in_time
 
 CAMPAIGNS: tuple[ModuleType, ...] = (malformed, generations, arguments, kills)
+MEMORY = 16 * 2**30  # bytes; a case that allocates more fails
 
 
 def main(
@@ -21,30 +29,39 @@ def main(
     only: Annotated[str | None, tyro.conf.arg(help="one campaign by its name")] = None,
 ):
     """Runs campaigns in turn; exit code 1 if anything was unclear, crashed or came out wrong."""
-    names = [campaign.NAME for campaign in CAMPAIGNS]
-    if not seconds > 0:
-        raise SystemExit(f"error: --seconds {seconds} must be positive")
-    if only is not None and only not in names:
-        raise SystemExit(f"error: --only {only} must be one of {', '.join(names)}")
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     chosen = [campaign for campaign in CAMPAIGNS if only in (None, campaign.NAME)]
-    console, ended = Console(), {}
+    console, rows = Console(), Table("campaign", "tried", *Outcome, title="campaigns")
+    total = Counter[Outcome]()
     for campaign in chosen:
-        counts = ended.setdefault(campaign.NAME, Counter())
-        for description, (outcome, note) in run_for(campaign.__name__, seed, seconds / len(chosen)):
+        counts = Counter[Outcome]()
+        for description, (outcome, note) in run_for(campaign, seed, seconds / len(chosen)):
             counts[outcome] += 1
             if outcome.bad:
                 console.print(f"{campaign.NAME}: {outcome}: {description}", markup=False)
                 console.print(f"    {note}", markup=False, highlight=False)
-    console.print(table(ended))
-    raise SystemExit(any(outcome.bad for counts in ended.values() for outcome in counts))
+        rows.add_row(campaign.NAME, str(counts.total()), *(str(counts[outcome]) for outcome in Outcome))
+        total += counts
+    console.print(rows)
+    raise SystemExit(not total or any(outcome.bad for outcome in total))
 
 
-def table(ended: dict[str, Counter[Outcome]]) -> Table:
-    """One line per campaign: how many cases were tried, and how they ended."""
-    rows = Table("campaign", "tried", *Outcome, title="campaigns")
-    for name, counts in ended.items():
-        rows.add_row(name, str(counts.total()), *(str(counts[outcome]) for outcome in Outcome))
-    return rows
+def run_for(campaign: ModuleType, seed: int, seconds: float) -> Iterator[tuple[str, Verdict]]:
+    """Descriptions and verdicts of a campaign's cases, until the time is over.
+
+    What a case dies of, or hangs in, ends the run: its description is the last line on stderr before that.
+    """
+    end = time.monotonic() + seconds
+    for case in itertools.takewhile(lambda _: time.monotonic() < end, campaign.cases(seed)):
+        print(case.description, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(case.limit, exit=True)
+        try:
+            yield case.description, case.run()
+        except Exception as error:
+            yield case.description, Verdict(Outcome.CRASH, f"{type(error).__name__}: {error}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        forget_in_time()
 
 
 if __name__ == "__main__":
