@@ -5,11 +5,10 @@
 Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
 1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. Those run on a random
 model of `WIDER`, whose steps take a CPU longer than a host needs to have the next ones run. "lockstep" are
-batches whose full steps run all sequences. Then a thousand requests, with everything that may go wrong.
+batches whose full steps run all sequences.
 """
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from dllm_jax.samplers import Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.tasks import Chain, FewShot, Sorting, examples
 from dllm_jax.testing.models import spec, tiny
-from dllm_jax.testing.runs import compilations
 
 SLOTS, COUNT = 8, 64
 MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
@@ -128,45 +126,6 @@ def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, 
     return {"executed": executed, "speed": speed, "seconds": times}
 
 
-def thousand() -> dict[str, Any]:
-    """A thousand requests of all lengths, some refused, taken back, interrupted, or without finite logits."""
-    model = dj.load(dj.embedded.path("tiny-llada"))
-    spoilt = {"embed": model.params["embed"].at[3].set(jnp.nan)}  # the token 3 ends its sequence
-    model = dataclasses.replace(model, params=model.params | spoilt)
-    rng, ladder = np.random.default_rng(2), dj.buckets.geometric(16, 128)
-    options: Any = dict(length=16, block=8, policy=DualCache(), sampler=Threshold(), stop_at_eos=True)
-    asked: list[list[int]] = [rng.integers(10, 100, size=n).tolist() for n in rng.integers(1, 129, size=1000)]
-    kinds = np.array(rng.choice(["good", "refused", "not finite"], p=[0.9, 0.05, 0.05], size=1000))
-    for prompt, kind in zip(asked, kinds, strict=True):
-        prompt[0] = {"good": prompt[0], "refused": 10**6, "not finite": 3}[kind]
-
-    def read():
-        for i, prompt in enumerate(asked):
-            if i % 100 == 50:
-                broken[0] = True
-            yield prompt
-
-    dj.warmup(model, ladder, slots=SLOTS, **options)
-    broken, found, held, gone = [False], {}, [], set()
-    answers = dj.generate_many(
-        model, read(), slots=SLOTS, buckets=ladder, errors="return", nonfinite="raise", **options
-    )
-    with compilations() as compiled:
-        for index, answer in answers:
-            found[index] = type(answer).__name__
-            if broken[0]:  # an answer that nobody waits for any more
-                broken[0] = False
-                answers.cancel(taken := index + 5)
-                gone |= {taken} - found.keys()
-            held.append(sum(array.nbytes for array in jax.live_arrays()))
-            del answer
-    gc.collect()
-    named = {"good": "Output", "refused": "ValueError", "not finite": "FloatingPointError"}
-    wrong = [i for i, kind in enumerate(kinds) if i not in gone and found.get(i) != named[str(kind)]]
-    return {"requests": 1000, "taken back": len(gone), "lost or wrong": len(wrong), "compiled": len(compiled),
-            "megabytes": [max(held[:200]) / 1e6, max(held[-200:]) / 1e6]}  # fmt: skip
-
-
 def predicted() -> list[dict[str, Any]]:
     """Sequences per second by the roofline: LLaDA-8B, prompts of 1024, 1 to 8 blocks of 1 to 32 steps."""
     rng, layout = np.random.default_rng(0), dj.Layout(1024, 256, 32, 256)
@@ -182,7 +141,7 @@ def predicted() -> list[dict[str, Any]]:
 
 
 def main(turns: int = 5, json: runner.JsonFile = None):
-    """Prints the table, what became of the thousand requests, and what the roofline predicts.
+    """Prints the table, and what the roofline predicts.
 
     Args:
       turns: of each way, one after the other; medians count.
@@ -191,10 +150,9 @@ def main(turns: int = 5, json: runner.JsonFile = None):
     specs = {"tiny-llada": dj.load(dj.embedded.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
     done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
-    print(found := thousand())
     forecast = predicted()
     print(runner.table(tuple(forecast[0]), "llrrr", [[str(v)[:5] for v in row.values()] for row in forecast]))
-    runner.write(json, where | {"rows": done, "thousand": found, "predicted": forecast})
+    runner.write(json, where | {"rows": done, "predicted": forecast})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Decoding loops in torch, as plain as their papers' code: without a cache, DualCache, Sparse-dLLM and SDAR.
+"""Decoding loops in torch, as plain as their papers' code: exact, DualCache, Sparse-dLLM, block-causal.
 
 A cache is a list with a pair of tensors [b k s d] per layer. The first step of a block makes it anew, later
-ones change it in place, by slices; SDAR's grows by finished blocks. Attention is SDPA, with a mask for SDAR's
-prompt alone.
+ones change it in place, by slices; a block-causal model's grows by finished blocks. Attention is SDPA, with a
+mask for such a model's prompt alone.
 """
 
 import dataclasses
@@ -138,24 +138,29 @@ class BlockCausal(Exact):
     """SDAR's loop: a step computes its block alone, beside stored K/V of earlier ones, which are final.
 
     A finished block takes one more forward, which stores its K/V, the last block too. The vocabulary head is
-    applied in denoising steps only.
+    applied in denoising steps only. LLaDA2 decodes the same, though its released loop stores nothing.
+    Where the head is shifted (Fast-dLLM v2), what stores a block also predicts the next one's first token.
     """
 
     def generate(self, tokens: Any, run: Run) -> Any:
         """Decodes `tokens` [b l], whole blocks at least, in place by the run's `Dynamic` sampler."""
-        steps, cache = run.steps * run.block // run.length, []
+        steps, cache, last = run.steps * run.block // run.length, [], tokens
         assert isinstance(run.sampler, dj.samplers.Dynamic)
         if whole := run.prompt // run.block * run.block:
-            self._hidden(tokens[:, :whole], 0, cache, self._mask(tokens[0, :whole], run.block))
+            last = self._hidden(tokens[:, :whole], 0, cache, self._mask(tokens[0, :whole], run.block))
         for start in range(whole, run.prompt + run.length, run.block):
             block = tokens[:, start : start + run.block]
+            if self.twin.spec.shifted and start >= run.prompt:
+                self._decode(block[:, :1], self.twin.logits(last[:, -1:]), 1)
             for step in range(steps):
                 if not (block == self.twin.spec.mask_id).any():
                     break
-                logits = self.twin.logits(self._hidden(block, start, list(cache)))
+                hidden = self._hidden(block, start, list(cache))
+                if self.twin.spec.shifted:  # the first row's own output is never used
+                    hidden = self.twin.torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
                 count = run.block // steps + (step < run.block % steps)
-                self._decode_sure(block, logits, count, float(run.sampler.threshold))
-            self._hidden(block, start, cache)
+                self._decode_sure(block, self.twin.logits(hidden), count, float(run.sampler.threshold))
+            last = self._hidden(block, start, cache)
         return tokens
 
     def _hidden(self, tokens: Any, first: int, cache: Cache, mask: Any = None) -> Any:
@@ -191,14 +196,16 @@ PEERS: dict[type[dj.policies.Policy], type[Exact]] = {
 }
 
 
-def peer(twin: Twin, policy: dj.policies.Policy) -> Exact | None:
-    """The torch decoder that does what the policy does; None if there is none.
+def peer(twin: Twin, policy: dj.policies.Policy) -> Exact:
+    """The torch decoder that does what the policy does.
 
     Raises:
-      ValueError: settings of the policy that the torch decoder does not know.
+      ValueError: a policy without a peer, or settings of it that the torch decoder does not know.
     """
     if isinstance(policy, dj.policies.SparseDLLM) and policy.side != "both":
         raise ValueError(f"{policy!r}: side={policy.side!r} must be 'both' beside torch")
     peers = {dj.policies.Policy: BlockCausal} if twin.spec.block_size else PEERS
-    made = peers.get(type(policy))
-    return made and made(twin, policy)
+    if type(policy) not in peers:
+        names = ", ".join(kind.__name__ for kind in peers)
+        raise ValueError(f"{policy!r} has no peer in torch: {names} of this model have; see bench.generate")
+    return peers[type(policy)](twin, policy)

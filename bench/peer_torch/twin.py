@@ -1,6 +1,11 @@
-"""Hugging Face transformers' Llama, Qwen2 or Qwen3 in torch with our weights, opened at its attention."""
+"""Hugging Face transformers' networks in torch with our weights, opened at their attention.
+
+GLM-4-MoE is LLaDA2's arithmetic under other names: half of each head rotates, the first layers are dense, and
+a sigmoid router with a bias chooses within groups.
+"""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +22,9 @@ from dllm_jax.checkpoint.source import read
 CONFIGS = {
     "llada": transformers.LlamaConfig,
     "dream": transformers.Qwen2Config,
+    "fast-dllm-v2": transformers.Qwen2Config,
     "sdar": transformers.Qwen3Config,
+    "llada2-moe": transformers.Glm4MoeConfig,
 }
 MISSING = "bench.peer_torch compares with torch: pip install torch (see the 'oracle' extra)"
 
@@ -88,19 +95,35 @@ class Twin:
         return self.hidden(tokens, 0, lambda _, q, k, v: self.attention(q, k, v))
 
     def _rotated(self, x: Any, cos: Any, sin: Any) -> Any:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos[:, None] + self.torch.cat((-second, first), dim=-1) * sin[:, None]
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos[:, None] + self.torch.cat((-second, first), dim=-1) * sin[:, None]
+        return self.torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     """A torch model of these shapes with random weights of this dtype; rotary frequencies are float32."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
     described = CONFIGS[spec.family](
         vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
         num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
         head_dim=spec.head, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_base},
+        rope_parameters=rope | {"partial_rotary_factor": spec.rotated / spec.head}, **_experts(spec),
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, **options).eval()
+
+
+def _experts(spec: dj.ModelSpec) -> dict[str, Any]:
+    """Their keys of a mixture of experts."""
+    if (experts := spec.experts) is None:
+        return {}
+    return {
+        "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "use_qk_norm": True,
+        "moe_intermediate_size": experts.hidden, "n_shared_experts": experts.shared // experts.hidden,
+        "n_group": experts.groups, "topk_group": experts.groups_per_token,
+        "norm_topk_prob": experts.renormalised, "routed_scaling_factor": experts.scale,
+        "first_k_dense_replace": len(experts.dense),
+    }  # fmt: skip
 
 
 def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
@@ -126,17 +149,31 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
 
 
 def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
-    """Overwrites every weight by ours; transformers' names are those of Dream and SDAR."""
+    """Overwrites every weight by ours; transformers' names are those of Dream and SDAR, but of experts."""
     source, theirs = in_memory(model), made.state_dict()
     loaded = {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, as_llama.NAMES):
         arrays = read(source, unit)
         for found in tensors_of(model.spec, unit):
             array = to_hf(model.spec, found, arrays).astype(np.float32)  # torch reads no bfloat16
-            theirs[found.name].copy_(tensor(np.ascontiguousarray(array)))
-            loaded.add(found.name)
+            name, part = _place(found.name, model.spec)
+            theirs[name][part].copy_(tensor(np.ascontiguousarray(array)))
+            loaded.add(name)
     if left := set(theirs) - loaded:
         raise ValueError(f"their network has weights that ours lacks: {', '.join(sorted(left))}")
+
+
+def _place(name: str, spec: dj.ModelSpec) -> tuple[str, Any]:
+    """Their tensor that holds one of ours, and its part: theirs is of all experts, gate and up in one."""
+    name = name.replace("gate.expert_bias", "gate.e_score_correction_bias")
+    found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if found is None or spec.experts is None:
+        return name, ...
+    layer, expert, which = found.groups()
+    if which == "down":
+        return f"{layer}.down_proj", int(expert)
+    rows = slice(spec.experts.hidden) if which == "gate" else slice(spec.experts.hidden, None)
+    return f"{layer}.gate_up_proj", (int(expert), rows)
 
 
 def _through_compiler(eager: Twin) -> Twin:

@@ -14,23 +14,32 @@ SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidd
 BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
 FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
 PIXELS = (1024, 768)  # width and height of images, unless said otherwise
-SHAPES = (*dj.presets.names("models"), *FOR_CPUS, *(f"sdar-{name}" for name in FOR_CPUS))
+# Whose architecture a size for CPUs has, by what its name begins with.
+OF_MODELS = {"": "llada-8b", "sdar-": "sdar-8b", "fast-dllm-v2-": "fast-dllm-v2-7b", "llada2-": "llada2-mini"}
+SIZED = {begins + size: (model, size) for begins, model in OF_MODELS.items() for size in FOR_CPUS}
+SHAPES = (*dj.presets.names("models"), *SIZED)
 
 
 def shape(name: str, **changes: Any) -> dj.ModelSpec:
-    """The spec of a published model, or of LLaDA's or SDAR's architecture in a size for CPUs.
+    """The spec of a published model, or of one's architecture in a size for CPUs.
 
     Raises:
       ValueError: the name is not among SHAPES.
     """
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
-    size = name.removeprefix("sdar-")
-    if size not in FOR_CPUS:
+    if name not in SIZED:
         return dataclasses.replace(dj.presets.model_spec(name), **changes)
-    numbers, published = FOR_CPUS[size], "llada-8b" if size == name else "sdar-8b"
-    ids = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
-    return dataclasses.replace(dj.presets.model_spec(published), **{**numbers, **ids, **changes})
+    model, size = SIZED[name]
+    published, numbers = dj.presets.model_spec(model), FOR_CPUS[size]
+    own: dict[str, Any] = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
+    if published.rope_width:
+        own |= {"rope_width": numbers["head"] // 2}
+    if published.experts:
+        few = {"count": 32, "per_token": 4, "groups": 4, "groups_per_token": 2}
+        narrow = {"hidden": numbers["hidden"] // 8, "shared": numbers["hidden"] // 8}
+        own |= {"experts": dataclasses.replace(published.experts, **few, **narrow)}
+    return dataclasses.replace(published, **{**numbers, **own, **changes})
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:
