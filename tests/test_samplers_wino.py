@@ -1,7 +1,5 @@
 """WINO: the shadow block, what is taken back, batches, caches, and what it does not go with."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +11,12 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import WINO, Threshold
-from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence, partial_steps
+from dllm_jax.testing import checks
+from dllm_jax.testing.checks import Subject
+from dllm_jax.testing.runs import assert_same_run, partial_steps
 from tests import numpy_sampler as plain
-from tests.models import prompts, separate, tiny
-from tests.policy_cases import EVERY, WIDE, daily, short
+from tests.models import EXHAUSTIVE, prompts, tiny
+from tests.policy_cases import EVERY, daily, short
 
 LENGTH, BLOCK = 12, 6
 SOME = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)  # takes tokens back in tiny models
@@ -112,17 +112,18 @@ def test_every_step_equals_numpy_over_an_extended_input(policy, before):
         np.testing.assert_array_equal(ours, expected)
 
 
+OWED = checks.alone_as_in_a_batch, checks.separate_layers_decode_as_stacked_ones
+OWED += (checks.guidance_has_streams_of_its_own,)
+
+
 @pytest.mark.parametrize("policy", daily(DEFAULT_LAYERS, policies.DualCache), ids=short)
-def test_a_padded_sequence_of_a_batch_equals_the_sequence_alone(policy):
-    batch = run(policy)
-    assert taken_back(batch)
-    assert bool(partial_steps(batch)) == policy.reuses
-    model = tiny("llada")
-    prompt, _ = prompts(model, (9, 6))
-    options = dict(length=LENGTH, block=BLOCK, trace=True, policy=policy, sampler=SOME)
-    alone = dj.generate(model, prompt[1:, 3:], **options)
-    assert_same_run(of_sequence(batch.trace, 1, 6 + LENGTH), alone.trace, computed=True)
-    assert_same_stats(batch.stats, alone.stats, sequence=1)
+def test_what_every_sampler_owes(policy):
+    """Under dKV-Cache narrow steps compute masks alone, fewer than there are tokens to verify."""
+    of = Subject(policy, SOME)
+    assert taken_back(of.batch)
+    assert bool(partial_steps(of.batch)) == policy.reuses
+    for check in (*OWED, *[checks.widths_change_nothing] * EXHAUSTIVE):
+        check(of)
 
 
 def test_a_cache_that_is_always_refreshed_is_exact():
@@ -147,26 +148,6 @@ def test_every_step_leaves_fewer_masks(narrow_out):
     assert (np.asarray(out.stats.nfe) <= LENGTH).all()
 
 
-@pytest.mark.exhaustive
-def test_narrow_steps_verify_the_whole_block():
-    """Under dKV-Cache a step computes masks alone, fewer than there are tokens to verify."""
-    policy = policies.DKVDecode(refresh_every=None, delay=0)
-    usual, narrow = run(policy, widths=WIDE), run(policy, widths=(1, 3))
-    assert taken_back(usual)
-    assert partial_steps(usual)
-    assert_same_run(narrow.trace, usual.trace, computed=True)
-
-
-def test_separate_layers_and_guidance_decode_alike():
-    usual, model = run(policies.DualCache()), separate(tiny("llada"))
-    assert_same_run(run(policies.DualCache(), model=model).trace, usual.trace)
-    faint, strong = (
-        run(policies.DualCache(), dataclasses.replace(SOME, cfg_scale=scale)) for scale in (1e-12, 3.0)
-    )
-    assert_same_run(faint.trace, usual.trace)
-    assert not np.array_equal(strong.tokens, usual.tokens)
-
-
 def test_a_given_token_is_never_taken_back():
     model = tiny("llada")
     template = np.tile(np.arange(12), (2, 1))
@@ -181,42 +162,27 @@ def test_a_given_token_is_never_taken_back():
     assert not (np.asarray(out.tokens) == model.spec.mask_id).any()
 
 
-DOUBTFUL = WINO(wide_in=0.0, narrow_out=1.0, fewest=3)
-FIRST = -LENGTH  # of the response's positions
-
-
-def taken_back_first() -> tuple[int, dj.Output, int]:
-    """A seed, its run, and a token that the run decodes at the first response position and takes back."""
+@pytest.mark.parametrize("by", ["end of text", "stop"])
+def test_an_end_ends_nothing_while_it_may_be_taken_back(by):
+    """The end is a token that is decoded at the first response position, and taken back there."""
+    doubtful, spec = WINO(wide_in=0.0, narrow_out=1.0, fewest=3), tiny("llada").spec
     for seed in range(40):
-        usual = run(sampler=DOUBTFUL, seed=seed)
-        here = np.asarray(usual.trace.tokens)[:, 0, FIRST]
-        masked = here == tiny("llada").spec.mask_id
+        usual = run(sampler=doubtful, seed=seed)
+        here = np.asarray(usual.trace.tokens)[:, 0, -LENGTH]
+        masked = here == spec.mask_id
         if (back := np.flatnonzero(~masked[:-1] & masked[1:])).size:
-            return seed, usual, int(here[back[0]])
-    raise AssertionError("nothing was taken back at the first position")
-
-
-def test_an_end_of_text_ends_nothing_while_it_may_be_taken_back():
-    """The end-of-text is a token that is decoded at the first response position, and taken back there."""
-    seed, usual, token = taken_back_first()
-    model = tiny("llada").replace_spec(eos_id=token)
-    stopped = run(sampler=DOUBTFUL, seed=seed, model=model, stop_at_eos=True)
-    for before, after in zip(np.asarray(usual.tokens), np.asarray(stopped.tokens), strict=True):
-        ends = np.flatnonzero(before[FIRST:] == model.spec.eos_id)
-        kept = len(before) - LENGTH + (ends[0] + 1 if len(ends) else LENGTH)
-        np.testing.assert_array_equal(before[:kept], after[:kept])
-
-
-def test_a_stop_ends_nothing_while_it_may_be_taken_back():
-    """The stop is a token that is decoded at the first response position, and taken back there."""
-    seed, usual, taken_back = taken_back_first()
-    for token in {taken_back, int(usual.tokens[0, FIRST + 2])}:
-        out = run(sampler=DOUBTFUL, seed=seed, stop=[[token]])
-        for before, after in zip(np.asarray(usual.tokens), np.asarray(out.tokens), strict=True):
-            ends = np.flatnonzero(before[FIRST:] == token)
-            kept = len(before) - LENGTH + (ends[0] if len(ends) else LENGTH)
+            break
+    else:
+        raise AssertionError("nothing was taken back at the first position")
+    for token in {int(here[back[0]]), *[int(usual.tokens[0, 2 - LENGTH])] * (by == "stop")}:
+        of_text = dict(model=tiny("llada").replace_spec(eos_id=token), stop_at_eos=True)
+        options = dict(stop=[[token]]) if by == "stop" else of_text
+        ended = run(sampler=doubtful, seed=seed, **options)
+        for before, after in zip(np.asarray(usual.tokens), np.asarray(ended.tokens), strict=True):
+            ends = np.flatnonzero(before[-LENGTH:] == token)
+            kept = len(before) - LENGTH + (ends[0] + (by != "stop") if len(ends) else LENGTH)
             np.testing.assert_array_equal(before[:kept], after[:kept])
-            assert (after[kept:] == tiny("llada").spec.eos_id).all()
+            assert by != "stop" or (after[kept:] == spec.eos_id).all()
 
 
 @pytest.mark.parametrize(
