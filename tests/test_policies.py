@@ -17,8 +17,8 @@ from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_sampler, checks
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
-from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
-from tests.models import FAMILIES, generated, in_int8, prompts, separate, tiny
+from dllm_jax.testing.runs import assert_same_run
+from tests.models import FAMILIES, generated, prompts, tiny
 from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, matrix, short, suited
 
 p = policies
@@ -56,31 +56,21 @@ def test_every_policy_of_the_library_is_tested():
 
 # Every day each policy in its own family.
 OWN = {kind: CASES[kind].family if kind in CASES else "llada" for kind in map(type, EVERY)}
-each_policy = matrix("policy, family", EVERY, FAMILIES, today=OWN.items())
+# LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind.
+OVER_EXPERTS = checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.exact_limit
+each_policy = matrix("policy, family", EVERY, (*FAMILIES, "llada-moe"), today=OWN.items())
 
 
 @each_policy
 def test_policy(policy, family):
     every_day = (*BASIC, *(check for check, types in FURTHER.items() if type(policy) in types))
-    asked = [check for check in POLICY_CHECKS if check is not COPIES]
+    asked = [check for check in POLICY_CHECKS if check is not COPIES] if family in FAMILIES else OVER_EXPERTS
     case, known = CASES.get(type(policy)), {}
     if case is not None:
         known = dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
     check_policy(
         policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,),
         checks=asked if EXHAUSTIVE else every_day,
-    )  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", EVERY, ids=short)
-def test_policies_run_over_experts(policy):
-    """LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind."""
-    case = CASES.get(type(policy))
-    known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
-    check_policy(
-        policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("llada-moe",),
-        checks=(checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.exact_limit),
     )  # fmt: skip
 
 
@@ -120,36 +110,6 @@ def test_sampler(sampler, policy, family):
     check_sampler(sampler, policies=(policy,), families=(family,), checks=asked)
 
 
-MASKS_OF = [
-    (p.SparseDLLM, SAMPLER_CASES[3], "dream"), (p.DKVGreedy, SAMPLER_CASES[9], "dream"),
-]  # fmt: skip
-
-
-@matrix("policy, sampler, family", EVERY, SAMPLER_CASES, FAMILIES, today=MASKS_OF)
-def test_nothing_is_left_masked(policy, sampler, family):
-    """Dream's schedules decode more in the last step than in the others, uneven ones more in the first."""
-    run = lambda: generated(family, policy, (9, 9), block=8, steps=5, sampler=sampler, key=KEY)
-    if suited(policy, sampler) != sampler and not isinstance(sampler, samplers.RandomOrder):
-        with pytest.raises(ValueError, match="use RandomOrder"):
-            run()
-    else:
-        assert not (np.asarray(run().tokens) == tiny(family).spec.mask_id).any()
-
-
-@pytest.mark.exhaustive
-@matrix("policy, family", EVERY, FAMILIES, today=[])
-def test_int8_matrices_decode_alike_in_both_forms_and_near_the_original(policy, family):
-    """And not as the original, bit by bit: else nothing would have been int8."""
-    model, sampler = tiny(family), suited(policy, samplers.Confidence())
-    run = lambda model: generated(model, policy, (9, 7), length=12, sampler=sampler, key=KEY)
-    stacked, apart, floats = map(run, (in_int8(model), separate(in_int8(model)), model))
-    assert_same_run(apart.trace, stacked.trace, computed=True)
-    first = [finite(out.trace.score)[0] for out in (stacked, floats)]
-    # Scores of a random order are no outputs of the model.
-    drawn = isinstance(sampler, samplers.RandomOrder)
-    assert drawn or 1e-5 < np.abs(first[0] - first[1]).max() < 0.2
-
-
 @dataclasses.dataclass(frozen=True)
 class DueInTurns(policies.Policy):
     """Sequences of a batch are due in different steps, which the width does not provide for."""
@@ -171,15 +131,7 @@ class DueInTurnsByItsOwnLayer(DueInTurns):
 @pytest.mark.parametrize("policy", [DueInTurns(), DueInTurnsByItsOwnLayer()], ids=short)
 def test_a_sequence_that_is_due_leaves_its_batch_mates_alone(policy):
     """Also where `widths` does not hold what it selects: nobody computes more than alone."""
-    model = tiny("llada")
-    prompt, mask = prompts(model, (9, 4))
-    options = dict(length=8, block=4, policy=policy, sampler=SEVERAL_AT_ONCE, trace=True)
-    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
-    assert batch.stats.nfe[0] != batch.stats.nfe[1], "sequences must differ in their number of steps"
-    for sequence, width in enumerate(mask.sum(axis=1)):
-        alone = dj.generate(model, prompt[sequence : sequence + 1, -width:], **options)
-        assert_same_run(of_sequence(batch.trace, sequence, width + 8), alone.trace, computed=True)
-        np.testing.assert_array_equal(batch.stats.computed[sequence], alone.stats.computed[0])
+    check_policy(policy, checks=(checks.batch_mates_change_nothing, checks.alone_as_in_a_batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,17 +179,11 @@ def test_the_exact_decoder_stores_nothing():
 @pytest.mark.exhaustive
 @matrix("policy, family", EVERY, FAMILIES, today=[])
 def test_the_bucket_changes_nothing(policy, family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 6))
-    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, trace=True, length=8, block=4)
-    run = lambda buckets: dj.generate(
-        model, prompt, prompt_mask=mask, policy=policy, buckets=buckets, **options
-    )
-    plain, other = run(None), run(Ladder((4, 16)))
-    real = np.pad(mask, ((0, 0), (0, 8)), constant_values=True)  # no padding
-    np.testing.assert_array_equal(plain.tokens, other.tokens)
-    np.testing.assert_array_equal(plain.trace.tokens, other.trace.tokens)
-    np.testing.assert_array_equal(plain.trace.computed & real, other.trace.computed & real)
+    options = dict(sampler=suited(policy, samplers.Confidence()), key=KEY, widths=None)
+    plain, other = (generated(family, policy, buckets=of, **options) for of in (None, Ladder((4, 16))))
+    assert_same_run(plain.trace, other.trace)
+    computed = [out.trace.computed[:, 0] for out in (plain, other)]  # without padding
+    np.testing.assert_array_equal(*computed)
     np.testing.assert_array_equal(plain.stats.computed, other.stats.computed)
 
 

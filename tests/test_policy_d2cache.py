@@ -1,8 +1,5 @@
 """d2Cache's rollout and selection against plain numpy, and what a run of it must show."""
 
-import dataclasses
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +11,8 @@ import dllm_jax as dj
 from dllm_jax.policies import D2Cache
 from dllm_jax.policies.parts import d2cache_sets as sets
 from dllm_jax.policies.parts import rollout
-from dllm_jax.samplers import CertaintyPrior
-from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact, full_rows
-from tests.models import canvas, families, generated, spec
+from tests.models import canvas, generated, spec
 
 LENGTH = 11
 few = settings(max_examples=25)
@@ -118,56 +113,12 @@ def test_candidates_and_search_range(score, masked, k, block, current):
     assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
 
 
-@few
-@given(bits(12), st.integers(0, 30))
-def test_inflation(chosen, distance):
-    expected = chosen.copy()
-    places = np.flatnonzero(chosen)
-    for a, b in itertools.pairwise(places):
-        if b - a <= distance:
-            expected[a:b] = True
-    np.testing.assert_array_equal(sets.inflated(jnp.asarray(chosen)[None], distance)[0], expected)
-
-
 def test_a_prior_below_zero_prefers_known_neighbours_too():
     c = canvas(np.asarray([[False, True, True, True, True, True, True, True]]), prompt=1)
     for confidence in (0.5, -0.5):
         score = np.asarray(sets.prior(jnp.full((1, 8), confidence), c, 1.0))[0, 1:]
         assert (np.diff(score[:4]) < 0).all()
     assert sets.prior(jnp.full((1, 8), -jnp.inf), c, 1.0).max() == -jnp.inf
-
-
-@families("dream")
-def test_selection_is_the_union(family):
-    """Everything at first; then the positions that predict M*, those just decoded, and the nucleus."""
-    policy, c = D2Cache(k=2, p=0.0, sigma=1.0), selection_canvas(family)
-    cache = policy.init(spec(family), c.layout, 1, jnp.float32)
-    confidence = jnp.asarray([[0, 0, 0, 0, 0.1, 0.9, 0.1, 0.1, 0.99, 0.1]], jnp.float32)
-    influence = jnp.asarray([[1, 2, 0, 0, 0, 0, 0, 3, 0, 0]], jnp.float32)
-    cache = cache._replace(shared=cache.shared._replace(confidence=confidence, influence=influence))
-    assert policy.select(cache, dataclasses.replace(c, step=jnp.asarray([0]))).all()
-    # masks 2 4 5 of the block, 7.. of the next; M* = 4, 5 (0.1 next to known ones, 0.9); X = 3; U = 7
-    best = {4, 5} if family == "llada" else {3, 4}
-    assert set(np.flatnonzero(policy.select(cache, c)[0])) == best | {3, 7}
-
-
-def selection_canvas(family: str) -> Canvas:
-    masked = np.asarray([[0, 0, 1, 0, 1, 1, 1, 1, 1, 1]], bool)
-    decoded_at = jnp.asarray([[-1, -1, -1, 4, -1, -1, -1, -1, -1, -1]])
-    return canvas(masked, prompt=2, block=4, family=family, step=jnp.asarray([5]), decoded_at=decoded_at)
-
-
-@families("dream")
-def test_a_position_without_logits_is_never_decoded(family):
-    """A sampler that wants more positions per step than were computed gets the computed ones only."""
-    shape = dict(lengths=(9, 9), length=16, block=16, widths=None)
-    out = generated(family, D2Cache(k=2, p=0.0), sampler=CertaintyPrior(tokens_per_step=5), **shape)
-    tokens, computed = np.asarray(out.trace.tokens), np.asarray(out.trace.computed)
-    decoded = tokens[1:] != tokens[:-1]
-    assert not (decoded & ~(np.roll(computed, 1, axis=-1) if family == "dream" else computed)).any()
-    assert (decoded.sum(-1)[0] == 5).all()
-    assert 2 <= decoded.sum(-1)[1:-1].min() < 5, "the limit was never felt"
-    assert not (tokens[-1] == spec(family).mask_id).any()
 
 
 @pytest.mark.exhaustive

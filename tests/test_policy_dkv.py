@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.cache import Cache
-from dllm_jax.testing.runs import finite
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.models import FAMILIES, canvas, families, generated, prompts, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
 
@@ -119,10 +119,9 @@ def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
         np.testing.assert_array_equal(select(policy, run, family, t, masked, decoded_at, i), expected)
 
 
-def assert_same_run(ours, theirs):
-    np.testing.assert_array_equal(ours.trace.tokens, theirs.trace.tokens)
-    np.testing.assert_array_equal(ours.trace.computed, theirs.trace.computed)
-    np.testing.assert_allclose(finite(ours.trace.score), finite(theirs.trace.score), atol=2e-6)
+def assert_same(ours, theirs):
+    assert_same_run(ours.trace, theirs.trace, computed=True)
+    assert_close_scores(ours.trace, theirs.trace, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def assert_same_run(ours, theirs):
     ids=["refresh", "delay", "exact"],
 )
 def test_limits_between_neighbours(family, policy, limit, layout):
-    assert_same_run(generated(family, policy, **layout), generated(family, limit, **layout))
+    assert_same(generated(family, policy, **layout), generated(family, limit, **layout))
 
 
 @pytest.mark.exhaustive
@@ -148,8 +147,8 @@ def test_without_a_prompt_pd_is_decode_and_prefill_is_exact(family):
     template, mask = prompts(model, (14, 10))
     template[0, [2, 5, 6, 9]] = template[1, [4, 7, 12, 13]] = model.spec.mask_id
     run = lambda policy: dj.infill(model, template, token_mask=mask, policy=policy, trace=True, widths=(14,))
-    assert_same_run(run(DKVPD(refresh_every=3)), run(DKVDecode(refresh_every=3)))
-    assert_same_run(run(DKVPrefill()), run(dj.policies.Policy()))
+    assert_same(run(DKVPD(refresh_every=3)), run(DKVDecode(refresh_every=3)))
+    assert_same(run(DKVPrefill()), run(dj.policies.Policy()))
 
 
 @pytest.mark.parametrize("kind", [DKVDecode, DKVPD])

@@ -84,22 +84,6 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     assert members_of(behind_first_eos(nothing)) == [[]]
 
 
-@pytest.mark.parametrize(
-    ("window", "sampler", "layout", "steps"),
-    [
-        (3, samplers.Confidence(), dict(block=8, steps=2), 3),  # 4 of 8 are wanted at a time
-        # Nothing in the first step, two in the last.
-        pytest.param(1, samplers.DreamSchedule(), dict(block=8), 9, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_schedule_that_asks_for_more_than_the_window_goes_on(window, sampler, layout, steps):
-    """Decoding no more than the window in such a step left [MASK] in the answer."""
-    policy = policies.ElasticCache(window=window)
-    out = generated(policy=policy, lengths=(9, 9), sampler=sampler, **layout)
-    assert not (np.asarray(out.tokens) == spec("llada").mask_id).any()
-    np.testing.assert_array_equal(out.stats.nfe, steps)
-
-
 @pytest.mark.exhaustive
 def test_tracking_the_whole_canvas_is_exact():
     ours, exact = (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import eviction, policies
 from dllm_jax.eviction.rounding import round_to_total
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.models import canvas, generated, prompts, tiny
 
 
@@ -91,9 +92,8 @@ def test_a_full_budget_is_dllm_cache():
     intervals = dict(prompt_every=4, response_every=2)
     ours = generated(policy=policies.MaskKV(budget=12, **intervals), lengths=(12, 7))
     cache = generated(policy=policies.DLLMCache(**intervals), lengths=(12, 7))
-    np.testing.assert_array_equal(ours.trace.tokens, cache.trace.tokens)
-    np.testing.assert_array_equal(ours.trace.computed, cache.trace.computed)
-    np.testing.assert_allclose(*(np.nan_to_num(o.trace.score, neginf=0) for o in (ours, cache)), atol=1e-5)
+    assert_same_run(ours.trace, cache.trace, computed=True)
+    assert_close_scores(ours.trace, cache.trace, atol=1e-5)
 
 
 def test_the_storage_holds_the_budget_and_no_more():

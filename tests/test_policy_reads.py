@@ -81,23 +81,6 @@ def test_caches_of_two_sets_have_their_exact_limits(family):
     assert far.max() > 1e-3, "a set that changes nothing would pass too"
 
 
-@pytest.mark.exhaustive
-@families("llada")
-def test_evicted_prompts_are_read_as_far_as_the_set_says(family):
-    """The whole prompt kept is no eviction."""
-    alone, whole, few = (
-        run(policy, family)
-        for policy in (
-            NearBlocks(),
-            policies.EvictPrompt(budget=9, policy=NearBlocks()),
-            policies.EvictPrompt(budget=2, policy=NearBlocks()),
-        )
-    )
-    assert_same_run(whole.trace, alone.trace, computed=True)
-    np.testing.assert_allclose(finite(whole.trace.score), finite(alone.trace.score), atol=1e-5)
-    assert np.abs(finite(few.trace.score) - finite(alone.trace.score)).max() > 1e-3
-
-
 def test_a_set_of_everything_compiles_to_the_program_without_one():
     """The default set is recognised as what it is, so no mask is made of it; another set is one."""
     prompt, _ = prompts(tiny("llada"))

@@ -14,9 +14,10 @@ from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
 from dllm_jax.state.cache import LayerCache, Stacked
 from dllm_jax.state.rows import Rows, full_rows
-from dllm_jax.testing.runs import assert_close_scores, assert_same_run, of_sequence, partial_steps
+from dllm_jax.testing import check_policy, checks
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.kernel_cases import some
-from tests.models import canvas, families, generated, prompts, spec, tiny
+from tests.models import canvas, families, generated, spec, tiny
 
 SIDES = ("both", "prefix")
 PROMPT, RESPONSE, BLOCK = 7, 12, 4
@@ -145,16 +146,6 @@ def test_only_rows_whose_step_it_is_write():
 
 
 @families("dream")
-@pytest.mark.parametrize("delay", some((2, 0, 1), 1))
-def test_a_block_begins_with_one_full_step_and_the_delay(delay, family):
-    computed = generated(family, SparseDLLM(delay=delay), (9, 9), length=12).trace.computed
-    for step in range(12):
-        first = 9 + step // 4 * 4 - (family == "dream")
-        block = (np.arange(21) >= first) & (np.arange(21) < first + 4)
-        np.testing.assert_array_equal(computed[step, 0], (step % 4 <= delay) | block)
-
-
-@families("dream")
 @pytest.mark.parametrize("side", SIDES)
 def test_keeping_everything_without_delay_is_dual_cache(side, family):
     ours, dual = (
@@ -172,18 +163,8 @@ def test_a_delay_as_long_as_the_block_is_exact(family):
 
 @families("dream")
 @pytest.mark.parametrize(
-    ("keep", "side", "row"),
-    some([(keep, *of) for of in (("prefix", 1), ("both", 1), ("both", 0)) for keep in (0.3, 0.0, 1.0)], 1),
+    ("keep", "side"), some([(keep, side) for side in ("prefix", "both") for keep in (0.3, 0.0, 1.0)], 1)
 )
-def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(row, keep, side, family):
-    model = tiny(family)
-    prompt, mask = prompts(model, (9, 4), seed=6)
+def test_a_sequence_of_a_batch_equals_it_alone_at_other_settings(keep, side, family):
     policy = SparseDLLM(keep=keep, side=side, delay=0)
-    options = dict(length=12, block=4, policy=policy, sampler=dj.samplers.Threshold(0.25), trace=True)
-    batch = dj.generate(model, prompt, prompt_mask=mask, **options)
-    assert partial_steps(batch), "the store must be read"
-    assert batch.trace is not None
-    assert batch.stats.nfe[0] != batch.stats.nfe[1], "sequences must differ in the steps they take part in"
-    width = mask[row].sum()
-    alone = dj.generate(model, prompt[row : row + 1, -width:], **options)
-    assert_same_run(of_sequence(batch.trace, row, width + 12), alone.trace, computed=True)
+    check_policy(policy, families=(family,), checks=(checks.alone_as_in_a_batch,))

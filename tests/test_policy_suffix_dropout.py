@@ -106,20 +106,3 @@ def test_given_text_behind_the_block_stays():
     trace = dj.infill(model, template, block=8, policy=policy, trace=True).trace
     given = template[0] != model.spec.mask_id
     np.testing.assert_array_equal(trace.read[0, 0], given | (np.arange(24) < 8))
-
-
-def test_policies_that_decide_what_they_attend_to_are_refused():
-    kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.D2Cache
-    for kind in (*kinds, policies.ElasticCache, policies.EvictPrompt):
-        with pytest.raises(ValueError, match=rf"policy={kind.__name__}\(.* has a layer of its own"):
-            SuffixDropout(policy=kind())
-
-
-@pytest.mark.exhaustive
-def test_the_prompt_may_be_evicted_besides():
-    dropping = SuffixDropout(policies.DualCache(), NearAndLast(2, 1))
-    alone, whole = (
-        generated(policy=policy, **OPTIONS)
-        for policy in (dropping, policies.EvictPrompt(budget=9, policy=dropping))
-    )
-    assert_same_run(whole.trace, alone.trace)
