@@ -31,13 +31,20 @@ def some_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[int]
     return [rng.integers(0, 40, size=n).tolist() for n in rng.integers(1, longest + 1, size=count)]
 
 
-def assert_alone(model: dj.Model, prompt: list[int], out: dj.Output, **options):
-    """The output is that of the prompt alone, on the rung that holds it."""
-    alone = dj.generate(model, [prompt], **options)
-    np.testing.assert_array_equal(out.tokens, alone.tokens)
-    assert_same_stats(out.stats, alone.stats)
-    if alone.trace is not None:
-        assert_same_run(out.trace, alone.trace, computed=True)
+def all_alone(model: dj.Model, asked: list, slots: int = 2, **options) -> dict[int, dj.Output]:
+    """The answers to prompts, or to requests with options of their own: each is what it is alone."""
+    found = dict(dj.generate_many(model, iter(asked), slots=slots, **options))
+    assert sorted(found) == list(range(len(asked)))
+    key = options.pop("key", None)
+    for i, one in enumerate(asked):
+        own = {} if key is None else dict(key=jax.random.fold_in(key, i))
+        own |= one if isinstance(one, dict) else dict(prompt=one)
+        alone = dj.generate(model, [own.pop("prompt")], **options | own)
+        np.testing.assert_array_equal(found[i].tokens, alone.tokens)
+        assert_same_stats(found[i].stats, alone.stats)
+        if alone.trace is not None:
+            assert_same_run(found[i].trace, alone.trace, computed=True)
+    return found
 
 
 CASES = [
@@ -56,41 +63,26 @@ CASES = [
     ("family", "policy", "sampler", "more"), CASES if EXHAUSTIVE else CASES[:1], ids=short
 )
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
-    model, asked = tiny(family), some_prompts(7)
     options = SHORT | dict(policy=policy, sampler=sampler, trace=True, widths=None) | more
-    key = KEY if sampler.draws else None
-    found = dict(dj.generate_many(model, asked, slots=3, key=key, **options))
-    assert sorted(found) == list(range(7))
-    for i, prompt in enumerate(asked):
-        own = {} if key is None else dict(key=jax.random.fold_in(key, i))
-        assert_alone(model, prompt, found[i], **options, **own)
+    all_alone(tiny(family), some_prompts(7), slots=3, **dict(key=KEY) if sampler.draws else {}, **options)
 
 
 @matrix("form", (separate, in_int8), today=[(separate,)])
 def test_models_of_every_form(form):
-    model, asked = form(tiny("llada")), some_prompts(4, longest=6)
-    options = SHORT | dict(policy=P.DualCache())
-    for i, out in dj.generate_many(model, asked, slots=2, **options):
-        assert_alone(model, asked[i], out, **options)
+    all_alone(form(tiny("llada")), some_prompts(4, longest=6), **SHORT | dict(policy=P.DualCache()))
 
 
 @settings(max_examples=3)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
     responses=st.lists(st.sampled_from((4, 8)), min_size=9, max_size=9),
-    count=st.just(3),
     seed=st.integers(0, 99),
 )
-def test_any_prompts_in_any_number_of_slots(lengths, responses, count, seed):
-    """And they come in the order in which they end, each once."""
-    model, rng = tiny("llada"), np.random.default_rng(seed)
+def test_any_prompts_of_any_responses(lengths, responses, seed):
+    rng = np.random.default_rng(seed)
     asked = [rng.integers(0, 40, size=n).tolist() for n in lengths]
     each = [dict(prompt=p, length=n) for p, n in zip(asked, responses, strict=False)]
-    options = SHORT | dict(policy=P.DualCache())
-    found = dict(dj.generate_many(model, iter(each), slots=count, **options))
-    assert sorted(found) == list(range(len(asked)))
-    for i, one in enumerate(each):
-        assert_alone(model, one["prompt"], found[i], **options | dict(length=one["length"]))
+    all_alone(tiny("llada"), each, slots=3, **SHORT | dict(policy=P.DualCache()))
 
 
 def test_requests_have_options_of_their_own():
@@ -102,10 +94,8 @@ def test_requests_have_options_of_their_own():
         dict(length=4, key=jax.random.key(7)), dict(stop=stop, key=jax.random.key(8)),
         dict(suffix=[9, 9], key=jax.random.key(9)), dict(block=2, steps=4, key=jax.random.key(9)),
     ]  # fmt: skip
-    given_ = [dict(prompt=prompt) | own for prompt, own in zip(asked, each, strict=True)]
-    found = dict(dj.generate_many(model, given_, slots=2, **options))
-    for i, own in enumerate(each):
-        assert_alone(model, asked[i], found[i], **options | own)
+    requests = [dict(prompt=prompt) | own for prompt, own in zip(asked, each, strict=True)]
+    found = all_alone(model, requests, **options)
     assert (found[1].tokens != np.asarray(plain.tokens)).any(), "the stop must have ended it"
 
 
@@ -113,9 +103,7 @@ def test_embeddings_of_its_own():
     model = tiny("llada")
     embeds = jax.random.normal(KEY, (3, 5, model.spec.width))
     each = [dict(prompt=[1, dj.EMBEDDED, 2, dj.EMBEDDED, 3], prompt_embeds=one) for one in embeds]
-    options = SHORT | dict(policy=P.DualCache())
-    for i, out in dj.generate_many(model, each, slots=2, **options):
-        assert_alone(model, each[i]["prompt"], out, prompt_embeds=embeds[i], **options)
+    all_alone(model, each, **SHORT | dict(policy=P.DualCache()))
 
 
 # -- nothing of the one before, and nothing that others cost ---------------------------------------------
@@ -136,10 +124,7 @@ def test_nothing_of_the_sequence_before_can_be_read(policy, monkeypatch):
         return enter(model, inputs, plan, jax.tree.map(poison, state), new, slot)
 
     monkeypatch.setattr(slots, "enter", entering)
-    model, asked = tiny("llada"), some_prompts(3, longest=6)
-    options = SHORT | dict(policy=policy)
-    for i, out in dj.generate_many(model, asked, slots=1, **options):
-        assert_alone(model, asked[i], out, **options)
+    all_alone(tiny("llada"), some_prompts(3, longest=6), slots=1, **SHORT | dict(policy=policy))
 
 
 def test_the_device_runs_for_those_who_need_it():
@@ -178,13 +163,9 @@ def test_a_rare_length_is_not_starved():
 
 
 def test_shorter_prompts_fill_slots_that_would_be_idle():
-    asked = [list(range(9)), [1], [2], [3]]
-    model, options = tiny("llada"), SHORT | dict(policy=P.DualCache())
     with mock.patch.object(generate_many, "Slots", side_effect=slots.Slots) as of_a_rung:
-        found = dict(dj.generate_many(model, asked, slots=4, **options))
+        all_alone(tiny("llada"), [list(range(9)), [1], [2], [3]], slots=4, **SHORT)
     assert of_a_rung.call_count == 1
-    for i, prompt in enumerate(asked):
-        assert_alone(model, prompt, found[i], **options)
 
 
 # -- interrupts and refusals -----------------------------------------------------------------------------
@@ -220,16 +201,12 @@ def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
         (dict(block=3), ValueError, "block"),
         (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO verifies"),
         (dict(group=0), ValueError, "group=0"),
+        (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
     ],
 )
 def test_options_that_no_request_could_have_are_refused_at_the_call(options, error, message):
     with pytest.raises(error, match=message):
-        dj.generate_many(tiny("llada"), [[1]], **SHORT | options)
-
-
-def test_prompts_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="must be an iterable of prompts"):
-        dj.generate_many(tiny("llada"), "text", **SHORT)
+        dj.generate_many(tiny("llada"), **dict(prompts=[[1]]) | SHORT | options)
 
 
 def test_a_sequence_without_finite_logits_ends_alone():
@@ -295,12 +272,13 @@ def test_slots_are_split_over_devices(axes):
     from tests.test_mesh import mesh_of, on_mesh, one_device
 
     model, asked = one_device("llada"), some_prompts(5)
-    placed = on_mesh(model, mesh_of(axes))
-    options = SHORT | dict(policy=P.DualCache())
+    placed, options = on_mesh(model, mesh_of(axes)), SHORT | dict(policy=P.DualCache())
     found = dict(dj.generate_many(placed, asked, slots=3, **options))
     with compilations() as compiled:
         again = dict(dj.generate_many(placed, asked, slots=3, **options))
     assert not compiled
     for i, prompt in enumerate(asked):
-        assert_alone(model, prompt, found[i], **options)
-        np.testing.assert_array_equal(again[i].tokens, found[i].tokens)
+        alone = dj.generate(model, [prompt], **options)
+        for out in (found[i], again[i]):
+            np.testing.assert_array_equal(out.tokens, alone.tokens)
+        assert_same_stats(found[i].stats, alone.stats)

@@ -5,13 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import policies
-from dllm_jax.samplers import WINO
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
@@ -87,13 +85,3 @@ def test_a_set_of_everything_compiles_to_the_program_without_one():
     decode = lambda policy: lambda p: dj.generate(tiny("llada"), p, length=8, policy=policy).tokens
     text = lambda policy: str(jax.make_jaxpr(decode(policy))(jnp.asarray(prompt)))
     assert text(policies.Policy()).count("select_n") < text(Near()).count("select_n")
-
-
-@pytest.mark.exhaustive
-def test_wino_verifies_by_what_is_read():
-    some = WINO(wide_in=0.05, narrow_out=0.2, fewest=3)
-    exact, cached, unread = (
-        run(policy, sampler=some) for policy in (Near(), NearRefreshed(refresh_every=1), policies.Policy())
-    )
-    assert_same_run(cached.trace, exact.trace)
-    assert not np.array_equal(exact.trace.tokens[-1], unread.trace.tokens[-1])

@@ -1,14 +1,14 @@
 """Responses that lead up to given text."""
 
-import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import samplers
-from dllm_jax.testing.runs import assert_same_run, of_sequence
+from dllm_jax.testing import check_policy, checks
+from dllm_jax.testing.runs import assert_same_run
 from tests.models import FAMILIES, families, random_tokens, tiny
-from tests.policy_cases import CACHED, CASES, KEY, matrix, suited
+from tests.policy_cases import CACHED, CASES, matrix, suited
 from tests.test_prompt_embeds import prompts
 
 SUFFIX = [3, 9, 4]
@@ -30,19 +30,11 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
 
 @pytest.mark.exhaustive
 @matrix("policy, family", CACHED, FAMILIES, today=[])
-def test_policies_are_exact_in_their_limits_and_batches_equal_their_sequences(policy, family):
-    model, case = tiny(family), CASES[type(policy)]
-    ids, mask = prompts(model)
-    options = case.limit_layout | dict(prompt_mask=mask, suffix=SUFFIX, key=KEY, trace=True)
-    options["sampler"] = suited(case.limit, samplers.Confidence())
-    exact = dj.generate(model, ids, **options)
-    assert_same_run(dj.generate(model, ids, policy=case.limit, **options).trace, exact.trace)
-    options = dict(suffix=SUFFIX, sampler=options["sampler"], trace=True)
-    options |= dict(length=8, block=4, policy=policy)
-    keys = jax.random.split(KEY, 2)
-    batch = dj.generate(model, ids, prompt_mask=mask, key=keys, **options)
-    alone = dj.generate(model, ids[1:, -5:], key=keys[1:], **options)
-    assert_same_run(of_sequence(batch.trace, 1, 5 + 8 + 3), alone.trace, computed=True)
+def test_policies_are_exact_in_their_limits(policy, family):
+    case = CASES[type(policy)]
+    options = dict(limit=case.limit, limit_options=case.limit_layout | dict(suffix=SUFFIX))
+    sampler = suited(policy, samplers.Threshold(0.25))
+    check_policy(policy, **options, sampler=sampler, families=(family,), checks=(checks.exact_limit,))
 
 
 def test_ends_of_text_and_stops_are_not_looked_for_in_a_suffix():
