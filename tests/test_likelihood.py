@@ -72,16 +72,6 @@ def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
 
 
-@families("dream")
-def test_a_single_token_needs_one_draw_and_is_exact(family):
-    model, (prompt, answer) = tiny(family), texts(family)
-    one = dj.log_likelihood(model, prompt, answer[:, :1], draws=1, strata=1, key=jax.random.key(0))
-    tokens = jnp.concatenate([prompt, jnp.full((B, 1), model.spec.mask_id, jnp.int32)], axis=1)
-    row = PROMPT - int(model.spec.shifted)
-    exact = log_softmax(np.asarray(dj.forward(model, tokens), np.float64))[:, row]
-    np.testing.assert_allclose(one, exact[np.arange(B), answer[:, 0]], rtol=1e-5)
-
-
 def test_draws_average_to_the_expectation_over_all_masks():
     """Sizes 1 and 2 are equally likely, and so are the masks of a size: three masks of a two-token answer."""
     model, (prompt, answer) = tiny("llada"), texts("llada")
@@ -98,24 +88,22 @@ def test_draws_average_to_the_expectation_over_all_masks():
     assert (np.abs(first - second) > 0.5).all()  # the order of masking matters
 
 
-@pytest.mark.parametrize(("length", "strata"), [(1, 4), (2, 2), (5, 16), (12, 4), (16, 16), (7, 3)])
-def test_sizes_spread_evenly_over_one_to_the_length(length, strata):
-    draw = jax.jit(jax.vmap(lambda key: stratified_masks(key, length, strata)))
+@pytest.mark.parametrize(
+    ("length", "strata", "padding"),
+    [(1, 4, 0), (2, 2, 0), (5, 16, 0), (12, 4, 0), (16, 16, 0), (7, 3, 0), (4, 8, 2)],
+)
+def test_sizes_spread_evenly_over_one_to_the_length(length, strata, padding):
+    real = jnp.arange(length + padding) < length
+    draw = jax.jit(jax.vmap(lambda key: stratified_masks(key, length + padding, strata, real)))
     masks = np.asarray(draw(jax.random.split(jax.random.key(0), 200)))
-    sizes = masks.sum(-1)
-    assert masks.shape == (200, strata, length)
-    assert sizes.min() >= 1
-    assert sizes.max() <= length
-    for group in sizes:
-        k = group[0]
-        grid = np.round(k + np.arange(strata) * length / strata).astype(int)  # half to even
+    assert masks.shape == (200, strata, length + padding)
+    assert not masks[..., length:].any()
+    for group in masks.sum(-1):
+        grid = np.round(group[0] + np.arange(strata) * length / strata).astype(int)  # half to even
         assert group.tolist() == ((grid - 1) % length + 1).tolist()
-        if strata >= length:
-            assert set(group.tolist()) == set(range(1, length + 1))
-        else:
-            assert len(set(group.tolist())) == strata
-    assert set(sizes[:, 0].tolist()) == set(range(1, length + 1))  # k itself is uniform
-    by_position = masks.mean((0, 1))
+        assert len(set(group.tolist())) == min(strata, length)
+    assert set(masks.sum(-1)[:, 0].tolist()) == set(range(1, length + 1))  # the first size itself is uniform
+    by_position = masks[..., :length].mean((0, 1))
     assert (np.abs(by_position - by_position.mean()) < 0.15).all()
 
 
@@ -154,14 +142,7 @@ def test_ragged_answers_equal_each_alone(family, cfg_scale):
         np.testing.assert_allclose(ours[b, :length], alone[0], rtol=5e-5)
 
 
-def test_draws_mask_each_answer_within_its_own_length():
-    real = jnp.arange(6) < 4
-    draw = jax.vmap(lambda key: stratified_masks(key, 6, 8, real))
-    masks = np.asarray(draw(jax.random.split(jax.random.key(1), 50)))
-    assert not masks[..., 4:].any()
-    for group in masks.sum(-1):
-        grid = np.round(group[0] + np.arange(8) * 4 / 8).astype(int)  # half to even
-        assert group.tolist() == ((grid - 1) % 4 + 1).tolist()
+def test_draws_are_of_each_answers_own_length():
     model, (prompt, answer) = tiny("llada"), texts("llada")
     whole, ragged = (
         dj.log_likelihood(model, prompt, answer, answer_mask=m, draws=6, strata=3, key=jax.random.key(2))

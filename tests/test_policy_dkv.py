@@ -14,7 +14,7 @@ from dllm_jax.policies import DKVPD, DKVDecode, DKVPrefill
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.cache import Cache
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
-from tests.models import FAMILIES, canvas, families, generated, prompts, tiny
+from tests.models import canvas, families, generated, prompts, tiny
 from tests.policy_cases import ONE_TOKEN_PER_STEP
 
 few = settings(max_examples=15)
@@ -105,18 +105,6 @@ def test_decode_with_a_shifted_head_caches_rows_whose_prediction_is_known(run, e
         expected.append(np.ones_like(masked) if full else ~cached)
         cached = cacheable(masked, t, shift)
     np.testing.assert_array_equal(run.selections(DKVDecode(every, shift=shift), "dream"), expected)
-
-
-@few
-@given(runs, st.sampled_from(FAMILIES), st.integers(0, 3))
-def test_a_decoded_token_is_recomputed_for_delay_steps(run, family, delay):
-    policy = DKVDecode(refresh_every=None, delay=delay)
-    for t, (masked, decoded_at, i) in enumerate(run.states()):
-        if i <= delay:
-            continue
-        tokens = masked | ((decoded_at >= 0) & (decoded_at >= t - delay))
-        expected = tokens if family == "llada" else np.append(tokens[1:], False)
-        np.testing.assert_array_equal(select(policy, run, family, t, masked, decoded_at, i), expected)
 
 
 def assert_same(ours, theirs):

@@ -61,13 +61,6 @@ def test_edges_are_allowed(kind):
     assert make() == make()
 
 
-def test_fields_after_the_main_one_are_named():
-    assert Threshold(0.7).threshold == 0.7
-    assert Factor(2.0).factor == 2.0
-    with pytest.raises(TypeError):
-        Confidence("margin")
-
-
 def test_who_needs_random_numbers():
     quiet = (
         Confidence(), Threshold(), samplers.EBSampler(), samplers.KLASS(), CertaintyPrior(),
@@ -76,8 +69,3 @@ def test_who_needs_random_numbers():
     drawing = Confidence(temperature=0.1), RandomOrder(), Factor(temperature=1.0), DreamSchedule(alg_temp=0.5)
     drawing += samplers.WINO(temperature=0.5), DreamSchedule(alg="origin"), DreamSchedule(temperature=0.5)
     assert [sampler.draws for sampler in (*quiet, *drawing)] == [False] * 6 + [True] * 7
-
-
-def test_the_base_is_abstract():
-    with pytest.raises(TypeError):
-        samplers.Sampler()

@@ -12,7 +12,7 @@ from dllm_jax.decoding.request import sequence_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
-from tests.models import families, random_tokens, tiny
+from tests.models import random_tokens, tiny
 
 PROMPT, RESPONSE, PADS = 5, 8, (0, 2)
 LENGTH = PROMPT + RESPONSE
@@ -70,27 +70,6 @@ def test_every_step_of_generate_equals_numpy(family, sampler, block, steps):
         if sampler.cfg_scale:  # and guidance matters
             unguided = functools.partial(predictions, model, valid, 0.0)
             assert (decode(unguided, (token[:, b], order[:, b]))[-1] != expected[-1]).any()
-
-
-DRAWING = Confidence(temperature=1.0)
-
-
-@families("dream")
-def test_keys(family):
-    """A key decides the tokens; with a key per sequence, each is what it would be alone."""
-    model, keys = tiny(family), jax.random.split(jax.random.key(3), 2)
-    options = {"length": RESPONSE, "block": 4, "steps": 8, "sampler": DRAWING}
-    both = lambda key, order=slice(None): (
-        dj.generate(model, prompt(family)[order, :], prompt_mask=MASK[order, :], key=key, **options).tokens
-    )
-    once, again, other = both(jax.random.key(0)), both(jax.random.key(0)), both(jax.random.key(1))
-    np.testing.assert_array_equal(once, again)
-    assert (once[:, PROMPT:] != other[:, PROMPT:]).any(axis=1).all()
-
-    per_row = both(keys)
-    np.testing.assert_array_equal(both(keys[::-1], order=slice(None, None, -1)), per_row[::-1])
-    alone = dj.generate(model, prompt(family)[1:, PADS[1] :], key=keys[1:], **options).tokens
-    np.testing.assert_array_equal(alone[0], per_row[1, PADS[1] :])
 
 
 def test_one_key_is_split_over_the_rows():
