@@ -3,6 +3,7 @@
 Those for TPUs need the package libtpu (`pip install --no-deps "libtpu==0.0.42.*"`), nothing else.
 """
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -67,6 +68,18 @@ def test_a_reuse_step_leaves_out_loops_that_a_refresh_runs(of_refresh):
     own, inside = 2 * 4 * LAYER, 4 * entry.inner[0].bytes
     assert step_totals(entry, skip=None) == (own + inside, 0, 0)
     assert step_totals(entry, skip="refresh") == (own + (0 if of_refresh == 2 else inside), 0, 0)
+
+
+def test_a_step_runs_one_of_the_widths_of_an_update():
+    """The widest counts, and what is no update besides."""
+    entry = traffic.program(PROGRAM)
+    (inner,), loops = entry.inner, []
+    for source, trips in (("step/update_8/", 1), ("step/update_16/", 2), ("step/", 4)):
+        of = lambda move, source=source: dataclasses.replace(move.instruction, source=f"{source}product")
+        moves = tuple(dataclasses.replace(move, instruction=of(move)) for move in inner.moves)
+        loops.append(dataclasses.replace(inner, moves=moves, trips=trips))
+    step = dataclasses.replace(entry, inner=tuple(loops))
+    assert step_totals(step, skip=None).bytes == entry.bytes + 6 * inner.bytes
 
 
 @pytest.mark.parametrize("target", ["v6e", "v5e"])

@@ -1,6 +1,7 @@
 """One generation (or training step) compiled for one target, and what the compiler made of it."""
 
 import dataclasses
+import re
 import resource
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from dllm_jax.check.steps import held
 from dllm_jax.decoding.group import of_full_step
 from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place
-from dllm_jax.policies.parts.control import REFRESH
+from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Batch
@@ -203,19 +204,22 @@ class Totals(NamedTuple):
 
 def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
     """The totals of a step: loops that depend on the data run once, those of a skipped scope never."""
-    # A scan over the layers is a loop with known trips: its body counts once per layer.
+    # Of the widths of an update a layer runs one: the widest counts. A scan over the layers is a loop with
+    # known trips: its body counts once per layer.
     total = Totals(loop.bytes, loop.cached, loop.cycles)
-    for inner in loop.inner:
-        if not (skip and _belongs_to(inner, skip)):
+    widths = [int(_scope(inner, rf"(?<=/{UPDATE})\d+(?=/)") or 0) for inner in loop.inner]
+    for inner, width in zip(loop.inner, widths, strict=True):
+        if width in (0, max(widths)) and not (skip and _scope(inner, f"/{skip}/")):
             trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, skip)
             total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
     return total
 
 
-def _belongs_to(loop: traffic.Loop, name: str) -> bool:
-    """Whether most of a loop's own operations are of a name scope; some are moved into or out of others."""
-    named = [f"/{name}/" in move.instruction.source for move in loop.moves if move.instruction.source]
-    return 2 * sum(named) > len(named)
+def _scope(loop: traffic.Loop, pattern: str) -> str | None:
+    """What a pattern finds in the sources of most of a loop's own operations; some come from other loops."""
+    sources = [move.instruction.source for move in loop.moves if move.instruction.source]
+    found = [match.group() for source in sources if (match := re.search(pattern, source))]
+    return max(found, key=found.count) if 2 * len(found) > len(sources) else None
 
 
 def _collectives(loop: traffic.Loop) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 REFRESH = "refresh"  # name scope of what a partial step runs only where a refresh is due
+UPDATE = "update_"  # begins that of an update in one of several widths, which ends with the width
 
 
 def when(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import LayerIndex
-from dllm_jax.policies.parts.control import REFRESH
+from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
 
@@ -68,7 +68,7 @@ def run_narrowest(
     for width in widths:
         where = in_place if width == entries else narrowed(width)
         trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
-        name = REFRESH if len(widths) > 1 and width == widths[-1] else "update"
+        name = REFRESH if len(widths) > 1 and width == widths[-1] else f"{UPDATE}{width}"
 
         def run(trip, carry, where=where, name=name):
             with jax.named_scope(name):
