@@ -1,10 +1,7 @@
 """The torch decoders of bench.peer_torch produce our tokens, and its rows have what the table needs."""
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
 
-import jax
 import numpy as np
 import pytest
 
@@ -131,29 +128,6 @@ def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(cap
     assert row["theirs_over_ours"]["low"] > 0
 
 
-def test_the_device_reaches_torch_and_jax(monkeypatch):
-    with pytest.raises(RuntimeError, match="Unknown backend cuda"):
-        peer_torch.main(peer_torch.Options(("tiny",), device="cuda"))
-    chosen = []
-    monkeypatch.setattr(peer_torch, "measure", lambda *_: chosen.append(jax.config.jax_default_device) or ())
-    peer_torch.main(peer_torch.Options(("tiny",), device="cpu"))
-    assert chosen == jax.devices("cpu")[:1]
-
-    # Theirs goes where our weights are: torch here has no GPU.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    norm = SimpleNamespace(device=SimpleNamespace(platform="gpu"))
-    with pytest.raises(SystemExit, match="has no GPU, where our weights are"):
-        twin(cast(Any, SimpleNamespace(params={"norm": norm})))
-
-    # Kernels are queued: a step on a GPU has ended once the device is idle.
-    done = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
-    for kind in ("cpu", "cuda"):
-        network = SimpleNamespace(device=SimpleNamespace(type=kind))
-        Twin(torch, network, tiny("llada").spec).run(lambda kind=kind: done.append(kind))
-    assert done == ["cpu", "cuda", "idle"]
-
-
 def test_tokens_that_differ_are_counted(monkeypatch):
     """Theirs with another policy than ours."""
     model = tiny("llada")
@@ -165,13 +139,7 @@ def test_tokens_that_differ_are_counted(monkeypatch):
     assert row["agreeing"] < row["tokens"] == 12
 
 
-def test_bad_options_are_refused():
-    for options, message in (
-        (dict(shape=("huge",)), "shape='huge'"),
-        (dict(policy=("DualCache", "Dual")), "Dual are not among"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            peer_torch.Options(**options)
+def test_other_policies_have_no_peer():
     theirs = twin(tiny("llada"))
     with pytest.raises(ValueError, match=r"D2Cache.* has no peer in torch: Policy, DualCache, SparseDLLM"):
         peer(theirs, dj.policies.D2Cache())

@@ -92,10 +92,11 @@ RULES = instances(dj.MeshRules, "dp")
 LADDERS = Values((*ODD, 3, (64,), [64], Ladder, Ladder((1,))))
 MASK_ID, VOCAB = tiny("llada").spec.mask_id, tiny("llada").spec.vocab
 
-# Of a model with the vocabulary [0, 61).
+# Of a model with the vocabulary [0, 61). Prompts of `generate` may be empty.
+NO_TOKEN, ALL_PADDING = [[]], [[0, 0, 0], [1, 1, 1]]
 IDS = Values(
     (
-        Thing(), len, {}, {1, 2}, None, "abc", b"ab", 3, 2.5, math.nan, True, [], [[]],
+        Thing(), len, {}, {1, 2}, None, "abc", b"ab", 3, 2.5, math.nan, True, [], NO_TOKEN,
         [["a"]], [[None]], [[1.5]], [[True]], [[[1]], [2]], [[1], 2], [[2**70]], [[-1]], [[VOCAB]],
         [[10**6]], [[1j]], [[-(2**31)]], np.zeros((1, 2, 3), int), np.zeros((0, 3), int), np.array([["x"]]),
         np.ones((2, 2)), jnp.ones((2, 2)), jnp.zeros((1, 1, 1), int), np.array(3), [[1, "2"]], range(0),
@@ -109,7 +110,7 @@ PROMPTS = Values((*IDS.fixed, [[MASK_ID, 1]]), IDS.drawn)
 PADDING = Values(
     (
         Thing(), len, {}, "abc", 3, 2.5, math.nan, True, [], [[]], [[1], [1, 1]], [["a", "b", "c"]] * 2,
-        [[None] * 3] * 2, [[1, 1, 0]] * 2, [[0, 1, 0]] * 2, [[0, 0, 0], [1, 1, 1]], [[2, 1, 1]] * 2,
+        [[None] * 3] * 2, [[1, 1, 0]] * 2, [[0, 1, 0]] * 2, ALL_PADDING, [[2, 1, 1]] * 2,
         [[-1, 1, 1]] * 2, np.ones((2, 3)), np.ones((3, 2), bool), np.ones((2, 3, 1), bool), np.array("x"),
         [[math.nan] * 3] * 2,
     )
@@ -193,7 +194,7 @@ def decoding() -> Iterator[Target]:
         "nonfinite": HOW,
     }  # fmt: skip
     whole = common | {"length": integers(), "stop_at_eos": FLAGS, "buckets": LADDERS}
-    arrays = {"key": KEYS, "prompt_mask": PADDING, "prompt": PROMPTS}
+    arrays = {"key": KEYS, "prompt_mask": PADDING.but(ALL_PADDING), "prompt": PROMPTS.but(NO_TOKEN)}
     named = {"buckets": ("buckets", "highest rung")}
     yield Target("generate", dj.generate, options | dict(prompt=PAIR), whole | arrays, named)
     infilled = {"tokens": IDS, "key": KEYS, "token_mask": PADDING}

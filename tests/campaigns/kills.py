@@ -1,7 +1,7 @@
-"""Kills (SIGKILL) at random moments of evaluations and trainings, which then go on.
+"""Kills (SIGKILL) at random moments of a training, which then goes on.
 
 What goes on gives what was never killed gives, bit for bit. Conversions and exports are killed at every
-moment in tests/test_convert_crash.py.
+moment in tests/test_convert_crash.py, evaluations go on from any journal in tests/test_eval_journal.py.
 """
 
 import functools
@@ -14,7 +14,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +22,6 @@ import jax
 import numpy as np
 
 import tests.conftest  # noqa: F401  jax is set as in tests
-from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.run.checkpoint import Checkpoint
-from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.training import Batch, TrainConfig, train
 from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import tiny
@@ -34,27 +29,17 @@ from tests.models import tiny
 NAME = "kills"
 SAMPLE = 1
 
-# Jobs are forks of a process that has imported everything and started nothing.
+# Forks of a process that has imported everything and started nothing.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "transformers"])
+FORKS.set_forkserver_preload([__name__])
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Endless: every job in turn, each killed at another moment."""
+    """Endless: each is killed at another moment."""
     for number in itertools.count():
-        job, moment = JOBS[number % len(JOBS)], random.Random(f"{seed}:{number}").uniform(0.0, 1.05)
-        description = f"{seed}.{number}: {job.__name__} killed after {moment:.3f} of its time"
-        yield Case(description, functools.partial(resumed, job, moment), limit=600.0)
-
-
-def evaluating(place: Path) -> Any:
-    """Answers a few prompts with a journal; the answers."""
-    lm = Checkpoint("tiny-llada").open()
-    texts = [f"b={n}07;T=2{n}1;z={n}30;T=" for n in range(8)]
-    ids = [chat_ids(lm.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    requests = [Request(str(n), tuple(prompt), 4) for n, prompt in enumerate(ids)]
-    runner = Runner(lm, Decoding(length=4, block=2, batch=2))
-    return [entry["answer"] for entry in runner.run(requests, Journal(place / "journal.jsonl"))]
+        moment = random.Random(f"{seed}:{number}").uniform(0.0, 1.05)
+        description = f"{seed}.{number}: killed after {moment:.3f} of its time"
+        yield Case(description, functools.partial(resumed, moment), limit=600.0)
 
 
 class Counting:
@@ -82,20 +67,15 @@ def training(place: Path) -> Any:
     return [digest.hexdigest(), log]
 
 
-Job = Callable[[Path], Any]
-JOBS: tuple[Job, ...] = (training, evaluating)
-
-
-def resumed(job: Job, moment: float) -> Verdict:
-    """Kills a job, runs it again, and compares the result with that of a job that nobody kills."""
-    wanted, _ = whole(job)
+def resumed(moment: float) -> Verdict:
+    """Kills a training, runs it again, and compares the result with that of one that nobody kills."""
+    wanted, _ = whole()
     with tempfile.TemporaryDirectory() as place:
-        first = asked(job, Path(place), moment * wanted.seconds)
-        again = asked(job, Path(place))
+        first = asked(Path(place), moment * wanted.seconds)
+        again = asked(Path(place))
     if first.code not in (0, -signal.SIGKILL) or again.code:
-        return Verdict(
-            Outcome.WRONG, f"ends with {first.code}, then {again.code}: {first.errors} {again.errors}"
-        )
+        codes = f"ends with {first.code}, then {again.code}"
+        return Verdict(Outcome.WRONG, f"{codes}: {first.errors} {again.errors}")
     same = again.result == wanted.result
     return Verdict(Outcome.RIGHT) if same else Verdict(Outcome.WRONG, "the resumed run gives something else")
 
@@ -110,16 +90,16 @@ class Reply(NamedTuple):
 
 
 @functools.cache
-def whole(job: Job) -> tuple[Reply, Reply]:
-    """A job that nobody kills, the second time with the compiled programs that the first time has stored."""
+def whole() -> tuple[Reply, Reply]:
+    """One that nobody kills, the second time with the compiled programs that the first time has stored."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        return tuple(reversed([asked(job, Path(place)) for place in (first, second)]))
+        return tuple(reversed([asked(Path(place)) for place in (first, second)]))
 
 
-def asked(job: Job, place: Path, seconds: float | None = None) -> Reply:
-    """Has a job run in a fork, and killed after some seconds if it has not ended by then."""
+def asked(place: Path, seconds: float | None = None) -> Reply:
+    """Has it run in a fork, and killed after some seconds if it has not ended by then."""
     begun, result, errors = time.monotonic(), place / "result.json", place / "stderr"
-    process = FORKS.Process(target=run, args=(job, place))
+    process = FORKS.Process(target=run, args=(place,))
     process.start()
     process.join(seconds)
     process.kill()
@@ -129,7 +109,7 @@ def asked(job: Job, place: Path, seconds: float | None = None) -> Reply:
     return Reply(process.exitcode, time.monotonic() - begun, found, text)
 
 
-def run(job: Job, place: Path):
-    """The fork: writes what the job gives, and on stderr why it gives nothing."""
+def run(place: Path):
+    """The fork: writes what the training gives, and on stderr why it gives nothing."""
     os.dup2(os.open(place / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    (place / "result.json").write_text(json.dumps(job(place)))
+    (place / "result.json").write_text(json.dumps(training(place)))
