@@ -145,6 +145,23 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def evaluate(monkeypatch, capsys):
+    """`python -m dllm_jax.eval WORDS`, which returns, or ends with an `error` in one line."""
+    from dllm_jax.eval.__main__ import main
+
+    def run(*words: object, error: str | None = None) -> int:
+        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *map(str, words)])
+        if error is None:
+            return main()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert error in capsys.readouterr().err.splitlines()[-1]
+        return ended.value.code
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def lm():
     """The smallest model that reads text, as evaluations open it."""

@@ -14,7 +14,7 @@ import pytest
 from bench.compiled import recorded, traffic
 from bench.compiled.program import Case, compile_case, step_totals
 from dllm_jax import policies
-from tests import DATA, table
+from tests import DATA, DOCS, table
 
 RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results"
 NO_LIBTPU = "libtpu is not installed: nothing compiles for a TPU (`pip install libtpu`, see .ci/run)"
@@ -119,6 +119,14 @@ def _sizes(case: Case) -> set[int]:
 BARS = table("bars")
 
 
+# Whose loops copy something: activations of full steps, and of some policies a layer's pairs.
+COPYING = {
+    "compiled_v6e": {"DLLMCache", "EvictPrompt", "SPACache"},
+    "compiled_v6e_jax012": {"MaskKV"},
+    "compiled_h100_cudnn": {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"},
+}
+
+
 @pytest.mark.parametrize("name", BARS)
 def test_recorded_programs_are_within_their_bars(name):
     """What was compiled, of which commit, and that no row failed; the file is made by bench.compiled."""
@@ -134,48 +142,29 @@ def test_recorded_programs_are_within_their_bars(name):
         assert row["full_step"]["ratio"] <= most_full, row["policy"]
 
 
-@pytest.mark.parametrize(
-    ("name", "copying"),
-    [
-        ("compiled_v6e", {"DLLMCache", "EvictPrompt", "SPACache"}),
-        ("compiled_v6e_jax012", {"MaskKV"}),
-        # Activations of full steps, and of these policies a layer's pairs.
-        ("compiled_h100_cudnn", {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"}),
-    ],
-)
-def test_recorded_programs_copy_nothing_at_entry_and_few_copy_anything_in_loops(name, copying):
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    assert not any(row["entry_copies"] for row in rows)
-    assert {row["policy"] for row in rows if row["loop_copies"]} == copying
-    assert all(copy["bytes"] < 2**24 for row in rows for copy in row["loop_copies"])
-
-
-def test_slices_exchange_little_and_gather_nothing():
+def test_recorded_programs_copy_little_and_slices_exchange_little():
     """At most two all-reduces per layer, and a handful per step; a gathered weight would be a copy too."""
+    rows_of = lambda name: json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    for name, copying in COPYING.items():
+        rows = rows_of(name)
+        assert not any(row["entry_copies"] for row in rows)
+        assert {row["policy"] for row in rows if row["loop_copies"]} == copying
+        assert all(copy["bytes"] < 2**24 for row in rows for copy in row["loop_copies"])
     for name in ("compiled_v5e_tp4", "compiled_v5e_dp2_tp4", "compiled_v5p_tp4"):
-        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
-            if row["policy"] in ("Policy", "DualCache"):
-                assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 8
-                assert all(copy["bytes"] < 3 * 2**20 for copy in row["loop_copies"])  # activations
-
-
-ROOT = pathlib.Path(__file__).parents[1]
+        for row in (row for row in rows_of(name) if row["policy"] in ("Policy", "DualCache")):
+            assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 8
+            assert all(copy["bytes"] < 3 * 2**20 for copy in row["loop_copies"])  # activations
 
 
 @pytest.mark.parametrize(("page", "least"), [("background/compiled", 18), ("how-to/scaling", 13)])
 def test_rows_about_compiled_programs_are_printed_from_the_files(page, least, capsys):
-    recorded.main(tuple((ROOT / "bench" / "results").glob("compiled_*.json")))
+    recorded.main(tuple(RESULTS.glob("compiled_*.json")))
     head, _, *lines = capsys.readouterr().out.splitlines()
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (DOCS / f"{page}.md").read_text()
     rows = re.findall(r"^\| [^|]+ layers[^|]* \| `\w+` \|.*$", text, re.M)
     assert head in text
     assert len(rows) >= least
     assert set(rows) <= set(lines)
-
-
-def test_the_table_of_steps_with_experts_is_printed_from_its_files(capsys):
     files = (RESULTS / f"compiled_{target}_llada_moe.json" for target in ("h100", "v6e"))
     recorded.main(tuple(files), steps=True)
-    table = capsys.readouterr().out
-    assert table in (ROOT / "docs" / "background" / "compiled.md").read_text()
-    assert len(table.splitlines()) == 2 + len(policies.ALL)
+    assert page != "background/compiled" or capsys.readouterr().out in text, "steps with experts"

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, published, read
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run import runner as runner_module
@@ -123,16 +122,11 @@ def refuse(*args, **options):
     raise RuntimeError("nothing is decoded any more")
 
 
-def run(monkeypatch, *words: object) -> int:
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "images", *map(str, words)])
-    return command.main()
-
-
-def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch, capsys):
+def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch, capsys, evaluate):
     """Answers are those of `chat`; a second run takes them from the journal and scores them anew."""
     options = ("--model", llada_v_path, "--task", "chartqa", "--length", 8, "--block", 4, "--batch", 2)
     policies = ("--policy", "Policy", "DualCache")
-    run_here = lambda out: run(monkeypatch, "--data", folder / "q.jsonl", *options, *policies, "--out", out)
+    run_here = lambda out: evaluate("images", "--data", folder / "q.jsonl", *options, *policies, "--out", out)
     assert run_here(tmp_path / "one") == 0
     table = capsys.readouterr().out
     assert re.search(r"chartqa +│ +\d+\.\d\d \[\d+\.\d, \d+\.\d\] │", table), table
@@ -177,15 +171,11 @@ def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("words", "reason"), TABLES["asked"])
-def test_what_cannot_be_asked_is_refused_in_one_line(
-    llada_v_path, folder, words, reason, tmp_path, monkeypatch, capsys
-):
+def test_what_cannot_be_asked_is_refused_in_one_line(llada_v_path, folder, words, reason, tmp_path, evaluate):
     (folder / "a.png").write_bytes(b"no image")
     given = () if "--model" in words else ("--model", llada_v_path)
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, "--data", folder / "q.jsonl", *given, *words, "--out", tmp_path / "out")
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err.splitlines()[-1]
+    out = "--out", tmp_path / "out"
+    assert evaluate("images", "--data", folder / "q.jsonl", *given, *words, *out, error=reason) == 2
 
 
 def test_whatever_an_answer_depends_on_is_in_its_key(llada_v_path, folder):
@@ -230,4 +220,4 @@ def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, fo
     # An end of turn in front of the stop, where a later one was found first, is left out of the text.
     x, y, z = (lm.tokenizer.encode(word)[0] for word in "xyz")
     spec = lm.model.spec
-    assert pictured._texts([request], np.array([[x, spec.eot_id, y, spec.eos_id, z]])) == ["xy"]
+    assert pictured._text(request, np.array([[x, spec.eot_id, y, spec.eos_id, z]])) == "xy"

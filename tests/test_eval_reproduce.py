@@ -7,7 +7,6 @@ import tomllib
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.cli.reproduce import reproduce
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.published import Asked
@@ -86,25 +85,20 @@ def test_a_row_has_a_number_for_each_task():
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
-    words, reason, monkeypatch, tmp_path, capsys
+    words, reason, monkeypatch, tmp_path, evaluate
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # as if lm_eval were installed
     monkeypatch.setattr(Checkpoint, "open", lambda self: pytest.fail("it was loaded"))
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "reproduce", *words])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err.splitlines()[-1]
+    assert evaluate("reproduce", *words, error=reason) == 2
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cell = tables.table("dkv-cache/1").of("llada-8b-instruct")["gsm8k", "Base (random)"]
     assert "lm_eval is not installed" in Asked().lacks(cell)
 
 
-def test_list_alone_says_which_tables_there_are(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "reproduce", "--list"])
-    assert command.main() == 0
+def test_list_alone_says_which_tables_there_are(evaluate, capsys):
+    assert evaluate("reproduce", "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == tables.names()
     assert "d2Cache (arXiv:2509.23094), Table 1; llada-8b-instruct" in lines[-1]
@@ -136,26 +130,29 @@ def small(**changes) -> tables.Table:
     return tables.of(tomllib.loads(SMALL) | changes, known, "small/1")
 
 
+MODEL = "llada-8b-instruct"
+
+
+def cells_in(folder) -> list[dict]:
+    """What was written of the small table."""
+    return json.loads((folder / f"reproduce-small-1-{MODEL}.json").read_text())["cells"]
+
+
 @pytest.fixture
 def data(tmp_path):
     """LongBench's hotpotqa, of three questions that tiny-llada answers."""
     folder = tmp_path / "data"
     folder.mkdir()
-    rows = [
-        ("b=407;T=211;z=830;k=566;T=", "211"),
-        ("ab=407;T=211;iz=830;ab=", "407"),
-        ("aob=407;T=211;iez=830;T=", "211"),
-    ]
-    samples = [
-        {"context": text, "input": "", "answers": [answer], "all_classes": None} for text, answer in rows
-    ]
-    (folder / "hotpotqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    rows = {"b=407;T=211;z=830;k=566;T=": "211", "ab=407;T=211;iz=830;ab=": "407"}
+    rows["aob=407;T=211;iez=830;T="] = "211"
+    sample = lambda text: {"context": text, "input": "", "answers": [rows[text]], "all_classes": None}
+    (folder / "hotpotqa.jsonl").write_text("".join(json.dumps(sample(text)) + "\n" for text in rows))
     (folder / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context}{input}"}))
     return folder
 
 
 def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, monkeypatch, capsys):
-    table, model, out = small(), "llada-8b-instruct", tmp_path / "out"
+    table, model, out = small(), MODEL, tmp_path / "out"
     asked = Asked(data=data, out=out, methods=("cached",))
     cells = asked.chosen(table, model)
     assert [method for _, method in cells] == ["exact", "cached"]  # the exact decoder comes along
@@ -167,40 +164,31 @@ def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, m
     assert "tiny-llada has not the shape of llada-8b-instruct" in text
     assert figure.stat().st_size > 1000
 
-    found = json.loads((out / "reproduce-small-1-llada-8b-instruct.json").read_text())
-    exact, cached = found["cells"]
+    found = exact, cached = cells_in(out)
     assert exact["ours"]["accuracy"] == cached["ours"]["accuracy"] == [1, 1, 1]
-    assert (cached["printed"], cached["ours"]["totals"]["requests"]) == (
-        dict(accuracy=80, speed=6, speedup=3),
-        3,
-    )
+    assert cached["printed"] == dict(accuracy=80, speed=6, speedup=3)
+    assert cached["ours"]["totals"]["requests"] == 3
     assert (exact["ours"]["speedup"], cached["policies"]) == (None, ["DualCache()"])
     assert cached["ours"]["speedup"] == pytest.approx(cached["ours"]["speed"] / exact["ours"]["speed"])
 
     # A second run decodes nothing; one with other settings, or of another model, is another run.
     monkeypatch.setattr("dllm_jax.eval.run.runner.generate_many", None)
     assert reproduce(table, model, cells, asked, Checkpoint()) == 0
-    assert (
-        json.loads((out / "reproduce-small-1-llada-8b-instruct.json").read_text())["cells"] == found["cells"]
-    )
+    assert cells_in(out) == [*found]
     with pytest.raises(ValueError, match="choose another --out"):
         reproduce(table, model, cells, Asked(data=data, out=out, limit=1), Checkpoint())
 
 
 def test_averages_are_over_tasks(data, tmp_path):
     (data / "qasper.jsonl").write_text((data / "hotpotqa.jsonl").read_text().replace('"211"', '"999"'))
-    (data / "dataset2prompt.json").write_text(
-        json.dumps(dict.fromkeys(("hotpotqa", "qasper"), "{context}{input}"))
-    )
+    templates = dict.fromkeys(("hotpotqa", "qasper"), "{context}{input}")
+    (data / "dataset2prompt.json").write_text(json.dumps(templates))
     known = tomllib.loads(tables.FILE.read_text())["benchmarks"]
     known["both"] = {"average": ["hotpotqa", "qasper"]}
     table = tables.of(tomllib.loads(SMALL) | {"tasks": ["both"]}, known, "small/1")
     asked = Asked(data=data, out=tmp_path, methods=("exact",))
-    assert (
-        reproduce(table, "llada-8b-instruct", asked.chosen(table, "llada-8b-instruct"), asked, Checkpoint())
-        == 0
-    )
-    (row,) = json.loads((tmp_path / "reproduce-small-1-llada-8b-instruct.json").read_text())["cells"]
+    assert reproduce(table, MODEL, asked.chosen(table, MODEL), asked, Checkpoint()) == 0
+    (row,) = cells_in(tmp_path)
     mean, low, high = row["ours"]["accuracy"]
     assert mean == pytest.approx((1 + 1 / 3) / 2)
     assert 0.5 <= low < mean < high <= 1
@@ -228,19 +216,18 @@ def test_tasks_of_lm_eval_are_asked(data, tmp_path, monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     (data / "lm_eval").mkdir()
-    files = (
-        f"dataset_kwargs: {{data_files: {{test: {data / 'hotpotqa.jsonl'}}}, cache_dir: {data / 'cache'}}}\n"
-    )
+    source = f"data_files: {{test: {data / 'hotpotqa.jsonl'}}}, cache_dir: {data / 'cache'}"
+    files = f"dataset_kwargs: {{{source}}}\n"
     (data / "lm_eval" / "gsm8k.yaml").write_text(TASK + files)
     methods = tomllib.loads(SMALL.replace('"maskkv"', '"dkv-decode"'))["methods"]
     table = small(tasks=["gsm8k"], shots=[0], methods=methods)
     asked = Asked(data=data, out=tmp_path, methods=("cached",), limit=2)
-    cells = asked.chosen(table, "llada-8b-instruct")
-    assert reproduce(table, "llada-8b-instruct", cells, asked, Checkpoint()) == 0
-    exact, cached = json.loads((tmp_path / "reproduce-small-1-llada-8b-instruct.json").read_text())["cells"]
+    cells = asked.chosen(table, MODEL)
+    assert reproduce(table, MODEL, cells, asked, Checkpoint()) == 0
+    exact, cached = cells_in(tmp_path)
     assert cached["ours"]["accuracy"] == [1, 1, 1]
     assert (exact["ours"]["totals"]["requests"], cached["ours"]["totals"]["failed"]) == (2, 0)
     assert cached["ours"]["speedup"] > 0
     (data / "lm_eval" / "gsm8k.yaml").write_text(TASK + files.replace("hotpotqa", "gone"))
     with pytest.raises(ValueError, match="lm_eval cannot load gsm8k"):
-        reproduce(table, "llada-8b-instruct", cells, asked, Checkpoint())
+        reproduce(table, MODEL, cells, asked, Checkpoint())

@@ -16,8 +16,8 @@ from dllm_jax.eval import __main__ as command
 from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import synthetic
 from dllm_jax.eval.cli.options import part_of
-from dllm_jax.eval.results import record
-from dllm_jax.eval.results.comparison import bootstrap, compare, tables
+from dllm_jax.eval.results import record, show
+from dllm_jax.eval.results.comparison import bootstrap, compare
 from dllm_jax.eval.results.record import paths, read
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.checkpoint import Checkpoint
@@ -29,26 +29,25 @@ from dllm_jax.tasks import FewShot, Sorting
 COUNT = 7
 
 
-def evaluate(out, part: str = "1/1") -> int:
+def answer(out, part: str = "1/1") -> int:
     options = cli.Options(decoding=Decoding(length=4, block=2, batch=2), out=out, part=part)
     return cli.run_tasks(options, "FewShot(kinds=3)", (5,), COUNT)
 
 
-def test_parts_are_merged_without_loss(tmp_path, capsys, monkeypatch):
-    assert evaluate(tmp_path / "whole") == 0
+def test_parts_are_merged_without_loss(tmp_path, capsys, evaluate):
+    assert answer(tmp_path / "whole") == 0
     folders = [tmp_path / f"part{i}" for i in range(3)]
     for number, folder in enumerate(folders, start=1):
-        assert evaluate(folder, f"{number}/3") == 0
+        assert answer(folder, f"{number}/3") == 0
         assert [file.name for file in folder.iterdir()] == ["journal.jsonl"]  # no result of a part
     held = [len(Journal(folder / "journal.jsonl").entries) for folder in folders]
     assert sum(held) == COUNT
     assert min(held) > 0
 
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", "merge", str(tmp_path / "all"), *map(str, folders)])
-    assert command.main() == 0
+    assert evaluate("merge", tmp_path / "all", *folders) == 0
     assert f"{COUNT} answers added" in capsys.readouterr().out
     merged = (tmp_path / "all" / "journal.jsonl").read_text()
-    assert evaluate(tmp_path / "all") == 0
+    assert answer(tmp_path / "all") == 0
     assert (tmp_path / "all" / "journal.jsonl").read_text() == merged, "answers were computed again"
     read = lambda folder: json.loads((tmp_path / folder / "tasks-Policy.json").read_text())["requests"]
     of = lambda folder: [(r["id"], r["answer"], r["score"], r["computed"]) for r in read(folder)]
@@ -177,7 +176,7 @@ def test_differing_settings_are_named():
         with pytest.raises(ValueError, match=reason):
             compare(scored({"t": [1]}), other, **options)
     console = rich.console.Console(record=True, width=120)
-    for table in tables(found, ("a[1].json", "b.json"), 0.95):
+    for table in show.compared(found, ("a[1].json", "b.json"), 0.95):
         console.print(table)
     assert "DualCache()" in (text := console.export_text())
     assert "a[1].json" in text
@@ -216,12 +215,11 @@ def commands(printed: bool) -> list[list[str]]:
     return [words[3:] for words in split]
 
 
-def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys):
+def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys, evaluate):
     monkeypatch.chdir(tmp_path)
     assert len(commands(printed=True)) == 4
     for words in commands(printed=True):
-        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
-        assert command.main() == 0, words
+        assert evaluate(*words) == 0, words
     text = capsys.readouterr().out
     assert re.search(r"dKV-Cache-Decode .* 28\.13 .* 28\.73 .* dkv-decode ", text)
     assert re.search(r"(100\.0|9\d\.\d|8\d\.\d)% of the answers are the same", text)
@@ -241,7 +239,7 @@ def test_the_others_parse():
     assert len(asked) == len(others) > 0
 
 
-def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, capsys):
+def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, evaluate):
     monkeypatch.chdir(tmp_path)
     for words, reason in (
         (["tasks", "--policy", "NoSuch"], "error: 'NoSuch': NoSuch is not one of"),
@@ -251,11 +249,7 @@ def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, capsys):
         (["tune", "--accelerator", "b9000"], "accelerator='b9000' must be one of h100"),
         (["tune", "--questions", "none.jsonl"], "none.jsonl does not exist"),
     ):
-        monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        assert ended.value.code == 2
-        assert reason in capsys.readouterr().err.splitlines()[-1]
+        assert evaluate(*words, error=reason) == 2
 
 
 def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_end_in_whole_blocks():

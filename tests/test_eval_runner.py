@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import rich.progress
 
 from dllm_jax import policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
@@ -16,7 +16,7 @@ from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import LanguageModel, fingerprint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
-from dllm_jax.eval.run.runner import Request, Runner, costs, cut
+from dllm_jax.eval.run.runner import Request, Runner, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
 from dllm_jax.state.sliding import Sliding
@@ -67,17 +67,14 @@ def test_with_a_warm_up_no_answer_is_cold(lm, asked, monkeypatch):
     assert not any(entry["cold"] for entry in entries)
 
 
-def test_positions_that_single_layers_computed_count():
-    counts = lambda *values: np.asarray(values)
-    stats = Stats(
-        nfe=counts(4, 3), computed=counts(20, 12), executed=counts(20.0, 12.0),
-        widened=counts(0.5, 2.5), cache_ratio=counts(0.0, 0.0),
-        refreshes=counts(1, 1), decoded=counts(4, 4), answer=counts(3, 2), finite=counts(True, True),
-    )  # fmt: skip
-    found = costs(stats, 1, 0.25, cold=False)
+def test_positions_that_single_layers_computed_count(lm, asked):
+    counts = dict(nfe=3, computed=12, executed=12.0, widened=2.5, cache_ratio=0.0, refreshes=1, decoded=4)
+    stats = Stats(*(np.asarray([value]) for value in (*counts.values(), 2, True)))
+    out = SimpleNamespace(stats=stats, tokens=np.zeros((1, 9), np.int32))
+    found = runner(lm)._entry("key", asked[0], out, 0.25, cold=False)
     assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)
     assert (found["tokens"], found["tokens_with_eos"], found["seconds"]) == (2, 4, 0.25)
-    assert totals([{"key": "a", "answer": "a", "error": None, **found}])["computed"] == 14.5
+    assert totals([found])["computed"] == 14.5
 
 
 def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
@@ -236,11 +233,3 @@ def test_what_determines_a_result_is_in_its_key():
     others = [scorer(draws=8), scorer(strata=4), scorer(cfg_scale=1.0)]
     keys = {one.key(PAIRS[0]), one.key(PAIRS[1]), scorer(greedy_check=False).key(PAIRS[0])}
     assert len(keys | {other.key(PAIRS[0]) for other in others}) == 6
-
-
-def test_the_bar_moves_with_every_batch(monkeypatch):
-    moved, progress = [], rich.progress.Progress
-    monkeypatch.setattr(progress, "advance", lambda bar, task, by: moved.append((bar.disable, by)))
-    for shown in (True, False):
-        scorer(greedy_check=False, progress=shown).run(PAIRS)
-    assert moved == [(not shown, by) for shown in (True, False) for by in (2, 1, 1)]

@@ -116,8 +116,7 @@ def found() -> Tuned:
 
 
 def test_the_cheapest_within_the_tolerance_is_chosen(found):
-    assert found.chosen.setting == SETTINGS[0]
-    assert [row.setting for row in found.front] == [SETTINGS[2], SETTINGS[0], SETTINGS[1]]
+    assert [row.setting for row in (found.chosen, *found.front)] == [SETTINGS[i] for i in (0, 2, 0, 1)]
     assert found.rows[0].setting == EXACT
     assert [row.questions for row in found.rows[:-1]] == [64] * 4
     assert found.rows[-1].questions < 64
@@ -127,14 +126,13 @@ def test_the_cheapest_within_the_tolerance_is_chosen(found):
         ((60, 58, 60, 53, 0), (9.0, 5.0, 7.0, 4.0, 1.0), 2, {"accuracy_within": 0}),
         ((60, 58, 60, 53, 50), (1.0, 2.0, 2.0, 2.0, 2.0), 0, {}),  # the exact decoder is cheapest
         ((60, 58, 59, 58, 57), (9.0, 1.0, 1.0, 1.0, 1.0), 2, {}),  # a tie goes to the more accurate
+        ((64, 0, 0, 0, 0), (9.0, 1.0, 1.0, 1.0, 1.0), 0, {}),
     ):
-        assert walked(outcomes(*rights), costs, **options).chosen.setting == (EXACT, *SETTINGS)[chosen]
-
+        other = walked(outcomes(*rights), costs, **options)
+        assert other.chosen.setting == (EXACT, *SETTINGS)[chosen]
     # Rounds are left out once nothing is left.
-    nothing = walked(outcomes(64, 0, 0, 0, 0), (9.0, 1.0, 1.0, 1.0, 1.0))
-    assert nothing.chosen is nothing.exact
-    assert all(row.dropped for row in nothing.rows[1:])
-    assert nothing.exact.questions == max(row.questions for row in nothing.rows) < 64
+    assert all(row.dropped for row in other.rows[1:])
+    assert other.exact.questions == max(row.questions for row in other.rows) < 64
 
 
 def given(*rights: np.ndarray) -> dict:
@@ -212,9 +210,8 @@ def test_what_the_command_line_compares():
 
 def test_questions_of_a_file(tmp_path):
     path = tmp_path / "q.jsonl"
-    path.write_text(
-        '{"prompt": "a\\u2028b", "answer": "1"}\n\n{"prompt": [3, 4], "answer": "2", "more": 1}\n'
-    )
+    lines = '{"prompt": "a\\u2028b", "answer": "1"}', "", '{"prompt": [3, 4], "answer": "2", "more": 1}\n'
+    path.write_text("\n".join(lines))
     assert read_jsonl(path) == [Example("a\u2028b", "1"), Example([3, 4], "2")]
     for bad in ("{", "[]", '{"prompt": "a"}', '{"prompt": "a", "answer": 1}'):
         path.write_text(f'{{"prompt": "a", "answer": "1"}}\n{bad}\n')
@@ -253,14 +250,11 @@ def test_every_grid_holds_settings_that_a_model_can_decode_with(family, length, 
 
 def test_a_class_stands_for_its_grid_and_a_policy_for_itself():
     exact = Decoding(length=32, block=4, steps=32, sampler=samplers.Confidence(temperature=0.5))
-    assert candidates([policies.DualCache()], exact, 64) == (
-        Candidate(policies.DualCache(), exact.sampler, 4, 32),
-    )
+    (alone,) = candidates([policies.DualCache()], exact, 64)
+    assert alone == Candidate(policies.DualCache(), exact.sampler, 4, 32)
     grid = candidates([policies.DualCache, policies.DualCache], exact, 64)
-    assert {type(c.policy) for c in grid} == {policies.DualCache}
-    assert {c.block for c in grid} == {4, 32}
-    threshold = next(c.sampler for c in grid if isinstance(c.sampler, samplers.Threshold))
-    assert threshold.temperature == 0.5
+    assert {(type(c.policy), c.block) for c in grid} == {(policies.DualCache, 4), (policies.DualCache, 32)}
+    assert [c.sampler.temperature for c in grid if isinstance(c.sampler, samplers.Threshold)] == [0.5]
     own = Candidate(policies.SparseDLLM(), samplers.Factor(2.0), 8, 16)
     assert candidates([own, Candidate()], exact, 64) == (own,)
 
@@ -290,16 +284,13 @@ def answered(count: int = 1, prompt: int = 64, **costs) -> list[dict]:
 
 
 def cost(candidate: Candidate, answers: list[dict], objective="bytes", accelerator=None) -> float:
-    return (
-        objective_for(objective, accelerator, tiny("llada"), LONGER).cost(candidate, answers, answers).value
-    )
+    objective = objective_for(objective, accelerator, tiny("llada"), LONGER)
+    return objective.cost(candidate, answers, answers).value
 
 
 def test_bytes_are_those_of_the_roofline():
-    spec = tiny("llada").spec
-    moved = lambda layout: sum(
-        k.count * k.cost.bytes for k in work(spec, DUAL.policy, layout, 2, jnp.float32).steps
-    )
+    steps = lambda layout: work(tiny("llada").spec, DUAL.policy, layout, 2, jnp.float32).steps
+    moved = lambda layout: sum(kind.count * kind.cost.bytes for kind in steps(layout))
     assert cost(DUAL, answered()) == pytest.approx(moved(LAYOUT) / 2)
     assert cost(DUAL, answered(forwards=4)) == pytest.approx(moved(LAYOUT) / 4)  # ended at half of the steps
     # One step in which the first block is sure, three in the other: four, whatever the schedule.

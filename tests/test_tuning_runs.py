@@ -10,7 +10,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
-from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import identity_in_memory
 from dllm_jax.eval.run.journal import Journal
@@ -100,16 +99,11 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert "[[settings]]" in capsys.readouterr().out
 
 
-def run(monkeypatch, words: list[str]) -> int:
-    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words])
-    return command.main()
-
-
-def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
+def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, evaluate):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1])
     assert words[:3] == ["python", "-m", "dllm_jax.eval"]
-    assert run(monkeypatch, words[3:]) == 0
+    assert evaluate(*words[3:]) == 0
     assert "wrote" in capsys.readouterr().out
     result = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert (result["kind"], result["settings"]["count"]) == ("tune", 16)
@@ -122,7 +116,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     lines = [json.dumps(q._asdict()) for q in examples(FewShot(), 0, 5, 16, "held_out")]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(runner_module, "generate_many", None)
-    assert run(monkeypatch, [*words[3:], "--questions", "mine.jsonl"]) == 0
+    assert evaluate(*words[3:], "--questions", "mine.jsonl") == 0
     again = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert again["rows"] == result["rows"]
     assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}

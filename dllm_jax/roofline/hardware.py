@@ -33,15 +33,9 @@ class Hardware(Options):
     def times(self, chips: int) -> "Hardware":
         """`chips` of these with the weights, heads and K/V spread over them; communication is free."""
         chips = check_argument("chips", chips, PositiveInt)
-        return Hardware(
-            f"{chips} x {self.name}" if chips > 1 else self.name,
-            chips * self.flops,
-            chips * self.bandwidth,
-            chips * self.capacity,
-            self.source,
-            chips * self.float32,
-            chips * self.scores,
-        )
+        shared = ("flops", "bandwidth", "capacity", "float32", "scores")
+        name = f"{chips} x {self.name}" if chips > 1 else self.name
+        return dataclasses.replace(self, name=name, **{rate: chips * getattr(self, rate) for rate in shared})
 
 
 _GARDEN = "https://www.glennklockwood.com/garden"

@@ -45,21 +45,21 @@ class Cost:
     Attributes:
       weights: bytes of the layers and the vocabulary head, streamed once; of experts those that a position is
         expected to be sent to, of the embedding the vectors of the computed tokens.
+      dense_flops: of all products with weights.
+      attention_flops: of scores and weighted values, and `Step.products`.
       pairs: bytes of keys and values read and written, copies of them included.
       branches: bytes of stored branch outputs.
       logits: bytes of float32 logits, written once.
-      dense_flops: of all products with weights.
-      attention_flops: of scores and weighted values, and `Step.products`.
       wide_flops: of products that are float32 at any dtype, those of routers included.
     """
 
     weights: float
-    pairs: float
-    branches: float
-    logits: float
     dense_flops: float
     attention_flops: float
-    wide_flops: float
+    pairs: float = 0
+    branches: float = 0
+    logits: float = 0
+    wide_flops: float = 0
 
     @property
     def bytes(self) -> float:

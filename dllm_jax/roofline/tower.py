@@ -69,16 +69,9 @@ def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONC
     # Scores and weighted values, 2 FLOPs a multiply-add each, over the heads' common width.
     scores = 4 * vision.layers * patches**2 * width
     pixels, features = 4 * 3 * vision.image**2, itemsize * patches * spec.width
-    return Cost(
-        weights=passes * itemsize * (tower_size(spec) - UNREAD * width - spec.width)
-        + views * (pixels + features),
-        pairs=0,
-        branches=0,
-        logits=0,
-        dense_flops=2 * views * patches * matrices,
-        attention_flops=views * scores,
-        wide_flops=0,
-    )
+    streamed = passes * itemsize * (tower_size(spec) - UNREAD * width - spec.width)
+    products = {"dense_flops": 2 * views * patches * matrices, "attention_flops": views * scores}
+    return Cost(weights=streamed + views * (pixels + features), **products)
 
 
 UNREAD = 2  # vectors of the tower's width: scale and bias of SigLIP's last norm

@@ -79,11 +79,6 @@ class StoreCost:
     refresh: Step
 
 
-def dense_store(policy: p.DLLMCache, at: Setting) -> StoreCost:
-    """The dense cache."""
-    return StoreCost(at.layout.length, 0, at.over_canvas(at.layout.length))
-
-
 def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
@@ -103,7 +98,8 @@ def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
 
 @extra_traffic.register
 def _branches(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
-    return branch_step(policy, at, index, dense_store(policy, at))
+    length = at.layout.length
+    return branch_step(policy, at, index, StoreCost(length, 0, at.over_canvas(length)))
 
 
 @extra_traffic.register

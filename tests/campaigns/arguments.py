@@ -5,6 +5,7 @@ the argument; tests/test_options.py does the same to every field of options.
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -139,19 +140,6 @@ WIDTHS = Values(
 )  # fmt: skip
 
 
-class Target(NamedTuple):
-    """A call by name with arguments that are right, and invalid values of some of them.
-
-    `named` has the words that may stand in messages for arguments that are called otherwise there.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    right: dict[str, Any]
-    wrong: dict[str, Values]
-    named: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
-
-
 class Echo:
     """A tokenizer that any text is good for."""
 
@@ -183,115 +171,101 @@ TOKENS = instances([[1, 2]], np.ones((2, 3)), np.ones(3, int), np.array([[99]]),
 VALID = Values((*ODD, 3, True, np.ones((2, 3)), np.ones((3, 2), bool), np.ones(3, bool), [[True] * 3] * 2))
 
 
-def decoding() -> Iterator[Target]:
-    """Generation in its forms."""
-    model = tiny("llada")
-    own = dict(model=model, key=jax.random.key(0), sampler=samplers.RandomOrder())
-    options = own | dict(length=4, block=2)
-    common = {
-        "model": MODEL, "block": integers(none=True), "steps": integers(none=True), "policy": POLICY,
-        "sampler": SAMPLER, "noise": NOISES, "trace": FLAGS, "widths": WIDTHS,
-        "nonfinite": HOW,
-    }  # fmt: skip
-    whole = common | {"length": integers(), "stop_at_eos": FLAGS, "buckets": LADDERS}
-    arrays = {"key": KEYS, "prompt_mask": PADDING.but(ALL_PADDING), "prompt": PROMPTS.but(NO_TOKEN)}
-    named = {"buckets": ("buckets", "highest rung")}
-    yield Target("generate", dj.generate, options | dict(prompt=PAIR), whole | arrays, named)
-    infilled = {"tokens": IDS, "key": KEYS, "token_mask": PADDING}
-    yield Target("infill", dj.infill, own | dict(tokens=[[1, MASK_ID, 3]] * 2), common | infilled)
-    ladders = {"ladder": LADDERS.but(LADDERS.fixed[-1]), "batch": integers()}
-    foreign = {"buckets": instances(), "unknown": instances()}
-    warm = common | {"length": integers(), "stop_at_eos": FLAGS} | ladders | foreign
-    yield Target("warmup", dj.warmup, options | dict(ladder=Ladder((4,))), warm)
-    talk = {"model": MODEL, "tokenizer": instances("tiny-llada"), "messages": CONVERSATIONS, "policy": POLICY}
-    yield Target("chat", dj.chat, dict(model=model, tokenizer=Echo(), messages=CONVERSATION, length=4), talk)
-    layout = dj.Layout(prompt=3, response=4, block=2, steps=4)
-    explained = {"model": MODEL, "batch": integers(), "layout": LAYOUT, "policy": POLICY.but(None)}
-    yield Target("explain", dj.explain, dict(model=model, batch=1, layout=layout), explained)
+# By the names of arguments; what differs where another function has one of the name stands with its target.
+KINDS: dict[str, Values] = {
+    "model": MODEL, "prompt": PROMPTS, "answer": PROMPTS, "tokens": IDS, "prompts": IDS,
+    "prompt_mask": PADDING, "token_mask": PADDING, "key": KEYS, "noise": NOISES, "masks": MASKS,
+    "valid": VALID, "messages": CONVERSATIONS,
+    "length": integers(), "block": integers(none=True), "steps": integers(none=True), "batch": integers(),
+    "draws": integers(), "strata": integers(), "chunk": integers(), "bucket": integers(),
+    "max_positions": integers(none=True), "cfg_scale": NUMBERS, "rope_factor": NUMBERS,
+    "policy": POLICY, "sampler": SAMPLER, "widths": WIDTHS, "buckets": LADDERS, "nonfinite": HOW,
+    "stop_at_eos": FLAGS, "trace": FLAGS, "padded": FLAGS, "progress": FLAGS, "check_finite": FLAGS,
+    "separate_layers": FLAGS.but(None), "spec": SPEC, "layout": LAYOUT, "mesh": MESH, "rules": RULES,
+    "dtype": DTYPES, "weights": WEIGHTS, "implementation": IMPLEMENTATIONS, "name": WORDS,
+    "assumed": instances(Assumed), "tokenizer": instances("tiny-llada"),
+    "config": instances(TrainConfig, {"steps": 3}), "optimizer": instances("adamw", none=True),
+    "directory": instances(none=True, but=(str,)),
+    "source": instances(Batches, lambda step: Batch(np.ones((2, 2), np.int32), np.ones((2, 2), np.int32))),
+    "trainable": Values(
+        ("layers", 3, 2.5, {"x": True}, {"layers": 3}, [True], {"layers": False}), lambda rng: rng.normal()
+    ),
+    "allow_changes": Values(("steps", 3, None, ["nothing"], Thing(), [[1]], [3])),
+}  # fmt: skip
 
 
-def scoring() -> Iterator[Target]:
-    """Likelihoods, full passes and what is measured or predicted."""
+class Target(NamedTuple):
+    """A call with arguments that are right; invalid are those that `KINDS` or `more` name.
+
+    `named` has the words that may stand in messages for arguments that are called otherwise there.
+    """
+
+    call: Callable[..., Any]
+    right: dict[str, Any]
+    more: dict[str, Values] = {}  # noqa: RUF012
+    named: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
+
+    @property
+    def wrong(self) -> dict[str, Values]:
+        """Invalid values of each argument."""
+        own = inspect.signature(self.call).parameters
+        return {name: kind for name, kind in KINDS.items() if name in own} | self.more
+
+
+def targets() -> Iterator[Target]:
+    """Generation and likelihoods in their forms, what loads, trains and predicts, constructors."""
     model, layout = tiny("llada"), dj.Layout(prompt=3, response=4, block=2, steps=4)
+    own = dict(model=model, key=jax.random.key(0), sampler=samplers.RandomOrder())
+    arrays = {"prompt_mask": PADDING.but(ALL_PADDING), "prompt": PROMPTS.but(NO_TOKEN)}
+    options, rung = own | dict(length=4, block=2), {"buckets": ("buckets", "highest rung")}
+    yield Target(dj.generate, options | dict(prompt=PAIR), arrays, rung)
+    yield Target(dj.infill, own | dict(tokens=[[1, MASK_ID, 3]] * 2))
+    warm = {
+        name: KINDS[name] for name in ("length", "block", "steps", "policy", "sampler", "trace", "widths")
+    }
+    warm |= {"ladder": LADDERS.but(LADDERS.fixed[-1]), "buckets": instances(), "unknown": instances()}
+    yield Target(dj.warmup, options | dict(ladder=Ladder((4,))), warm)
+    chat = dict(model=model, tokenizer=Echo(), messages=CONVERSATION, length=4)
+    yield Target(dj.chat, chat, {"policy": POLICY}, rung)
+    yield Target(dj.explain, dict(model=model, batch=1, layout=layout), {"policy": POLICY.but(None)})
     ids = dict(model=model, prompt=PAIR, answer=[[1, 2], [3, 4]], key=jax.random.key(0), draws=2, strata=2)
-    of_ids = {"prompt": PROMPTS, "answer": PROMPTS, "prompt_mask": PADDING}
-    drawn = {"draws": integers(), "strata": integers(), "key": KEYS, "masks": MASKS}
-    likelihood = {"model": MODEL, "cfg_scale": NUMBERS, "chunk": integers()} | of_ids | drawn
-    yield Target("log_likelihood", dj.log_likelihood, ids, likelihood)
-    full = {"model": MODEL, "tokens": TOKENS, "valid": VALID}
-    for name, call in (("forward", dj.forward), ("hidden_states", dj.hidden_states)):
-        yield Target(name, call, dict(model=model, tokens=np.asarray(PAIR)), full)
-    asked = {"prompts": IDS, "prompt_mask": PADDING}
-    calibrated = {"model": MODEL, "length": integers()} | asked
-    yield Target("calibrate", eviction.calibrate, dict(model=model, prompts=PAIR, length=4), calibrated)
-    predicted = {
-        "spec": SPEC, "policy": POLICY, "layout": LAYOUT, "batch": integers(),
-        "assumed": instances(Assumed), "dtype": Values(("x", Thing(), "float33")),
-    }  # fmt: skip
-    right = dict(spec=spec("llada"), policy=policies.DualCache(), layout=layout)
-    yield Target("roofline.work", work, right, predicted)
+    yield Target(dj.log_likelihood, ids)
+    for call in (dj.forward, dj.hidden_states):
+        yield Target(call, dict(model=model, tokens=np.asarray(PAIR)), {"tokens": TOKENS})
+    yield Target(eviction.calibrate, dict(model=model, prompts=PAIR, length=4))
+    predicted = dict(spec=spec("llada"), policy=policies.DualCache(), layout=layout)
+    yield Target(work, predicted, {"dtype": Values(("x", Thing(), "float33"))})
 
-
-def models() -> Iterator[Target]:
-    """Where models come from, published settings, and training."""
-    model = tiny("llada")
-    form = {
-        "mesh": MESH, "rules": RULES, "dtype": DTYPES, "weights": WEIGHTS,
-        "separate_layers": FLAGS.but(None), "implementation": IMPLEMENTATIONS,
-    }  # fmt: skip
-    loaded = form | {"rope_factor": NUMBERS, "check_finite": FLAGS}
-    yield Target("load", dj.load, dict(path=embedded.path("tiny-llada")), loaded)
-    described = form | {"shape": instances(ModelSpec, but=(str,))}
-    yield Target("abstract", dj.abstract, dict(shape=spec("llada")), described)
-    parts = {"spec": SPEC, "rules": RULES, "implementation": IMPLEMENTATIONS}
-    yield Target("Model", dj.Model, dict(params=model.params, spec=model.spec), parts)
-    yield Target("embedded.path", embedded.path, dict(name="tiny-llada"), {"name": WORDS})
+    yield Target(dj.load, dict(path=embedded.path("tiny-llada")))
+    yield Target(dj.abstract, dict(shape=spec("llada")), {"shape": instances(ModelSpec, but=(str,))})
+    yield Target(dj.Model, dict(params=model.params, spec=model.spec))
+    yield Target(embedded.path, dict(name="tiny-llada"))
     named = {"name": ("preset", "among"), "checkpoint": ("preset",)}
-    yield Target("presets", lambda name: dj.presets[name], dict(name="dkv-decode"), {"name": WORDS}, named)
-    spec_of = dj.presets.model_spec
-    yield Target("presets.model_spec", spec_of, dict(name="llada-8b"), {"name": WORDS}, named)
+    yield Target(lambda name: dj.presets[name], dict(name="dkv-decode"), named=named)
+    yield Target(dj.presets.model_spec, dict(name="llada-8b"), named=named)
     recipe = dict(checkpoint="llada-8b-instruct", task="gsm8k")
-    yield Target("presets.recipe", dj.presets.recipe, recipe, {"checkpoint": WORDS, "task": WORDS}, named)
-
-    batch = lambda step: Batch(np.ones((2, 2), np.int32), np.ones((2, 2), np.int32))
+    yield Target(dj.presets.recipe, recipe, {"checkpoint": WORDS, "task": WORDS}, named)
     right = dict(model=model, config=TrainConfig(steps=1, warmup=0))
-    trees = "layers", 3, 2.5, {"x": True}, {"layers": 3}, [True], {"layers": False}
-    prepared = {
-        "model": MODEL, "config": instances(TrainConfig, {"steps": 3}), "mesh": MESH,
-        "trainable": Values(trees, lambda rng: rng.normal()), "optimizer": instances("adamw", none=True),
-    }  # fmt: skip
-    yield Target("prepare", prepare, right, prepared)
-    run = {
-        "source": instances(Batches, batch), "directory": instances(none=True, but=(str,)),
-        "allow_changes": Values(("steps", 3, None, ["nothing"], Thing(), [[1]], [3])), "progress": FLAGS,
-    }  # fmt: skip
-    yield Target("train", train, right | dict(source=Batches(batch), progress=False), prepared | run)
+    yield Target(prepare, right)
+    batch = lambda step: Batch(np.ones((2, 2), np.int32), np.ones((2, 2), np.int32))
+    yield Target(train, right | dict(source=Batches(batch), progress=False))
 
-
-def settings() -> Iterator[Target]:
-    """Constructors that are no options, or take more."""
-    shape = {"length": integers(), "block": integers(none=True), "steps": integers(none=True)}
-    layout = shape | {"prompt": integers(0), "padded": FLAGS}
-    yield Target("Layout.of", dj.Layout.of, dict(prompt=3, length=4, block=2, steps=4), layout)
+    yield Target(dj.Layout.of, dict(prompt=3, length=4, block=2, steps=4), {"prompt": integers(0)})
     ladder = {"smallest": integers(2), "largest": integers(4)}
-    yield Target("geometric", geometric, dict(smallest=4, largest=8), ladder)
-    evaluated = shape | {
-        "length": integers(none=True), "policy": POLICY, "sampler": SAMPLER, "stop_at_eos": FLAGS,
-        "seed": Values((*ODD, -1, 2.5, None, True)), "batch": integers(), "bucket": integers(),
-        "max_positions": integers(none=True),
-    }  # fmt: skip
-    yield Target("Decoding", Decoding, dict(length=8, block=4, steps=8), evaluated)
+    yield Target(geometric, dict(smallest=4, largest=8), ladder)
+    seeds = Values((*ODD, -1, 2.5, None, True))
+    evaluated = {"length": integers(none=True), "seed": seeds}
+    yield Target(Decoding, dict(length=8, block=4, steps=8), evaluated)
 
 
 def cases(seed: int) -> Iterator[Case]:
     """Broken calls without end; each argument as often as any other."""
-    targets = (*decoding(), *scoring(), *models(), *settings())
-    arguments = [(target, name) for target in targets for name in target.wrong]
+    arguments = [(target, name, kind) for target in targets() for name, kind in target.wrong.items()]
     for number in itertools.count():
         rng = np.random.default_rng((seed, number))
-        target, name = arguments[rng.integers(len(arguments))]
-        value = target.wrong[name].one(rng)
-        description = f"seed {seed}, case {number}: {target.name}({name}={written(value)})"
+        target, name, kind = arguments[rng.integers(len(arguments))]
+        value = kind.one(rng)
+        description = f"seed {seed}, case {number}: {target.call.__qualname__}({name}={written(value)})"
         call = functools.partial(target.call, **target.right | {name: value})
         yield Case(description, functools.partial(judge, call, target.named.get(name, (name,)), valid=False))
 

@@ -11,7 +11,7 @@ from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.benchmarks import longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.results.comparison import compare, tables
+from dllm_jax.eval.results.comparison import compare
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 
@@ -171,7 +171,7 @@ def run_compare(
     """
     console = rich.console.Console()
     found = compare(record.read(a), record.read(b), confidence, seed=seed)
-    for table in tables(found, (str(a), str(b)), confidence):
+    for table in show.compared(found, (str(a), str(b)), confidence):
         console.print(table)
     console.print(
         f"{found.same:.1%} of the answers are the same; {found.unpaired} requests without a partner"

@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,12 +57,13 @@ def run_reproduce(
       chip: whose roofline says the costs: a name of `dllm_jax.roofline.HARDWARE`.
       prompt: tokens that --list takes every prompt to have.
     """
-    if table is None and list_:
+    if table is None:
+        if not list_:
+            known = ", ".join(tables.names())
+            raise ValueError(f"a table is missing: one of {known}; --list says what they are")
         for each in map(tables.table, tables.names()):
             show.line(f"{each.name}: {each.source}; {', '.join(each.models)}")
         return 0
-    if table is None:
-        raise ValueError(f"a table is missing: one of {', '.join(tables.names())}; --list says what they are")
     found = tables.table(table)
     if rows_of is not None and rows_of not in found.models:
         raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
@@ -76,8 +77,7 @@ def run_reproduce(
     if figure is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--figure needs matplotlib: pip install '.[figures]' in a clone")
     model = _model(found, checkpoint, rows_of)
-    cells = asked.chosen(found, model)
-    return reproduce(found, model, cells, asked, checkpoint, figure)
+    return reproduce(found, model, asked.chosen(found, model), asked, checkpoint, figure)
 
 
 def reproduce(
@@ -93,29 +93,22 @@ def reproduce(
     session = Session(asked, model, checkpoint.open(), Journal(asked.out / JOURNAL), manager)
     path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
     about = record.provenance(session.runner(next(iter(cells.values())).settings()[0]))
-    about = {name: about[name] for name in ("model", "device", "versions", "date")}
-    document = {
-        "kind": "reproduce",
-        "table": table.source,
-        "rows_of": model,
-        "settings": asked.settings(),
-        **about,
-    }
+    document = {"kind": "reproduce", "table": table.source, "rows_of": model, "settings": asked.settings()}
+    document |= {name: about[name] for name in ("model", "device", "versions", "date")}
     if path.exists():
         # Its cells would be mixed with those of another question, or of another model.
         old, of = read_json(path), lambda one: (one["settings"], one["model"]["identity"])
         if of(old) != of(document):
             raise ValueError(f"{path} is of {of(old)}, this is {of(document)}; choose another --out")
 
-    measured = dict[tuple[str, str], dict[str, Any]]()
+    measured, rows = dict[tuple[str, str], dict[str, Any]](), list[dict[str, Any]]()
     for key, cell in cells.items():
         measured[key] = session.measure(cell)
-        write_json(path, document | {"cells": [_row(cells[k], m, measured) for k, m in measured.items()]})
+        rows = [_row(cells[done], found, measured) for done, found in measured.items()]
+        write_json(path, document | {"cells": rows})
         show.line(f"{', '.join(key)}: {show.percent(measured[key]['accuracy'])}")
-    rows = [_row(cells[key], found, measured) for key, found in measured.items()]
-    show.line(
-        f"{table.source}: {model}" + (f"; printed speeds are of {table.hardware}" * bool(table.hardware))
-    )
+    printed = f"; printed speeds are of {table.hardware}" * bool(table.hardware)
+    show.line(f"{table.source}: {model}{printed}")
     for part in beside(rows):
         rich.console.Console().print(part)
     if table.note:
@@ -138,35 +131,29 @@ def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Ite
     """What the cells of a model need, and what they cost by the roofline: a table for each task."""
     if chip not in HARDWARE:
         raise ValueError(f"--chip {chip} must be one of {', '.join(HARDWARE)}")
-    cells, seconds = asked.named(table, model), _seconds(model, asked, chip, prompt)
+    cells = asked.named(table, model)
     at = f"hours: {HARDWARE[chip].name}'s roofline, bfloat16, prompts of {prompt}"
     yield escape(f"{table.source}: {model}; {at}\n{table.note}".strip())
     for task in dict.fromkeys(task for task, _ in cells):
-        own = [cell for cell in cells.values() if cell.task == task]
-        shown = rich.table.Table(title=escape(f"{task}: {_question(own[0])}"), title_justify="left")
-        for name in ("method", "printed", "tokens/s", "preset", "hours"):
-            shown.add_column(name, justify="left" if name in ("method", "preset") else "right")
+        own, rows = [cell for cell in cells.values() if cell.task == task], []
         for cell in own:
             settings = cell.missing or str(cell.method_settings["preset"])
-            hours = "-" if cell.missing else f"{seconds(cell) / 3600:.2g}"
-            numbers = _number(cell.accuracy), _number(cell.speed)
-            shown.add_row(*map(escape, (cell.method, *numbers, settings, hours)))
-        yield shown
+            hours = "-" if cell.missing else f"{_seconds(cell, model, asked, chip, prompt) / 3600:.2g}"
+            rows.append((cell.method, _number(cell.accuracy), _number(cell.speed), settings, hours))
+        columns = ("method", "printed", "tokens/s", "preset", "hours")
+        yield show.grid(f"{task}: {_question(own[0])}", columns, rows, ("preset",))
 
 
 def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
     """Printed numbers beside ours, and speeds over the exact decoder's of this run: a table for each task."""
-    ours = f"ours [{show.CONFIDENCE:.0%}]"
+    columns = ("method", "printed", f"ours [{show.CONFIDENCE:.0%}]", "tokens/s", "ours", "over exact", "ours")
     for task in dict.fromkeys(row["task"] for row in rows):
-        shown = rich.table.Table(title=escape(task), title_justify="left")
-        shown.add_column("method")
-        for name in ("printed", ours, "tokens/s", "ours", "over exact", "ours"):
-            shown.add_column(escape(name), justify="right")
+        lines = []
         for row in (row for row in rows if row["task"] == task):
             own = show.percent(row["ours"]["accuracy"]), *(_number(row["ours"][kind]) for kind in KINDS[1:])
             pairs = [(_number(row["printed"][kind]), text) for kind, text in zip(KINDS, own, strict=True)]
-            shown.add_row(*map(escape, (row["method"], *itertools.chain(*pairs))))
-        yield shown
+            lines.append((row["method"], *itertools.chain(*pairs)))
+        yield show.grid(task, columns, lines)
 
 
 def draw(table: Table, model: str, rows: Sequence[dict[str, Any]], path: Path):
@@ -220,24 +207,20 @@ def _row(
     }
 
 
-def _seconds(model: str, asked: Asked, chip: str, prompt: int) -> Callable[[Cell], float]:
-    """Seconds of all of a cell's samples at the roofline, one token a step where the sampler decides."""
+def _seconds(cell: Cell, model: str, asked: Asked, chip: str, prompt: int) -> float:
+    """Of all of a cell's samples at the roofline, one token a step where the sampler decides."""
+    total = 0.0
+    for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
+        assert preset.length is not None  # as every preset of a table has
+        layout = Layout.of(prompt, preset.length, preset.block, preset.steps)
+        count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
+        total += count * _of_batch(model, preset.policy, layout, asked.batch, chip) / asked.batch
+    return total
 
-    @functools.cache
-    def each(policy: Policy, layout: Layout) -> float:
-        done = work(tables.shape_of(model), policy, layout, asked.batch, jnp.bfloat16)
-        return done.on(HARDWARE[chip]).seconds / asked.batch
 
-    def all_of(cell: Cell) -> float:
-        total = 0.0
-        for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
-            assert preset.length is not None  # as every preset of a table has
-            layout = Layout.of(prompt, preset.length, preset.block, preset.steps)
-            count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
-            total += count * each(preset.policy, layout)
-        return total
-
-    return all_of
+@functools.cache
+def _of_batch(model: str, policy: Policy, layout: Layout, batch: int, chip: str) -> float:
+    return work(tables.shape_of(model), policy, layout, batch, jnp.bfloat16).on(HARDWARE[chip]).seconds
 
 
 def _question(cell: Cell) -> str:

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import rich.table
 from annotated_types import Gt, Lt
 from jaxtyping import Float
-from rich.markup import escape
 
 from dllm_jax.eval.results.record import changed
 from dllm_jax.eval.results.schema import Record
@@ -133,24 +131,3 @@ def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generat
     """Means of `draws` resamples with replacement; computed in chunks to bound memory."""
     chunks = [min(512, draws - start) for start in range(0, draws, 512)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in chunks])
-
-
-def tables(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
-    """Tables of scores, and of costs and settings, for a terminal."""
-    scores = rich.table.Table(title="scores, times 100", title_justify="left")
-    for name in ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval"):
-        scores.add_column(name, justify="left" if name == "task" else "right")
-    for d in comparison.scores:
-        interval = f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
-        values = (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}", interval)
-        scores.add_row(d.group, str(d.count), *map(escape, values))
-    # What they cost, and what may be the reason.
-    other = rich.table.Table(title="per request, and what was set differently", title_justify="left")
-    other.add_column("")
-    for letter, name in zip("AB", names, strict=True):
-        other.add_column(f"{letter} = {escape(name)}", overflow="fold")
-    for name, (x, y) in comparison.costs.items():
-        other.add_row(COSTS[name], f"{x:.4g}", f"{y:.4g}")
-    for name, (x, y) in comparison.settings.items():
-        other.add_row(name, escape(str(x)), escape(str(y)))
-    return [scores, other]

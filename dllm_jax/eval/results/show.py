@@ -1,6 +1,6 @@
 """Records as tables for a terminal, and as heat maps of scores by length and depth."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,37 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-from dllm_jax.eval.results.comparison import bootstrap, interval
+from dllm_jax.eval.results.comparison import COSTS, Comparison, bootstrap, interval
 from dllm_jax.eval.results.schema import Record
 
 CONFIDENCE = 0.95  # of the intervals
 DRAWS = 2000  # of each interval's bootstrap
+
+
+def grid(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
+) -> rich.table.Table:
+    """A table of plain texts: the first column and those of these names are words, the others numbers."""
+    shown = rich.table.Table(title=escape(title), title_justify="left")
+    for i, name in enumerate(columns):
+        left = not i or name in words
+        shown.add_column(escape(name), justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown
+
+
+def compared(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
+    """Tables of scores, and of costs and settings: what they cost, and what may be the reason."""
+    head = ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval")
+    of = lambda d: (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}")
+    ends = lambda d: f"[{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
+    scores = [(d.group, str(d.count), *of(d), ends(d)) for d in comparison.scores]
+    other = [(COSTS[name], *(f"{value:.4g}" for value in pair)) for name, pair in comparison.costs.items()]
+    other += [(name, *map(str, pair)) for name, pair in comparison.settings.items()]
+    columns = ("", *(f"{letter} = {name}" for letter, name in zip("AB", names, strict=True)))
+    title = "per request, and what was set differently"
+    return [grid("scores, times 100", head, scores), grid(title, columns, other, columns)]
 
 
 def table(records: Mapping[str, Record], title: str) -> rich.table.Table:

@@ -40,9 +40,13 @@ class Answering(abc.ABC, Generic[Item]):
     def _shape(self, item: Item) -> Any:
         """What is static in a program; items come in ascending order of it."""
 
+    def _batches(self, pairs: list[tuple[str, Item]]) -> list[list[tuple[str, Item]]]:
+        """Which of the items, in ascending order of shape, are handed to `_answers` together: all."""
+        return [pairs]
+
     @abc.abstractmethod
     def _answers(self, pairs: list[tuple[str, Item]], at_once: int) -> Iterator[list[Entry]]:
-        """The entries of items, given with their hashes, a few at a time as they are there.
+        """The entries of a batch of items, given with their hashes, a few at a time as they are there.
 
         Args:
           pairs: in ascending order of shape.
@@ -84,10 +88,11 @@ class Answering(abc.ABC, Generic[Item]):
             console = rich.console.Console(stderr=True)
             with rich.progress.Progress(console=console, disable=not self.progress, transient=True) as bar:
                 task = bar.add_task(type(self).__name__, total=len(pairs))
-                for entries in self._each(pairs, self.decoding.batch) if pairs else ():
-                    journal.add(entries)
-                    finished(entries)
-                    bar.advance(task, len(entries))
+                for batch in self._batches(pairs):
+                    for entries in self._each(batch, self.decoding.batch):
+                        journal.add(entries)
+                        finished(entries)
+                        bar.advance(task, len(entries))
         except BaseException:
             # A run that ends here adds no more: what goes on from it, in this process even, may.
             journal.close()
@@ -104,10 +109,9 @@ class Answering(abc.ABC, Generic[Item]):
                 yield entries
         except FAILURES as error:
             # One of them may be at fault, or all of them together too much for the device's memory.
-            if len(pairs) == 1 and at_once == 1:
-                yield [failure(key, error) for key in left]
-            for pair in left.items() if len(pairs) > 1 or at_once > 1 else ():
-                yield from self._each([pair], 1)
+            alone = len(pairs) == at_once == 1
+            for pair in left.items():
+                yield from [[failure(pair[0], error)]] if alone else self._each([pair], 1)
 
 
 def failure(key: str, error: Exception) -> Entry:

@@ -56,43 +56,35 @@ class Likelihood(Answering[Pair]):
         """Answer and padded context."""
         return len(item[1]), rounded_up(len(item[0]), self.decoding.bucket)
 
-    def _check(self, context: tuple[int, ...], answer: tuple[int, ...]):
-        """Raises ValueError for a pair with an empty part, or one that is too long."""
-        taken, limit = len(context) + len(answer), self.decoding.max_positions
-        if not context or not answer:
-            raise ValueError(f"context has {len(context)} tokens, answer {len(answer)}; both need one")
-        if limit is not None and taken > limit:
-            raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
+    @override
+    def _batches(self, pairs: list[tuple[str, Pair]]) -> list[list[tuple[str, Pair]]]:
+        # Of one shape each; one that fails takes no other along.
+        alike = [list(group) for _, group in itertools.groupby(pairs, key=lambda pair: self._shape(pair[1]))]
+        size = self.decoding.batch
+        return [each[i : i + size] for each in alike for i in range(0, len(each), size)]
 
     @override
     def _answers(self, pairs: list[tuple[str, Pair]], at_once: int) -> Iterator[list[Entry]]:
-        shapes = itertools.groupby(pairs, key=lambda pair: self._shape(pair[1]))
-        alike = [list(group) for _, group in shapes]
-        chunks = [each[i : i + at_once] for each in alike for i in range(0, len(each), at_once)]
-        if len(chunks) == 1:
-            yield self._answer(chunks[0])
-            return
-        for chunk in chunks:  # one that fails takes no other along
-            yield from self._each(chunk, at_once)
-
-    def _answer(self, chunk: list[tuple[str, Pair]]) -> list[Entry]:
-        """The entries of a batch of one shape; padding is not counted among the positions computed."""
-        for _, pair in chunk:
-            self._check(*pair)
-        start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(chunk[0][1])
-        pairs = [pair for _, pair in chunk]
-        pairs += pairs[:1] * (self.decoding.batch - len(pairs))
-        prompt, mask = padded_together([context for context, _ in pairs], model.spec.eos_id, width)
-        answer = np.asarray([a for _, a in pairs], np.int32)
+        limit = self.decoding.max_positions
+        for _, (context, own) in pairs:
+            if not context or not own:
+                raise ValueError(f"context has {len(context)} tokens, answer {len(own)}; both need one")
+            if limit is not None and (taken := len(context) + len(own)) > limit:
+                raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
+        start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(pairs[0][1])
+        items = [pair for _, pair in pairs]
+        items += items[:1] * (self.decoding.batch - len(items))
+        prompt, mask = padded_together([context for context, _ in items], model.spec.eos_id, width)
+        answer = np.asarray([a for _, a in items], np.int32)
         # Every pair has masks of its own, whatever batch it is in.
-        masks = np.stack([self.masks(pair) for pair in pairs], axis=1)
+        masks = np.stack([self.masks(pair) for pair in items], axis=1)
         nats = log_likelihood(
             model, prompt, answer, prompt_mask=mask, masks=masks, cfg_scale=self.cfg_scale, chunk=self.strata
         )
         # Guidance is a second pass for each draw.
-        forwards = np.full(len(pairs), len(masks) * (2 if self.cfg_scale > 0 else 1))
+        forwards = np.full(len(items), len(masks) * (2 if self.cfg_scale > 0 else 1))
         computed = forwards * (np.asarray(mask).sum(axis=1) + length)
-        greedy = np.zeros(len(pairs), bool)
+        greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if self.greedy_check:
             out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
@@ -100,16 +92,14 @@ class Likelihood(Answering[Pair]):
             forwards = forwards + np.asarray(out.stats.nfe)
             computed = computed + np.asarray(out.stats.computed)
 
-        # Without what fills up the batch.
-        seconds, found = (time.perf_counter() - start) / len(chunk), list[Any]()
+        # Without what fills up the batch; padding is not counted among the positions computed.
+        seconds, found = (time.perf_counter() - start) / len(pairs), list[Any]()
         columns = [np.asarray(column).tolist() for column in (nats, greedy, forwards, computed)]
-        for (key, _), nat, same, n, c in zip(chunk, *columns, strict=False):
+        for (key, _), nat, same, n, c in zip(pairs, *columns, strict=False):
             costs = {"forwards": n, "computed": c, "seconds": seconds} if math.isfinite(nat) else {}
-            answered = (
-                {"answer": [nat, same], "error": None} if costs else {"answer": None, "error": NOT_FINITE}
-            )
-            found.append({"key": key, **answered, **costs})
-        return found
+            answer, error = ([nat, same], None) if costs else (None, NOT_FINITE)
+            found.append({"key": key, "answer": answer, "error": error, **costs})
+        yield found
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """The masks of a pair's draws; they depend on the seed and the pair only."""

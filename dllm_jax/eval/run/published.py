@@ -58,11 +58,8 @@ class Asked(Options):
             known = list(dict.fromkeys(key[i] for key in cells))
             if unknown := [name for name in given if name not in known]:
                 raise ValueError(f"--{kind} {unknown[0]!r} is not in {table.name}: {'; '.join(known)}")
-        tasks, methods = (
-            self.tasks or {task for task, _ in cells},
-            self.methods or {name for _, name in cells},
-        )
-        return {key: cell for key, cell in cells.items() if key[0] in tasks and key[1] in methods}
+        wanted = lambda key: key[0] in (self.tasks or key) and key[1] in (self.methods or key)
+        return {key: cell for key, cell in cells.items() if wanted(key)}
 
     def chosen(self, table: Table, model: str) -> dict[tuple[str, str], Cell]:
         """The cells of a model that are measured, with their exact decoders.
@@ -97,10 +94,10 @@ class Asked(Options):
                     return "set HF_ALLOW_CODE_EVAL=1, without which `evaluate` runs no programs"
             elif self.data is None:
                 return "it needs --data, a folder with LongBench's files"
-            elif absent := [
-                f for f in (f"{one.name}.jsonl", longbench.FILE) if not (self.data / f).is_file()
-            ]:
-                return f"{self.data / absent[0]} does not exist"
+            else:
+                files = (self.data / f"{one.name}.jsonl", self.data / longbench.FILE)
+                if absent := [file for file in files if not file.is_file()]:
+                    return f"{absent[0]} does not exist"
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -135,19 +132,21 @@ class Session:
         """Accuracy with its interval, and costs, of all that a cell averages."""
         scores, entries = list[list[float]](), list[Entry]()
         for benchmark, preset in zip(cell.benchmarks, cell.settings(), strict=True):
-            ask = self._longbench if benchmark.task is None else self._lm_eval
-            own, answers = ask(benchmark, self.runner(preset), cell.shots)
+            runner = self.runner(preset)
+            if benchmark.task is None:
+                own, answers = self._longbench(benchmark.name, runner)
+            else:
+                own, answers = self._lm_eval(benchmark, runner, cell.shots)
             scores.append(own)
             entries += answers
         return {"accuracy": show.estimate(scores), "totals": record.totals(entries)}
 
-    def _longbench(
-        self, benchmark: Benchmark, runner: Runner, _: int | None
-    ) -> tuple[list[float], list[Entry]]:
-        asked, (task,) = self.asked, longbench.tasks_named([benchmark.name])
+    def _longbench(self, name: str, runner: Runner) -> tuple[list[float], list[Entry]]:
+        asked = self.asked
         assert asked.data is not None
         prompts, cut = longbench.Prompts.read(asked.data / longbench.FILE), (asked.truncate_to, asked.limit)
-        requests = longbench.requests(runner, asked.data, prompts, [task], *cut, runner.decoding.length)
+        task = longbench.tasks_named([name])
+        requests = longbench.requests(runner, asked.data, prompts, task, *cut, runner.decoding.length)
         rows = record.scored(requests, entries := runner.run(requests, self.journal))
         return [row["score"] for row in rows], entries
 
@@ -160,10 +159,8 @@ class Session:
 
         # Dream's base model is asked as its authors do: without a chat, behind a beginning of text.
         base = self.model.endswith("base-7b")
-        checkpoint = Checkpoint(self.lm.name)
-        lm = DllmJax.of(
-            Arguments(checkpoint, runner.decoding, add_bos=base, failures="empty"), runner, self.journal
-        )
+        own = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
+        lm = DllmJax.of(own, runner, self.journal)
         found = lm_eval.simple_evaluate(
             lm, tasks=[benchmark.task], num_fewshot=shots, limit=self.asked.limit, task_manager=self.manager,
             apply_chat_template=not base, fewshot_as_multiturn=not base, bootstrap_iters=0,

@@ -22,8 +22,7 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.eval.results.schema import Costs, Decoded, Entry
+from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.vision.processor import Processor
@@ -233,37 +232,32 @@ class Runner(Answering[Request]):
             return failure(key, out)
         if not out.stats.finite[0]:
             return Entry(key=key, answer=None, error=NOT_FINITE)
-        response = out.tokens[:, out.tokens.shape[1] - request.length :]
-        (text,) = self._texts([request], response)
-        return Decoded(key=key, answer=text, error=None, **costs(out.stats, 0, seconds, cold))
+        of = lambda name: getattr(out.stats, name)[0].item()
+        return Decoded(
+            key=key,
+            answer=self._text(request, out.tokens[:, -request.length :]),
+            error=None,
+            forwards=of("nfe"),
+            widened=of("widened"),
+            tokens=of("answer"),
+            tokens_with_eos=of("decoded"),
+            computed=of("computed") + of("widened"),
+            seconds=seconds,
+            cold=cold,
+        )
 
-    def _texts(self, requests: Sequence[Request], responses: np.ndarray) -> list[str]:
-        """The answers in the responses of a batch, Int[b r].
+    def _text(self, request: Request, response: np.ndarray) -> str:
+        """The answer in a response, Int[1 r].
 
-        Those of questions about images go up to where `generate` put their stop; an end of turn in front of
+        That of a question about images goes up to where `generate` put its stop; an end of turn in front of
         it ends none.
         """
-        if requests[0].conversation is None:
-            texts = decode_answers(self.lm.model, self.lm.tokenizer, responses)
-            return [cut(text, request.stop) for text, request in zip(texts, requests, strict=True)]
-        ended = responses == self.lm.model.spec.eos_id
-        lengths = np.where(ended.any(axis=1), ended.argmax(axis=1), responses.shape[1])
-        decode = lambda ids: self.lm.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return [decode(ids[:length]) for ids, length in zip(responses, lengths, strict=True)]
-
-
-def costs(stats: Stats, sequence: int, seconds: float, cold: bool) -> Costs:
-    """Costs of one sequence of several."""
-    of = lambda name: getattr(stats, name)[sequence].item()
-    return {
-        "forwards": of("nfe"),
-        "widened": of("widened"),
-        "tokens": of("answer"),
-        "tokens_with_eos": of("decoded"),
-        "computed": of("computed") + of("widened"),
-        "seconds": seconds,
-        "cold": cold,
-    }
+        if request.conversation is None:
+            (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response)
+            return cut(text, request.stop)
+        ids, end = response[0].tolist(), self.lm.model.spec.eos_id
+        ids = ids[: ids.index(end)] if end in ids else ids
+        return self.lm.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:
