@@ -24,8 +24,8 @@ from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.demo import chatting, show, trains
-from dllm_jax.demo.measure import Row, measure
+from dllm_jax.demo import chatting, trains
+from dllm_jax.demo.measure import Row, measure, table
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
@@ -96,7 +96,7 @@ def demonstration(arguments: Arguments) -> int:
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
             rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **SHAPE)
         title = f"{name}, {arguments.prompts} such questions that it has not seen"
-        console.print(show.table(rows, f"\n{title}, length {SHAPE['length']}, blocks of {SHAPE['block']}"))
+        console.print(table(rows, f"\n{title}, length {SHAPE['length']}, blocks of {SHAPE['block']}"))
         tables.append(_report(name, model, rows))
     device = provenance.device()
     where = f"{device.platform} ({device.kind}), jax {jax.__version__}"

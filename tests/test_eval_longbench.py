@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import needle
 from dllm_jax.eval.benchmarks.longbench import TASKS, Prompts, Sample, metrics, read, truncate
+from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
 

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import needle, synthetic
 from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
+from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.tasks import Recall, asked_pair

@@ -13,8 +13,8 @@ import rich.console
 import tyro
 
 from dllm_jax.eval import __main__ as command
-from dllm_jax.eval import cli
 from dllm_jax.eval.benchmarks import synthetic
+from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.cli.options import part_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import bootstrap, compare

@@ -1,17 +1,23 @@
-"""Answers the same held-out prompts under several policies and samplers, and measures each."""
+"""The demonstration's table: the same held-out prompts under several policies and samplers, each measured."""
 
 import dataclasses
 from typing import Any
 
 import numpy as np
+import rich.box
+import rich.table
+import rich.text
 
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.compare import compare
+from dllm_jax.decoding.watch.grid import COLD, WARM
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Sampler
 from dllm_jax.tasks import Example, exact, prompt_arrays
+
+WIDTH = 12  # of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +83,37 @@ def measure(
         )
         for (policy, sampler), row, rate in zip(grid, found, rates, strict=True)
     ]
+
+
+def table(rows: list[Row], title: str) -> rich.table.Table:
+    """A table with one row per policy and sampler; a bar for what each computes."""
+    shown = rich.table.Table(
+        title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    shown.add_column("policy", no_wrap=True)
+    shown.add_column("sampler", no_wrap=True)
+    for name in ("right", "forwards"):
+        shown.add_column(name, justify="right")
+    shown.add_column("positions computed per token", no_wrap=True)
+    for name in ("tokens/s", "speed-up"):
+        shown.add_column(name, justify="right")
+
+    # Bars are of positions computed, which are the same on every machine; times are not.
+    most = max(row.computed for row in rows)
+    for row in rows:
+        shown.add_row(
+            row.policy.removesuffix("()"),
+            row.sampler.removesuffix("()").replace("threshold=", ""),
+            f"{row.accuracy:.0%}",
+            f"{row.forwards:.1f}",
+            _bar(row.computed / most).append(f" {row.computed:.0f}"),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speed_up:.1f}x",
+        )
+    return shown
+
+
+def _bar(share: float) -> rich.text.Text:
+    """A bar as long as a share of the longest, the colder the shorter."""
+    colour = ",".join(str(int(part)) for part in COLD + share * (WARM - COLD))
+    return rich.text.Text("█" * max(round(share * WIDTH), 1), style=f"rgb({colour})")

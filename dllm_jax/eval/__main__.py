@@ -6,10 +6,14 @@ import sys
 import tyro
 
 from dllm_jax.command_line import plain_errors
-from dllm_jax.eval import cli
+from dllm_jax.eval.cli import commands
+from dllm_jax.eval.cli.reproduce import run_reproduce
+from dllm_jax.eval.cli.tune import run_tune
 
-NAMES = ("tasks", "longbench", "needle", "recall", "images", "tune", "reproduce", "compare", "merge")
-COMMANDS = {name: getattr(cli, f"run_{name}") for name in NAMES}
+EVALUATIONS = ("tasks", "longbench", "needle", "recall", "images")
+COMMANDS = {name: getattr(commands, f"run_{name}") for name in EVALUATIONS}
+COMMANDS |= {"tune": run_tune, "reproduce": run_reproduce}
+COMMANDS |= {"compare": commands.run_compare, "merge": commands.run_merge}
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ from dllm_jax.roofline.predict import MemoryUse as MemoryUse
 from dllm_jax.roofline.predict import Prediction as Prediction
 from dllm_jax.roofline.predict import Work as Work
 from dllm_jax.roofline.predict import work as work
-from dllm_jax.roofline.setting import Assumed as Assumed
 from dllm_jax.roofline.simulation import schedule as schedule
+from dllm_jax.roofline.steps import Assumed as Assumed
 from dllm_jax.roofline.steps import Cost as Cost
 from dllm_jax.roofline.steps import Step as Step
 from dllm_jax.roofline.steps import cost as cost

@@ -13,8 +13,7 @@ from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.request import blocks_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
-from dllm_jax.roofline.setting import Assumed, Setting
-from dllm_jax.roofline.steps import Step
+from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
 from dllm_jax.samplers import Confidence
 from dllm_jax.samplers.transfer import even_schedule

@@ -19,8 +19,7 @@ from dllm_jax.policies.evict_prompt import EvictedPrompt
 from dllm_jax.policies.parts.d2cache_sets import Salience
 from dllm_jax.policies.parts.drift import KeyCosine
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
-from dllm_jax.roofline.setting import Setting
-from dllm_jax.roofline.steps import Step
+from dllm_jax.roofline.steps import Setting, Step
 
 
 @functools.singledispatch

@@ -10,8 +10,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.checkpoint.config import MaskTokenWarning
-from dllm_jax.eval.benchmarks.longbench import metrics
-from dllm_jax.eval.benchmarks.longbench.tasks import TASKS
+from dllm_jax.eval.benchmarks.longbench import TASKS, metrics
 from dllm_jax.samplers.transfer import dream_times
 from dllm_jax.state.inputs import IdleStepsWarning
 from tests.replay import block, d2cache, dkv, dllm_cache, elastic, llada_v, maskkv, of_2026, sparse_dllm

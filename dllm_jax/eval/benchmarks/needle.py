@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.options import NonNegativeInt, Options
 
 RESPONSE = 128  # positions, where no length is given
 Scoring = Literal["rouge", "keyword"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Needle:
+class Needle(Options):
     """What is hidden, how it is asked for, and how answers are scored.
 
     Attributes:
@@ -37,14 +38,11 @@ class Needle:
     question: str
     keyword: str
     template: str
-    buffer: int = 200
+    buffer: NonNegativeInt = 200
     scoring: Scoring = "rouge"
 
     def __post_init__(self):
-        if self.buffer < 0:
-            raise ValueError(f"buffer={self.buffer} must not be negative")
-        if self.scoring not in ("rouge", "keyword"):
-            raise ValueError(f"scoring={self.scoring!r} must be 'rouge' or 'keyword'")
+        super().__post_init__()
         if "{context}" not in self.template:
             raise ValueError(f"template={self.template!r} has no {{context}}")
 

@@ -1,4 +1,4 @@
-"""The evaluations: tasks, LongBench, needle, recall; and the comparison of two of their results."""
+"""The evaluations: tasks, LongBench, needle, recall, images; and the comparison of two of their results."""
 
 import dataclasses
 from pathlib import Path
@@ -7,13 +7,19 @@ from typing import Annotated
 import rich.console
 import tyro
 
+from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.benchmarks import longbench, needle, synthetic
+from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.published.presets import presets
+from dllm_jax.vision.images import Pad
+from dllm_jax.vision.processor import Processor
+from dllm_jax.vision.tower import AT_ONCE
 
 Shared = Annotated[Options, WITHOUT_PREFIX]
 DEFAULTS = Options()
@@ -144,6 +150,64 @@ def run_recall(
     seed = options.decoding.seed
     ask = lambda runner: synthetic.recall(runner, lengths, depths, repeats, seed)
     return options.with_length(synthetic.RECALLED).evaluate("recall", settings, ask, show.heatmap)
+
+
+def run_images(
+    data: Path,
+    options: Shared = DEFAULTS,
+    task: str | None = None,
+    metric: images.Metric | None = None,
+    template: str | None = None,
+    stop: tuple[str, ...] | None = None,
+    behind: str | None = None,
+    limit: int | None = None,
+    drop_first_id: bool = True,
+    newline: bool = False,
+    exif: bool = False,
+    at_once: int = AT_ONCE,
+) -> int:
+    """Questions about images, put and scored as LLaDA-V's evaluation does.
+
+    Args:
+      data: a JSONL file: {"id": "1", "image": "chart.png", "question": "..", "answer": ".."} in each line;
+        image and answer may be lists; a multiple choice has "choices": [..] and letters as answers.
+      options: model and decoding.
+      task: published settings: chartqa, docvqa, infovqa, multiple-choice or word. They are length, block and
+        steps, unless --length is given, and the four options below as far as those are not given. None: the
+        question as it is, exact match, and --length is needed.
+      metric: relaxed (ChartQA), anls (DocVQA), exact, or letter of a choice.
+      template: of the user's text, with {question}, and {choices} where there are any.
+      stop: texts that end an answer.
+      behind: only what stands behind the last of these in an answer counts.
+      limit: only the first questions.
+      drop_first_id: as the released code, leave out the first id behind an image, unlike in training.
+      newline: end each of several images with a newline, as in training; the released evaluation does not.
+      exif: turn images as their EXIF orientation says; the released code does not.
+      at_once: views that the tower takes in one program, which bounds its memory.
+    """
+    # The published way of the task, changed by whatever is given beside it.
+    given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
+    kind = images.ImageTask() if task is None else images.published(task)
+    kind = dataclasses.replace(kind, **{name: value for name, value in given.items() if value is not None})
+    samples = images.read(data)[: check_argument("limit", limit, PositiveInt | None)]
+    # Published blocks and steps are of the published length: another length goes without them.
+    decoding = options.decoding
+    if task is not None and decoding.length is None:
+        recipe = presets.recipe(images.FAMILY, task)
+        names = [name for name in ("length", "block", "steps") if getattr(decoding, name) is None]
+        decoding = dataclasses.replace(decoding, **{name: getattr(recipe, name) for name in names})
+    options = dataclasses.replace(options, decoding=decoding)
+
+    def ready(runner: Runner) -> Runner:
+        own = dict(tokenizer=runner.lm.tokenizer, several=Pad(newline), drop_first_id=drop_first_id)
+        processor = Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
+        return runner.with_images(processor)
+
+    # Whatever of a processor's options changes an answer is in the record.
+    settings = dataclasses.asdict(kind) | {"data_sha256": sha256(data), "limit": limit}
+    settings |= {"drop_first_id": drop_first_id, "newline": newline, "exif": exif}
+    ask = lambda runner: images.requests(runner, kind, samples)
+    return options.evaluate("images", settings, ask, ready=ready)
 
 
 def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple[Path, ...]]) -> int:

@@ -1,4 +1,4 @@
-"""LongBench's data and requests: published templates, cut in the middle, and the chat template's exceptions.
+"""LongBench (arXiv:2308.14508), English tasks: published prompts, truncation, lengths, where answers end.
 
 The data are in a local folder: `<task>.jsonl`, one JSON object per line. The templates are read from the
 benchmark's own file, `dataset2prompt.json` (in `config/` of github.com/THUDM/LongBench), so that they are
@@ -10,7 +10,7 @@ window less 500 to 1000.
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +18,103 @@ from annotated_types import MinLen
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.benchmarks.longbench.tasks import TASKS, LongBenchTask
+from dllm_jax.eval.benchmarks import longbench_metrics as metrics
 from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import Options
 
 FILE = "dataset2prompt.json"
+
+# As published: prompts that are texts to be continued, few-shot examples and code, are no turns of a chat.
+FEW_SHOT = ("trec", "triviaqa", "samsum")
+PLAIN = (*FEW_SHOT, "lcc", "repobench-p")  # their prompts go without the chat template
+
+
+@dataclasses.dataclass(frozen=True)
+class LongBenchTask:
+    """One data set.
+
+    Attributes:
+      name: of the data set and its file.
+      metric: of a prediction and a reference; classification takes the classes too.
+      length: answer tokens at most.
+    """
+
+    name: str
+    metric: Callable[..., float]
+    length: int
+
+    @property
+    def chat(self) -> bool:
+        """The prompt is wrapped in the chat template, if the checkpoint has one."""
+        return self.name not in PLAIN
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer."""
+        # Behind its summary a few-shot model goes on with the next dialogue.
+        return ("\n",) if self.name == "samsum" else ()
+
+    def check(self, references: Sequence[str], classes: Sequence[str]):
+        """Raises ValueError, saying why, if answers to a sample could not be scored."""
+        if self.metric is metrics.classification and not classes:
+            raise ValueError(f"it lacks all_classes, which {self.name} needs")
+        if self.metric is metrics.retrieval:
+            self.score("", references)
+
+    def score(self, prediction: str, references: Sequence[str], classes: Sequence[str] = ()) -> float:
+        """Score of a sample in [0, 1].
+
+        Args:
+          prediction: the answer.
+          references: right answers, of which the best counts.
+          classes: names of all classes, for classification.
+        """
+        # When it is scored, not when it is decoded: the journal keeps the whole answer.
+        if self.name in FEW_SHOT:
+            prediction = metrics.first_line(prediction)
+        metric = self.metric
+        if metric is metrics.classification:
+            metric = functools.partial(metric, classes=classes)
+        return metrics.score(metric, prediction, references)
+
+
+TASKS: dict[str, LongBenchTask] = {
+    task.name: task
+    for task in (
+        # Questions about one document, then about several.
+        LongBenchTask("narrativeqa", metrics.f1, 128),
+        LongBenchTask("qasper", metrics.f1, 128),
+        LongBenchTask("multifieldqa_en", metrics.f1, 64),
+        LongBenchTask("hotpotqa", metrics.f1, 32),
+        LongBenchTask("2wikimqa", metrics.f1, 32),
+        LongBenchTask("musique", metrics.f1, 32),
+        # Summaries.
+        LongBenchTask("gov_report", metrics.rouge_l, 512),
+        LongBenchTask("qmsum", metrics.rouge_l, 512),
+        LongBenchTask("multi_news", metrics.rouge_l, 512),
+        # Few-shot tasks, synthetic ones, and code.
+        LongBenchTask("trec", metrics.classification, 64),
+        LongBenchTask("triviaqa", metrics.f1, 32),
+        LongBenchTask("samsum", metrics.rouge_l, 128),
+        LongBenchTask("passage_count", metrics.count, 32),
+        LongBenchTask("passage_retrieval_en", metrics.retrieval, 32),
+        LongBenchTask("lcc", metrics.edit_similarity, 64),
+        LongBenchTask("repobench-p", metrics.edit_similarity, 64),
+    )
+}
+
+
+def tasks_named(names: Sequence[str]) -> list[LongBenchTask]:
+    """The tasks of these names, or all of them if there are none.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not among LongBench's English tasks: {', '.join(TASKS)}")
+    return [TASKS[name] for name in names] or list(TASKS.values())
 
 
 @dataclasses.dataclass(frozen=True)

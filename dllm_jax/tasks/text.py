@@ -1,0 +1,135 @@
+"""Small tasks in text: a chained look-up, classification by examples, letters in order."""
+
+import dataclasses
+import math
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Interval
+from typing_extensions import override
+
+from dllm_jax.options import NonNegativeInt
+from dllm_jax.tasks.base import DIGITS, LETTERS, ChecksumSplit, Example
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(ChecksumSplit):
+    """A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `b>c;c>T;T>b;...`, step after step.
+
+    The size is the number of steps, of four characters each.
+
+    The pairs are a ring of `letters` letters in shuffled order, so every letter has one successor, and each
+    step of the answer needs the one before. A prompt has 4 letters + 6 values + 2 characters.
+
+    Attributes:
+      letters: of the ring.
+      values: pairs of another kind, `T=407;`, between those of the ring; no step needs them, so that a cache
+        may drop them.
+    """
+
+    letters: Annotated[int, Interval(ge=2, le=len(LETTERS))] = 16
+    values: Annotated[int, Interval(ge=0, le=len(LETTERS))] = 0
+
+    name = "chain"
+
+    def answer_length(self, size: int) -> int:
+        """Number of characters in an answer."""
+        return 4 * size
+
+    @property
+    @override
+    def _sizes(self) -> tuple[int, float, str]:
+        return 1, self.letters, "the letters of the ring"
+
+    @override
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws a ring and asks for the `size` steps from one of them on."""
+        # Every letter has one successor, and one of them begins; the pairs say so in shuffled order.
+        ring = [LETTERS[i] for i in rng.choice(len(LETTERS), self.letters, replace=False)]
+        pairs = [f"{ring[i - 1]}>{ring[i]};" for i in rng.permutation(self.letters)]
+        # Distractors that no step of the walk needs, mixed in among the pairs.
+        if self.values:
+            keys = [LETTERS[i] for i in rng.choice(len(LETTERS), self.values, replace=False)]
+            pairs += [f"{key}={rng.integers(1000):03};" for key in keys]
+            pairs = [pairs[i] for i in rng.permutation(len(pairs))]
+        # The derivation: each step begins with the letter at which the one before ended.
+        steps = [f"{ring[i]}>{ring[(i + 1) % self.letters]};" for i in range(size)]
+        return Example(f"{''.join(pairs)}{ring[0]}>", "".join(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class FewShot(ChecksumSplit):
+    """Classification by examples: `bz:3;Tk:8;bX:3;...;bq:` is answered with `3`.
+
+    The size is the number of examples of each kind.
+
+    An item is two letters: the first decides its class, the second means nothing. Each prompt has its own
+    kinds and classes. Some examples of a kind carry a wrong class, so the answer is what most examples of
+    the kind say. A prompt has 5 kinds size + 3 characters.
+
+    Attributes:
+      kinds: different first letters in a prompt; their classes are distinct.
+      wrong: examples of each kind with a wrong class; fewer than half.
+    """
+
+    kinds: Annotated[int, Interval(ge=2, lt=len(DIGITS))] = 4
+    wrong: NonNegativeInt = 1
+
+    name = "few-shot"
+
+    def answer_length(self, size: int) -> int:
+        """Number of characters in an answer, whatever the size."""
+        return 1
+
+    @property
+    @override
+    def _sizes(self) -> tuple[int, float, str]:
+        return 2 * self.wrong + 1, math.inf, f"above twice wrong={self.wrong}"
+
+    @override
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws `size` examples of each kind, in random order, and a new item of one of them."""
+        # A first letter decides the class of an item; kinds and their classes are new in every prompt.
+        kinds = [LETTERS[i] for i in rng.choice(len(LETTERS), self.kinds, replace=False)]
+        classes = rng.choice(len(DIGITS), self.kinds, replace=False)
+        items = []
+        for kind, right in zip(kinds, classes, strict=True):
+            # Wrong classes are any but the right one, and outvoted by it within their kind.
+            wrong = (right + rng.integers(1, len(DIGITS), size=self.wrong)) % len(DIGITS)
+            shown = [*wrong, *[right] * (size - self.wrong)]
+            items += [f"{kind}{LETTERS[rng.integers(len(LETTERS))]}:{DIGITS[i]};" for i in shown]
+        # The question is one more item of a kind, whose second letter means nothing.
+        asked = int(rng.integers(self.kinds))
+        question = f"{kinds[asked]}{LETTERS[rng.integers(len(LETTERS))]}:"
+        return Example(
+            "".join(items[i] for i in rng.permutation(len(items))) + question, DIGITS[classes[asked]]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorting(ChecksumSplit):
+    """Different letters in order, small ones before capitals: `qTbz>` is answered with `bqzT`.
+
+    The size is their number.
+
+    Each place of the answer depends on the whole prompt. A prompt has size + 1 characters.
+    """
+
+    name = "sorting"
+
+    def answer_length(self, size: int) -> int:
+        """Number of characters in an answer."""
+        return size
+
+    @property
+    @override
+    def _sizes(self) -> tuple[int, float, str]:
+        return 2, len(LETTERS), "the number of letters"
+
+    @override
+    def _draw(self, rng: np.random.Generator, size: int) -> Example:
+        """Draws different letters."""
+        # The alphabet of `LETTERS` is in order itself, so that places can be sorted instead of letters.
+        drawn = rng.choice(len(LETTERS), size, replace=False)
+        letters = lambda order: "".join(LETTERS[i] for i in order)
+        return Example(f"{letters(drawn)}>", letters(sorted(drawn)))
