@@ -128,7 +128,7 @@ def _report(name: str, model: Model, rows: list[Row]) -> dict:
         "dtype": str(model.dtype),
         "task": f"chain of {STEPS} look-ups",
         **SHAPE,
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": rows,
     }
 
 

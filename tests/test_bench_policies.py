@@ -25,9 +25,8 @@ from bench.policies.grid import (
     calibrated,
     setting_of,
 )
-from bench.policies.workloads import ASKED, Workload, workloads
+from bench.policies.workloads import ASKED, workloads
 from dllm_jax import samplers, tasks
-from tests.models import random_tokens, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 GRIDS = {"short": (*SHORT, *SHORT_EVICTION), "long": (*LONG, *LONG_EVICTION)}
@@ -195,15 +194,3 @@ def test_of_long_responses_the_beginning_counts():
     assert workload.scores(right)["accuracy"] == 1
     assert workload.scores(wrong)["accuracy"] == 0.5
     assert dataclasses.replace(workload, beginning=False).scores(right)["accuracy"] == 0
-
-
-def test_every_chunk_is_decoded_with_its_own_images():
-    """One position of each prompt is embedded: the model must see that row, and not another prompt's."""
-    model, spec = tiny("llada"), tiny("llada").spec
-    prompt = np.array(random_tokens(spec, 4, 6))
-    prompt[:, 2] = dj.EMBEDDED
-    embeds = np.array(jax.random.normal(jax.random.key(1), (4, 6, spec.width)), np.float32) * 3
-    workload = Workload("tiny", model, prompt, 4, 2, 2, (EXACT,), (), None, "", embeds)
-    parts = [workload.run(EXACT, prompts).tokens for prompts in workload.chunks()]
-    want = dj.generate(model, prompt, prompt_embeds=embeds, length=4, block=2).tokens
-    np.testing.assert_array_equal(np.concatenate(parts), want)

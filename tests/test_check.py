@@ -195,6 +195,14 @@ def test_versions_that_do_not_go_together(monkeypatch):
     assert "jax runs on the CPU" in next(iter(environment.mismatches({}, "cpu", None)))
 
 
+GEOMETRY = speed.Geometry((16,), (1,), 8, 4)
+
+
+def measured(cases: list[speed.Case], roof: Hardware = ROOF, seconds: float = 600) -> list[Finding]:
+    until = time.monotonic() + seconds
+    return list(speed.findings(spec("llada"), "float32", roof, GEOMETRY, cases, None, until))
+
+
 def test_a_device_without_memory_turns_the_verdict():
     tiny = spec("llada")
     right = {f.name: f.right for f in environment.findings(tiny, ROOF)}
@@ -204,28 +212,26 @@ def test_a_device_without_memory_turns_the_verdict():
     assert {f.name: f.right for f in environment.findings(tiny, small)}["memory"] is False
     # Of speed it is no fault, and the next case is measured.
     cases = [speed.Case(dj.policies.Policy(), 16, 1), speed.Case(dj.policies.DualCache(), 16, 1)]
-    geometry = speed.Geometry((16,), (1,), 8, 4)
-    found = list(speed.findings(tiny, "float32", small, geometry, cases, None, time.monotonic() + 600))
+    found = measured(cases, small)
     assert [f.right for f in found] == [None, None]
     assert all("out of memory" in f.text for f in found)
 
 
 def test_speed_says_what_it_measured_and_what_it_left_out():
-    tiny, geometry = spec("llada"), speed.Geometry((16,), (1, 2), 8, 4)
     cases = [speed.Case(dj.policies.DualCache(), 16, 1, "int8")]
-    (found,) = speed.findings(tiny, "float32", ROOF, geometry, cases, None, time.monotonic() + 600)
+    (found,) = measured(cases)
     data = found.data
     assert set(data["steps"]) == {"full", "partial"}
     assert data["share"] == data["steps"]["partial"]["share"] > 0
     assert data["tokens_per_s"] == pytest.approx(8 / data["seconds"]["median"])
     assert data["program_bytes"] > 0
-    model = dj.abstract(tiny)
-    asked = speed.request(model, cases[0], geometry)
+    model = dj.abstract(spec("llada"))
+    asked = speed.request(model, cases[0], GEOMETRY)
     bytes_of = lambda case: speed._predicted(model, case, asked).memory.weights
     assert bytes_of(cases[0]._replace(weights=None)) == model.dtype.itemsize * bytes_of(cases[0])
     every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False)
     assert len(set(every)) == len(every)
-    (late,) = speed.findings(tiny, "float32", ROOF, geometry, every, None, time.monotonic() - 1)
+    (late,) = measured(every, seconds=-1)
     assert late.text.startswith(f"no time for {len(every)} of {len(every)}: (Policy, prompt 1024, batch 1)")
 
 
@@ -259,15 +265,15 @@ def test_tokens_of_a_device_are_compared_with_another():
 
 
 def test_meshes_of_all_devices(monkeypatch):
-    tiny, geometry = spec("llada", heads=8, kv_heads=8, vocab=64), speed.Geometry((16,), (1,), 8, 4)
+    tiny = spec("llada", heads=8, kv_heads=8, vocab=64)
     if not EXHAUSTIVE:
         monkeypatch.setattr(several, "_time", lambda *arguments: timing.Time.of([1.0]))
-    found = list(several.findings(tiny, "float32", geometry, ("tp",)))
+    found = list(several.findings(tiny, "float32", GEOMETRY, ("tp",)))
     assert [f.name for f in found] == ["one of 8, time", "tp=8, tokens", "tp=8, time"]
     assert [f.right for f in found] == [None, True, None]
     monkeypatch.setattr(several, "_tokens", lambda mesh: np.array([mesh is None]))
     monkeypatch.setattr(several, "_time", lambda *arguments: timing.Time.of([1.0]))
-    named = {f.name: f for f in several.findings(tiny, "float32", geometry)}
+    named = {f.name: f for f in several.findings(tiny, "float32", GEOMETRY)}
     assert {named[f"{axis}=8, tokens"].right for axis in ("tp", "dp")} == {False}
     assert "1.00 times as fast as one" in named["dp=8, time"].text
 

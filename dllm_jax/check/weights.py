@@ -41,10 +41,8 @@ def random_model(
     for (path, leaf), key in zip(paths, keys, strict=True):
         stack = stacked and path[0].key == "layers"
         array = _leaf(path[-1].key, leaf, key, gain, stack)
-        layers = (
-            [jax.tree.map(lambda a, i=i: a[i], array) for i in range(spec.layers)] if apart and stack else ()
-        )
-        leaves.append(list(layers) if layers else array)
+        each = lambda i, array=array: jax.tree.map(lambda a: a[i], array)
+        leaves.append([each(i) for i in range(spec.layers)] if apart and stack else array)
     params = jax.tree.unflatten(tree, leaves)
     if apart:
         layers = params["layers"]

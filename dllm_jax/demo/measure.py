@@ -1,6 +1,5 @@
 """The demonstration's table: the same held-out prompts under several policies and samplers, each measured."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,7 @@ from dllm_jax.tasks import Example, exact, prompt_arrays
 WIDTH = 12  # of the longest bar
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of the demonstration's table.
-
-    Attributes:
-      policy: its constructor call.
-      sampler: its constructor call.
-      accuracy: fraction of exactly right answers.
-      forwards: network passes per prompt.
-      computed: positions that pass through the network per answer token (tokens before end-of-text).
-      tokens_per_second: answer tokens of the batch over the median time of a run, compilation excluded.
-      speed_up: tokens per second relative to the first row's.
-      compile_seconds: time of tracing and compiling.
-    """
-
-    policy: str
-    sampler: str
-    accuracy: float
-    forwards: float
-    computed: float
-    tokens_per_second: float
-    speed_up: float
-    compile_seconds: float
+Row = dict[str, Any]  # of the table, see `measure`
 
 
 def measure(
@@ -54,6 +31,11 @@ def measure(
     **options: Any,
 ) -> list[Row]:
     """Measures each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
+
+    A row has the constructor calls of `policy` and `sampler`; `accuracy`, the fraction of exactly right
+    answers; `forwards`, network passes per prompt; `computed`, positions that pass through the network per
+    answer token (before end-of-text); `tokens_per_second`, answer tokens of the batch over the median time
+    of a run, compilation excluded; `speed_up` over the first row; `compile_seconds` of tracing and compiling.
 
     Args:
       model: the model.
@@ -71,7 +53,7 @@ def measure(
     # Tokens before the end alone: a policy that writes more behind it is not faster.
     rates = [float(np.sum(row.output.stats.answer)) / row.seconds for row in found]
     return [
-        Row(
+        dict(
             policy=repr(policy),
             sampler=call(sampler, always=("threshold",)),
             accuracy=float(np.mean(exact(texts(row), questions))),
@@ -99,16 +81,16 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
         shown.add_column(name, justify="right")
 
     # Bars are of positions computed, which are the same on every machine; times are not.
-    most = max(row.computed for row in rows)
+    most = max(row["computed"] for row in rows)
     for row in rows:
         shown.add_row(
-            row.policy.removesuffix("()"),
-            row.sampler.removesuffix("()").replace("threshold=", ""),
-            f"{row.accuracy:.0%}",
-            f"{row.forwards:.1f}",
-            _bar(row.computed / most).append(f" {row.computed:.0f}"),
-            f"{row.tokens_per_second:.0f}",
-            f"{row.speed_up:.1f}x",
+            row["policy"].removesuffix("()"),
+            row["sampler"].removesuffix("()").replace("threshold=", ""),
+            f"{row['accuracy']:.0%}",
+            f"{row['forwards']:.1f}",
+            _bar(row["computed"] / most).append(f" {row['computed']:.0f}"),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speed_up']:.1f}x",
         )
     return shown
 

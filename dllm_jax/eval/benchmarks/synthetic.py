@@ -57,15 +57,9 @@ def recall(
 
     A group per prompt length; arguments as in `grid`.
     """
+    size = runner.decoding.length or RECALLED
     return [
-        request(
-            runner,
-            f"{depth:g} % #{i % repeats}",
-            example,
-            f"{length} tokens",
-            runner.decoding.length or RECALLED,
-            (length, depth),
-        )
+        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", size, (length, depth))
         for i, (length, depth, example) in enumerate(grid(lengths, depths, repeats, seed))
     ]
 

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.answering import Answering
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
@@ -47,8 +48,7 @@ class DllmJax(TemplateLM):
         super().__init__()
         self.arguments, self.runner, self.journal = arguments, runner, journal
         self.lm, self.tokenizer = runner.lm, runner.lm.tokenizer
-        self.answers: list[Entry] = []
-        self.likelihoods: list[Entry] = []
+        self.entries: dict[str, list[Entry]] = {"generate_until": [], "loglikelihood": []}
 
         # lm_eval divides requests by rank: all of them are this process's.
         self._rank, self._world_size = 0, 1
@@ -92,15 +92,11 @@ class DllmJax(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Provenance and costs, for lm_eval's result."""
-        return {
-            "dllm_jax": {
-                **record.provenance(self.runner),
-                "totals": {
-                    "generate_until": record.totals(self.answers),
-                    "loglikelihood": record.cost_totals(self.likelihoods),
-                },
-            }
+        totals = {
+            "generate_until": record.totals(self.entries["generate_until"]),
+            "loglikelihood": record.cost_totals(self.entries["loglikelihood"]),
         }
+        return {"dllm_jax": {**record.provenance(self.runner), "totals": totals}}
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
@@ -115,39 +111,43 @@ class DllmJax(TemplateLM):
         # What does not fit any request's length is the user's mistake, not the request's failure.
         for length in sorted({prompt.length for prompt in prompts}):
             runner.decoding.at(length)  # refused before anything is decoded
-        keys, args = [runner.key(prompt) for prompt in prompts], [request.args for request in requests]
-        entries = runner.run(prompts, self.journal, finished=self._caching("generate_until", keys, args))
-        self.answers += entries
-        self._report_failures(entries, "empty answers")
+        args = [request.args for request in requests]
+        entries = self._run("generate_until", runner, prompts, args, "empty answers")
         return [entry["answer"] or "" for entry in entries]
 
-    def _caching(self, kind: str, keys: list[str], args: list[Any]) -> Callable[[list[Entry]], None]:
-        """What passes each finished batch to lm_eval's cache of requests, in which failures have no place.
+    def _run(
+        self, kind: str, answering: Answering[Any], items: list[Any], args: list[Any], instead: str
+    ) -> list[Entry]:
+        """The entries of items; each finished batch goes to lm_eval's cache, in which failures have no place.
 
-        Several requests, whose arguments are the cache's key, may share a hash.
+        Args:
+          kind: of request, as lm_eval calls it.
+          answering: answers the items.
+          items: of lm_eval's requests.
+          args: of each request, the cache's key; several may share a hash.
+          instead: what failures are scored as.
         """
         # The cache takes an answer per request, the journal one per hash.
         asked: dict[str, list[Any]] = {}
-        for key, known in zip(keys, args, strict=True):
-            asked.setdefault(key, []).append(known)
+        for item, known in zip(items, args, strict=True):
+            asked.setdefault(answering.key(item), []).append(known)
 
         def add(entries: list[Entry]):
             for entry in (entry for entry in entries if entry["error"] is None):
                 answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
+                found = tuple(answer) if isinstance(answer, list) else answer
                 for known in asked[entry["key"]]:
-                    found = tuple(answer) if isinstance(answer, list) else answer
                     self.cache_hook.add_partial(kind, known, found)
 
-        return add
-
-    def _report_failures(self, entries: list[Entry], instead: str):
-        """Raises or logs if any request failed, according to `failures`."""
+        entries = answering.run(items, self.journal, add)
+        self.entries[kind] += entries
         failed = [entry["error"] for entry in entries if entry["error"] is not None]
         if failed:
             message = f"{len(failed)} of {len(entries)} requests failed, the first with {failed[0]}"
             if self.arguments.failures == "raise":
                 raise RuntimeError(f"{message}; failures=empty scores them as {instead}")
             LOG.error("%s; they are scored as %s", message, instead)
+        return entries
 
     def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
         length = self.runner.decoding.length or task.get("max_gen_toks") or DEFAULT_LENGTH
@@ -177,16 +177,10 @@ class DllmJax(TemplateLM):
         sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
         progress, check = not disable_tqdm, arguments.greedy_check
         scorer = Likelihood(self.lm, arguments.decoding, progress, *sampling, check)
-        # Entries are found by hash in the journal, by arguments in lm_eval's cache: both are told.
         pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
-        keys, args = [scorer.key(pair) for pair in pairs], [text for text, *_ in requests]
-        finished = self._caching("loglikelihood", keys, args)
-        entries = scorer.run(pairs, self.journal, finished)
-        self.likelihoods += entries
-        self._report_failures(entries, "impossible answers")
-        return [
-            (-math.inf, False) if e["answer"] is None else (e["answer"][0], e["answer"][1]) for e in entries
-        ]
+        args = [text for text, *_ in requests]
+        entries = self._run("loglikelihood", scorer, pairs, args, "impossible answers")
+        return [(nats, greedy) for nats, greedy in (e["answer"] or (-math.inf, False) for e in entries)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Refused.

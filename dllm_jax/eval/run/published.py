@@ -168,7 +168,7 @@ class Session:
         )  # fmt: skip
         metric, kind = benchmark.score.rsplit(",", 1)
         samples = [one for task in found["samples"].values() for one in task if one["filter"] == kind]
-        return [float(one[metric]) for one in samples], lm.answers
+        return [float(one[metric]) for one in samples], lm.entries["generate_until"]
 
 
 def manager_of(asked: Asked, tasks: tuple[str, ...]) -> Any:

@@ -115,15 +115,9 @@ class Search(Options):
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
-        requests = [
-            Request(
-                f"{i}",
-                prompt_ids(lm.tokenizer, q.prompt),
-                exact.length or 0,
-                score=functools.partial(score, q),
-            )
-            for i, q in enumerate(asked)
-        ]
+        ids = [prompt_ids(lm.tokenizer, question.prompt) for question in asked]
+        of = lambda i: Request(f"{i}", ids[i], exact.length or 0, score=functools.partial(score, asked[i]))
+        requests = [of(i) for i in range(len(asked))]
         # Questions are asked in an order of their own: lists often begin with those of one kind.
         random.Random(exact.seed).shuffle(requests)
         # What a model refuses is found out before anything is compiled.
@@ -138,8 +132,8 @@ class Search(Options):
         }
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
             rows = self.walk(requests, runners, objective, journal)
-        unit, within, confidence = objective.unit, self.accuracy_within, self.confidence
-        return Tuned(rows, lm.name, exact.length or 0, unit, within, confidence)
+        within, confidence = self.accuracy_within, self.confidence
+        return Tuned(rows, lm.name, exact.length or 0, objective.unit, within, confidence)
 
     def walk(
         self,
@@ -179,9 +173,8 @@ class Search(Options):
                 costs[setting] = _cost(objective, setting, answers)
             # Every setting is compared with the exact decoder and every rival, in every round: what may go
             # wrong is shared among all these one-sided bounds (Bonferroni).
-            verdicts = self.verdicts(
-                {setting: answers[setting] for setting in active}, costs, len(rounds) * len(others) ** 2
-            )
+            bounds = len(rounds) * len(others) ** 2
+            verdicts = self.verdicts({setting: answers[setting] for setting in active}, costs, bounds)
             dropped |= verdicts
             console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
 

@@ -131,15 +131,16 @@ class Tuned:
 
     def described(self) -> dict[str, Any]:
         """All of it as JSON values; policies and samplers as constructor calls."""
-        head = ("length", "unit", "accuracy_within", "confidence")
-        rows = [{**vars(row.setting), **vars(row)} for row in self.rows]
+        plain = lambda value: value._asdict() if isinstance(value, Estimate) else value
+        text = lambda value: call(value) if dataclasses.is_dataclass(value) else plain(value)
+        rows = [
+            vars(row.setting) | {n: v for n, v in vars(row).items() if n != "setting"} for row in self.rows
+        ]
         return {
-            **{name: getattr(self, name) for name in head},
+            **{name: getattr(self, name) for name in ("length", "unit", "accuracy_within", "confidence")},
             "chosen": self.rows.index(self.chosen),
             "front": [self.rows.index(row) for row in self.front],
-            "rows": [
-                {name: _plain(value) for name, value in row.items() if name != "setting"} for row in rows
-            ],
+            "rows": [{name: text(value) for name, value in row.items()} for row in rows],
         }
 
     def table(self) -> rich.table.Table:
@@ -192,13 +193,6 @@ class Tuned:
         axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=self.model)
         figure.legend(loc="outside right upper", fontsize=8)
         return figure
-
-
-def _plain(value: Any) -> Any:
-    """A field of a row or its setting as a JSON value."""
-    if isinstance(value, Estimate):
-        return value._asdict()
-    return call(value) if dataclasses.is_dataclass(value) else value
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
