@@ -20,11 +20,16 @@ def examples(page: str) -> list[str]:
 
 
 def run_page(page: str, words: dict[str, str] | None = None, names: dict | None = None) -> dict:
-    """Runs the blocks of a page, from top to bottom as a reader does; returns the names that there are then.
+    """Runs the blocks of a page, see `run_blocks`."""
+    return run_blocks(examples(page), words, names)
+
+
+def run_blocks(blocks: list[str], words: dict[str, str] | None = None, names: dict | None = None) -> dict:
+    """Runs blocks from top to bottom as a reader does; returns the names that there are then.
 
     `words` of the text that others replace must be there; `names` are what the page takes for granted.
     """
-    text, names = "\x00".join(examples(page)), {} if names is None else names
+    text, names = "\x00".join(blocks), {} if names is None else names
     for old, new in (words or {}).items():
         assert old in text, old
         text = text.replace(old, new)

@@ -170,6 +170,11 @@ def lm():
     return Checkpoint("tiny-llada").open()
 
 
+@pytest.fixture
+def tokenizer(lm):
+    return lm.tokenizer
+
+
 @pytest.fixture(scope="session")
 def llada_v_path(tmp_path_factory):
     """A random checkpoint with a vision tower; nobody writes there."""

@@ -17,7 +17,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import testing
 from dllm_jax.testing import checks
-from tests import DOCS, examples, run_page
+from tests import DOCS, examples, run_blocks, run_page
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 from tests.models import FAMILIES
@@ -132,10 +132,7 @@ def test_the_example_of_training_runs(tmp_path, monkeypatch):
 
 def test_the_example_of_several_devices_runs(tmp_path):
     path = write_hf(tmp_path / "hf", tiny_spec(mask_id=60))
-    block, _ = examples("how-to/scaling.md")
-    for old, new in {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4", "=32": "=2"}.items():
-        assert old in block, old
-        block = block.replace(old, new)
-    namespace = {"prompts": np.arange(12).reshape(4, 3)}
-    exec(block, namespace)
+    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4", "=32": "=2"}
+    names = {"prompts": np.arange(12).reshape(4, 3)}
+    namespace = run_blocks(examples("how-to/scaling.md")[:1], words, names)
     assert namespace["out"].tokens.sharding.spec[0] == "dp"

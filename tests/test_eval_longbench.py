@@ -20,11 +20,6 @@ TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_re
 ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}
 
 
-@pytest.fixture
-def tokenizer(lm):
-    return lm.tokenizer
-
-
 def write(path, *rows):
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n")

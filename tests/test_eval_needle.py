@@ -18,11 +18,6 @@ SHORT = Decoding(length=4, block=2)
 STAR = Needle("*", "Where?", "star", "<{context}> {question}", buffer=4)
 
 
-@pytest.fixture
-def tokenizer(lm):
-    return lm.tokenizer
-
-
 def test_the_needle_lies_at_its_depth_and_the_prompt_has_the_length_asked_for(tokenizer):
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     for depth, text in ((0, "*abcabc"), (50, "abc*abc"), (84, "abcab*c"), (100, "abcabc*")):

@@ -62,7 +62,7 @@ def test_the_tables_are_whole_and_hold_what_is_printed():
 def test_a_row_has_a_number_for_each_task():
     text = tables.FILE.read_text().replace('"Un-Shift" = "71.78 76.34"', '"Un-Shift" = "71.78"')
     with pytest.raises(ValueError, match=r"Un-Shift: 1 numbers for 2 tasks: '71\.78'"):
-        tables.parse(text, "dkv-cache/4")
+        tables.table("dkv-cache/4", text)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare
 from dllm_jax.demo import trains
+from tests import run_blocks
 from tests.checkpoints import tiny as small
 from tests.checkpoints import write_hf
 from tests.models import tiny
@@ -29,16 +30,12 @@ def test_the_eight_lines_print_what_the_text_says(capsys):
 
 def test_the_example_with_weights_runs_on_a_mesh(tmp_path):
     """With a tiny checkpoint and fewer devices; its preset is prepared, not run."""
-    block = next(block for block in BLOCKS if "make_mesh" in block)
-    for old, new in {
+    words = {
         '"GSAI-ML/LLaDA-8B-Instruct"': repr(str(write_hf(tmp_path / "hf", small(mask_id=60, vocab=64)))),
         "(8,)": "(2,)",
         "dj.generate(model": "prepare(model",
-    }.items():
-        assert old in block, old
-        block = block.replace(old, new)
-    namespace = {"prepare": prepare}
-    exec(block, namespace)
+    }
+    namespace = run_blocks([b for b in BLOCKS if "make_mesh" in b], words, {"prepare": prepare})
     assert namespace["out"].plan.layout.length == 3 + 256
     assert namespace["model"].dtype == np.dtype("bfloat16")
 
@@ -52,9 +49,7 @@ def test_every_page_with_an_example_is_run_by_a_test():
 
 
 def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():
-    namespace = {}
-    exec(next(block for block in BLOCKS if "class Recent" in block), namespace)
-    recent = namespace["Recent"]
+    recent = run_blocks([block for block in BLOCKS if "class Recent" in block])["Recent"]
     model = tiny("dream")
     prompt = np.arange(10)[None]
     run = lambda policy: dj.generate(model, prompt, length=8, block=4, policy=policy, trace=True)

@@ -78,8 +78,8 @@ class HeldOutPrompts:
                 return f"{self.size} examples of each of {kinds} kinds"
             case tasks.Recall(asked=asked):
                 return f"{asked} of {self.size} pairs"
-            case tasks.ReadNumbers(asked=asked):
-                return f"{asked} of {self.size} numbers"
+            case tasks.ReadNumbers():
+                return f"1 of {self.size} numbers"
             case _:
                 return f"{self.size} letters"
 

@@ -128,20 +128,19 @@ def names() -> list[str]:
     return list(tomllib.loads(FILE.read_text(encoding="utf-8"))["tables"])
 
 
-def table(name: str) -> Table:
+def table(name: str, text: str | None = None) -> Table:
     """Looks up a table, such as "dkv-cache/1".
 
+    Args:
+      name: of the table.
+      text: of the form that `tables.toml` describes; None: that file's.
+
     Raises:
-      ValueError: there is no such table.
+      ValueError: there is no such table, or a row has not one number for each task.
     """
     if name in SETTINGS_ONLY:
         raise ValueError(f"{name} {SETTINGS_ONLY[name]}")
-    return parse(FILE.read_text(encoding="utf-8"), name)
-
-
-def parse(text: str, name: str) -> Table:
-    """Looks up a table in a text of the form that `tables.toml` describes; raises as `table` and `of` do."""
-    content = tomllib.loads(text)
+    content = tomllib.loads(FILE.read_text(encoding="utf-8") if text is None else text)
     if name not in content["tables"]:
         raise ValueError(f"{name!r} is not among the tables: {', '.join(content['tables'])}")
     return of(content["tables"][name], content["benchmarks"], name)

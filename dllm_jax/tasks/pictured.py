@@ -69,32 +69,29 @@ class ReadNumbers(ChecksumSplit):
 
     Numbers have colours of their own, which questions call by their initials, and each stands in a row of
     cells of its own. A decoder has to find the asked one among all, and to read its digits from as many image
-    tokens. Several are asked for by a form, which the answer fills in: `r=???;b=???;` is answered with
-    `r=407;b=211;`.
+    tokens.
 
     Attributes:
       colours: how many different colours occur.
       digits: length of a number.
-      asked: how many of the numbers are asked for.
       scattered: numbers begin anywhere in their row; otherwise all in one column, which tells their digits
         apart by column.
     """
 
     colours: Annotated[int, Interval(ge=1, le=len(COLOURS))] = len(COLOURS)
     digits: Annotated[int, Interval(ge=1, le=CELLS)] = 3
-    asked: Annotated[int, Interval(ge=1, le=len(COLOURS))] = 1
     scattered: bool = False
 
     name = "read"
 
     def answer_length(self, size: int) -> int:
         """Number of characters in an answer, whatever the size."""
-        return self.digits if self.asked == 1 else self.asked * (self.digits + 3)
+        return self.digits
 
     @property
     @override
     def _sizes(self) -> tuple[int, float, str]:
-        return self.asked, self.colours, "from what is asked for to the number of colours"
+        return 1, self.colours, "the number of colours"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
@@ -108,10 +105,4 @@ class ReadNumbers(ChecksumSplit):
             room = CELLS - self.digits
             first = int(rng.integers(room + 1)) if self.scattered else room // 2
             marks += [(digit, colour, row, first + i) for i, digit in enumerate(number)]
-        image = picture(rng, marks)
-        if self.asked == 1:
-            return Example(f"value {colours[0][0]}", numbers[0], image)
-        # Several: the form of `Recall`, with initials of colours as keys.
-        form = "".join(f"{colour[0]}={'?' * self.digits};" for colour in colours[: self.asked])
-        pairs = zip(colours[: self.asked], numbers, strict=False)
-        return Example(form, "".join(f"{colour[0]}={number};" for colour, number in pairs), image)
+        return Example(f"value {colours[0][0]}", numbers[0], picture(rng, marks))

@@ -107,10 +107,13 @@ class Journal:
                 value = json.loads(line)
             if number == 1:
                 self._check_origin(value)
-            elif not _is_entry(value):
-                reason = "not an entry of a journal, an object with key, answer and error"
-                raise ValueError(f"{self.path}:{number}: {reason}")
             else:
+                # An entry, as far as resuming reads it.
+                kinds = {"key": str, "answer": object, "error": str | None}
+                given = value if isinstance(value, dict) else {}
+                if not all(name in given and isinstance(given[name], kind) for name, kind in kinds.items()):
+                    reason = "not an entry of a journal, an object with key, answer and error"
+                    raise ValueError(f"{self.path}:{number}: {reason}")
                 self.entries[value["key"]] = value
             self._whole += len(line)
 
@@ -154,13 +157,6 @@ class Journal:
         self.add(new.values())
         self.close()
         return len(new)
-
-
-def _is_entry(line: Any) -> bool:
-    """Whether a line is an `Entry`, as far as resuming reads it."""
-    if not isinstance(line, dict) or not {"key", "answer", "error"} <= line.keys():
-        return False
-    return isinstance(line["key"], str) and isinstance(line["error"], str | None)
 
 
 def origin() -> dict[str, str]:
