@@ -20,7 +20,7 @@ from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat
 from dllm_jax.policies import ALL
-from dllm_jax.provenance import device, now
+from dllm_jax.provenance import device, measured_on, now
 from dllm_jax.published.presets import presets
 from pallas_kernels.choice import Implementation
 from pallas_kernels.evidence import known, platform_of, user_file
@@ -67,7 +67,9 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     until = time.monotonic() + 60 * arguments.minutes
     spec = shape(arguments.shape)
     dtype = default_dtype(device().platform)
-    report = Report.begin(dataclasses.asdict(arguments) | {"json": None}, dtype, arguments.json)
+    asked = dataclasses.asdict(arguments) | {"json": None}
+    report = Report(measured_on(dtype) | {"asked": asked}, arguments.json)
+    report.write()  # a path that cannot be is refused before the work
     parts = _parts(arguments, spec, dtype, until)
     try:
         for name in arguments.parts:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.provenance import measured_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +43,6 @@ class Report:
     path: Path | None = None
     parts: dict[str, list[Finding]] = dataclasses.field(default_factory=dict)
     complete: bool = False
-
-    @staticmethod
-    def begin(asked: dict[str, Any], dtype: str, path: Path | None = None) -> "Report":
-        """An empty report, written at once, so that a path that cannot be is refused before the work."""
-        report = Report(measured_on(dtype) | {"asked": asked}, path)
-        report.write()
-        return report
 
     def run(self, part: str, findings: Callable[[], Findings], say: Callable[[str], None]):
         """Adds what a part finds; an error in it is a finding, and the parts after it still run."""

@@ -110,11 +110,11 @@ class Journal:
             else:
                 # An entry, as far as resuming reads it.
                 kinds = {"key": str, "answer": object, "error": str | None}
-                given = value if isinstance(value, dict) else {}
+                given: Any = value if isinstance(value, dict) else {}
                 if not all(name in given and isinstance(given[name], kind) for name, kind in kinds.items()):
                     reason = "not an entry of a journal, an object with key, answer and error"
                     raise ValueError(f"{self.path}:{number}: {reason}")
-                self.entries[value["key"]] = value
+                self.entries[given["key"]] = given
             self._whole += len(line)
 
     def _check_origin(self, line: Any):
