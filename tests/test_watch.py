@@ -69,29 +69,21 @@ class Named:
 LETTERS = Named("<eos>", *"abcdefgh", "<mask>")
 
 
-def test_a_recording_tells_when_how_surely_and_from_what_tokens_were_decoded():
+def test_a_recording_tells_when_and_from_what_tokens_were_decoded():
     first, second = (Recording.of(recorded().trace, i) for i in (0, 1))
     assert (first.mask_id, first.steps, first.to_fill.tolist()) == (MASK, 3, [2, 3, 4])
     assert first.decoded_at.tolist() == [0, 0, 2, 1, 3]
-    np.testing.assert_array_equal(first.confidence, np.float32([np.nan, np.nan, 0.75, 0.5, 1.0]))
     assert first.age.tolist() == [[0] * 5, [1, 1, 0, 0, 1], [2, 2, 0, 1, 0]]
     assert first.read.tolist() == [[True] * 5, [True, True, True, False, False], [True] * 5]
     # The step for which it waited is none of its own; what was made a mask again is not decoded.
     assert second.steps == 2
     assert second.decoded_at.tolist() == [0, 0, 0, 2, 2]
     assert second.age.tolist() == [[0] * 5, [1, 0, 0, 0, 0]]
-    # Layers that widened read of every position what they computed then.
-    assert first.layer_age[1].tolist() == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 1], [0] * 5]
-    assert first.layer_age[2].tolist() == [[2, 2, 0, 1, 0], [2, 2, 0, 1, 0], [1, 1, 0, 1, 0]]
-    assert second.layer_age[1].tolist() == [[1, 0, 0, 0, 0], [0] * 5, [0] * 5]
     still = (trace := recorded().trace)._replace(tokens=np.broadcast_to(trace.tokens[:1], trace.tokens.shape))
     assert Recording.of(still, 0).mask_id == MASK, "known without a decoded token"
     assert Recording.of(still, 0).decoded_at.tolist() == [0] * 5
-    # What no step has computed has no age.
-    none = dict(computed=first.computed & False, widened=first.widened & False)
-    never = dataclasses.replace(first, **none)
-    assert never.age.tolist() == [[-1] * 5] * 3
-    assert never.layer_age.tolist() == [[[-1] * 5] * 3] * 3
+    never = dataclasses.replace(first, computed=first.computed & False)
+    assert never.age.tolist() == [[-1] * 5] * 3, "what no step has computed has no age"
 
 
 def test_the_grid_has_a_line_per_step():

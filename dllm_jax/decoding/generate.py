@@ -104,30 +104,9 @@ def generate(
       dllm_jax.state.inputs.PositionsWarning: the canvas is longer than what the model was made for.
       dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode.
     """
-    progress = check_argument("progress", progress, bool)
-    request = prepare(
-        model,
-        prompt,
-        prompt_mask=prompt_mask,
-        prompt_embeds=prompt_embeds,
-        suffix=suffix,
-        length=length,
-        block=block,
-        steps=steps,
-        policy=policy,
-        sampler=sampler,
-        key=key,
-        noise=noise,
-        stop_at_eos=stop_at_eos,
-        stop=stop,
-        trace=trace,
-        widths=widths,
-        group=group,
-        buckets=buckets,
-        nonfinite=nonfinite,
-        interventions=interventions,
-    )
-    return _answered(model, request, prompt, progress)
+    options = dict(locals())  # every argument by its name, as it was given
+    progress = check_argument("progress", options.pop("progress"), bool)
+    return _answered(model, prepare(**options), prompt, progress)
 
 
 def infill(
@@ -176,24 +155,9 @@ def infill(
       ValueError: for any input that breaks a rule, or a template without masks.
       FloatingPointError: as in `generate`.
     """
-    progress = check_argument("progress", progress, bool)
-    request = prepare_infill(
-        model,
-        tokens,
-        token_mask,
-        block=block,
-        steps=steps,
-        policy=policy,
-        sampler=sampler,
-        key=key,
-        noise=noise,
-        trace=trace,
-        widths=widths,
-        group=group,
-        nonfinite=nonfinite,
-        interventions=interventions,
-    )
-    return _answered(model, request, tokens, progress)
+    options = dict(locals())  # every argument by its name, as it was given
+    progress = check_argument("progress", options.pop("progress"), bool)
+    return _answered(model, prepare_infill(**options), tokens, progress)
 
 
 def _answered(model: Model, request: Request, given: inputs.Ids, progress: bool) -> Output:

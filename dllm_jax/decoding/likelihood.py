@@ -63,19 +63,7 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
-    terms = token_log_likelihoods(
-        model,
-        prompt,
-        answer,
-        prompt_mask=prompt_mask,
-        answer_mask=answer_mask,
-        draws=draws,
-        strata=strata,
-        cfg_scale=cfg_scale,
-        key=key,
-        masks=masks,
-        chunk=chunk,
-    )
+    terms = token_log_likelihoods(**dict(locals()))  # every argument by its name, as it was given
     with number_modes():
         return jnp.sum(terms, axis=1)
 

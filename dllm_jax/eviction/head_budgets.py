@@ -39,15 +39,16 @@ class HeadBudgets(Options, abc.ABC):
           prompt: prompt length of each sequence.
         """
 
-    @abc.abstractmethod
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """Upper bound of the pairs that one kv head keeps; static, for sizes of arrays.
+        """Upper bound of the pairs that one kv head keeps: those of all heads; static, for sizes of arrays.
 
         Args:
           budget: upper bound of the layer's pairs per head, on average.
           heads: kv heads.
           prompt: prompt positions.
         """
+        # One of them may win every comparison, or be the only one that looks at the prompt.
+        return min(budget * heads, prompt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +97,6 @@ class PromptPreference(HeadBudgets):
         relative = preference.shape[1] * preference / total
         return budget[:, None] * (relative + self.alpha * (1 - relative))
 
-    @override
-    def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """The pairs of all heads: only one of them may look at the prompt."""
-        return min(budget * heads, prompt)
-
 
 @dataclasses.dataclass(frozen=True)
 class AdaKV(HeadBudgets):
@@ -126,8 +122,3 @@ class AdaKV(HeadBudgets):
         flat = jnp.where(protected, jnp.inf, votes).reshape(b, heads * width)
         won = selection.best(flat, heads * budget).reshape(votes.shape)
         return jnp.sum(won, axis=-1)
-
-    @override
-    def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """The pairs of all heads: one of them may win every comparison."""
-        return min(budget * heads, prompt)

@@ -7,6 +7,7 @@ policy that reuses something computed earlier reuses it as it was then.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -253,8 +254,15 @@ def moved(interventions: tuple[Intervention, ...], extra: int) -> tuple[Interven
 def of_sequences(interventions: tuple[Intervention, ...], who: Int[Array, "g"]) -> tuple[Intervention, ...]:
     """The same for some of the sequences; what is one for all stays so."""
     own = lambda array, axis: array if array.shape[axis] == 1 else jnp.take(array, who, axis)
+    return _by_sequence(interventions, own)
+
+
+def _by_sequence(
+    interventions: tuple[Intervention, ...], change: Callable[[Held, int], Held]
+) -> tuple[Intervention, ...]:
+    """The same, with every array that has an axis of sequences changed along it."""
     one = lambda i: dataclasses.replace(
-        i, value=own(i.value, 1), positions=None if i.positions is None else own(i.positions, 0)
+        i, value=change(i.value, 1), positions=None if i.positions is None else change(i.positions, 0)
     )
     return tuple(map(one, interventions))
 
@@ -277,7 +285,4 @@ def for_sequences(
         widths = [(0, batch - size if i == axis else 0) for i, size in enumerate(array.shape)]
         return jnp.repeat(jnp.pad(array, widths), copies, axis=axis)
 
-    one = lambda i: dataclasses.replace(
-        i, value=more(i.value, 1), positions=None if i.positions is None else more(i.positions, 0)
-    )
-    return tuple(map(one, interventions))
+    return _by_sequence(interventions, more)

@@ -1,12 +1,13 @@
-"""Names, shapes and initial values of the parameters, defined once with Flax (nnx)."""
+"""Initial values of the parameters, with Flax (nnx); their names and shapes are those of a table of axes."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
+from dllm_jax.nn.sharding import AXES, OUTPUTS, WIDE, in_layer, leaves, shape, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 INIT_STD = 0.02
@@ -23,42 +24,23 @@ class LayerParameters(nnx.Module):
     """
 
     def __init__(self, spec: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float = 1.0, layer: int = 0):
-        # Reordering the matrices below would change what a seed draws.
-        m, h, k, d, f = spec.width, spec.heads, spec.kv_heads, spec.head, spec.hidden
+        # In the order of the table: another one would change what a seed draws.
+        for leaf in leaves(spec):
+            if AXES[leaf].startswith("n") and in_layer(spec, leaf, layer):
+                setattr(self, leaf, nnx.Param(_initial(spec, leaf, dtype, rngs, gain)))
 
-        def kernel(*shape: int, std: float = INIT_STD) -> nnx.Param:
-            return nnx.Param(gain * (std * jax.random.normal(rngs.params(), shape, dtype)))
 
-        out_std = INIT_STD / (2 * spec.layers) ** 0.5  # keeps the residual stream's variance flat in depth
-        self.attn_norm = nnx.Param(jnp.ones((m,), dtype))
-        self.q = kernel(m, h, d)
-        self.k = kernel(m, k, d)
-        self.v = kernel(m, k, d)
-        self.o = kernel(h, d, m, std=out_std)
-        if spec.qkv_bias:
-            self.q_bias = nnx.Param(jnp.zeros((h, d), dtype))
-            self.k_bias = nnx.Param(jnp.zeros((k, d), dtype))
-            self.v_bias = nnx.Param(jnp.zeros((k, d), dtype))
-        if spec.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones((d,), dtype))
-            self.k_norm = nnx.Param(jnp.ones((d,), dtype))
-        self.mlp_norm = nnx.Param(jnp.ones((m,), dtype))
-        if spec.experts is None or not spec.has_experts(layer):
-            self.gate = kernel(m, f)
-            self.up = kernel(m, f)
-            self.down = kernel(f, m, std=out_std)
-            return
-        e, i, j = spec.experts.count, spec.experts.hidden, spec.experts.shared
-        self.router = kernel(m, e)
-        if spec.experts.bias:
-            self.router_bias = nnx.Param(jnp.zeros((e,), jnp.float32))
-        self.expert_gate = kernel(e, m, i)
-        self.expert_up = kernel(e, m, i)
-        self.expert_down = kernel(e, i, m, std=out_std)
-        if j:
-            self.shared_gate = kernel(m, j)
-            self.shared_up = kernel(m, j)
-            self.shared_down = kernel(j, m, std=out_std)
+def _initial(spec: ModelSpec, leaf: str, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float) -> Array:
+    """The first value of one layer's parameter."""
+    size = shape(spec, within_layer(AXES[leaf]))
+    if leaf.endswith("norm"):
+        return jnp.ones(size, dtype)
+    if leaf.endswith("bias"):
+        return jnp.zeros(size, jnp.float32 if leaf in WIDE else dtype)
+
+    # What adds to the residual stream keeps its variance flat in depth.
+    std = INIT_STD / (2 * spec.layers) ** 0.5 if OUTPUTS.get(leaf, "").endswith("m") else INIT_STD
+    return gain * (std * jax.random.normal(rngs.params(), size, dtype))
 
 
 class Decoder(nnx.Module):

@@ -1,4 +1,4 @@
-"""The parameters as a pytree. `dllm_jax.nn.modules` defines names, shapes and initial values with Flax (nnx).
+"""The parameters as a pytree. `dllm_jax.nn.modules` makes it with Flax (nnx), by `dllm_jax.nn.sharding.AXES`.
 
 Everything else in the package works on the pure pytree that those modules describe:
 
@@ -35,7 +35,7 @@ def abstract(
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
     from dllm_jax.nn.modules import initialise  # Flax is slow to import
 
-    # Shapes come from the modules that define them, by a trace: there is no second table to keep in step.
+    # By a trace of the modules, which make them by the table of axes (`dllm_jax.nn.sharding`).
     params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
     stacked = not spec.layers_differ
     held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked)

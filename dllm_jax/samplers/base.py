@@ -104,8 +104,8 @@ class Sampler(Options, abc.ABC):
 
     @property
     def criterion(self) -> Alg:
-        """What `confidence` measures; the default is the probability of the candidate token."""
-        return "prob"
+        """What `confidence` measures: the sampler's `alg`; without one the candidate token's probability."""
+        return getattr(self, "alg", "prob")
 
     def confidence(
         self,

@@ -44,12 +44,6 @@ class CertaintyPrior(Sampler):
                 "use 'prob' or 'margin', or tokens_per_step"
             )
 
-    @property
-    @override
-    def criterion(self) -> Alg:
-        """`alg`; `transfer` multiplies it by the density."""
-        return self.alg
-
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The positions with the largest product of confidence and certainty density."""

@@ -39,11 +39,6 @@ class Confidence(FixedSchedule):
 
     alg: Alg = "prob"
 
-    @property
-    @override
-    def criterion(self) -> Alg:
-        return self.alg
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomOrder(FixedSchedule):

@@ -35,11 +35,6 @@ class EBSampler(UntilDone):
     gamma: TracedNonNegativeFloat = 0.01
     alg: Alg = dataclasses.field(default="prob", kw_only=True)
 
-    @property
-    @override
-    def criterion(self) -> Alg:
-        return self.alg
-
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The longest prefix of the ranking by confidence whose entropies keep to the bound."""

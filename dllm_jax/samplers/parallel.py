@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.options import TracedFraction, TracedPositiveFloat
-from dllm_jax.samplers.base import Alg, Sampler
+from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
@@ -47,11 +47,6 @@ class Threshold(UntilDone):
 
     threshold: TracedFraction = 0.9
     alg: Literal["prob", "margin"] = dataclasses.field(default="prob", kw_only=True)
-
-    @property
-    @override
-    def criterion(self) -> Alg:
-        return self.alg
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

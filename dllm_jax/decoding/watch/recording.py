@@ -104,31 +104,14 @@ class Recording:
         return np.where(self.tokens[-1] == self.mask_id, 0, last)
 
     @property
-    def confidence(self) -> Float[np.ndarray, "l"]:
-        """The confidence with which a position was decoded; NaN where no step did."""
-        at = self.decoded_at
-        scores = np.take_along_axis(self.score, np.maximum(at - 1, 0)[None], axis=0)[0] if self.steps else 0.0
-        return np.where(at > 0, scores, np.nan).astype(np.float32)
-
-    @property
     def age(self) -> Int[np.ndarray, "t l"]:
         """Steps since what a step reads of a position was computed: 0 where it computes it itself.
 
-        -1 where no step has computed it yet. In layers that widened it may be less, see `layer_age`.
+        -1 where no step has computed it yet. In layers that widened it may be less.
         """
-        return _since(self.computed)
-
-    @property
-    def layer_age(self) -> Int[np.ndarray, "t n l"]:
-        """The same of every layer, with what it computed when it ran over all positions."""
-        return _since(self.computed[:, None, :] | self.widened[:, :, None])
-
-
-def _since(computed: Bool[np.ndarray, "t *rest"]) -> Int[np.ndarray, "t *rest"]:
-    """Steps since each entry was last computed; -1 where it never was."""
-    step = np.arange(len(computed)).reshape(-1, *(1,) * (computed.ndim - 1))
-    last = np.maximum.accumulate(np.where(computed, step, -1), axis=0)
-    return np.where(last < 0, -1, step - last)
+        step = np.arange(self.steps)[:, None]
+        last = np.maximum.accumulate(np.where(self.computed, step, -1), axis=0)
+        return np.where(last < 0, -1, step - last)
 
 
 def values(array: Any) -> np.ndarray:
