@@ -103,7 +103,7 @@ def compare(
       ValueError: as `generate`; no policies, or something else in their place.
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
-    runs = [_compiled(model, prompt, *one) for one in _named(policies, options)]
+    runs = [compiled(model, prompt, *one) for one in _named(policies, options)]
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
 
     # In turns, so that what slows the machine for a while slows all of them; the median leaves out the rest.
@@ -131,7 +131,7 @@ def compare(
     )
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """A program that is ready, and what it takes."""
 
     name: str
@@ -154,22 +154,28 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     return [(title(name, own), {**options, **own}) for name, own in both]
 
 
-def _compiled(model: Model, prompt: Any, name: str, options: dict[str, Any]) -> _Run:
+def compiled(model: Model, prompt: Any, name: str, options: dict[str, Any]) -> Run:
+    """A generation's program, compiled for the shapes of a prompt."""
     placed = place(model, prepare(model, prompt, **options), prompt)
     start = time.perf_counter()
     program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
-    seconds, account = time.perf_counter() - start, program.memory_analysis()
-    return _Run(name, placed, program, seconds, -1 if account is None else account.temp_size_in_bytes)
+    return Run(name, placed, program, time.perf_counter() - start, temporary_bytes(program))
 
 
-def _timed(run: _Run) -> tuple[float, Output]:
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    """Bytes that a program needs besides arguments and results; -1 if the compiler does not say."""
+    account = program.memory_analysis()
+    return -1 if account is None else account.temp_size_in_bytes
+
+
+def _timed(run: Run) -> tuple[float, Output]:
     """Seconds until the results of a run are there, and its output."""
     start = time.perf_counter()
     results = jax.block_until_ready(run.program(run.placed.model, run.placed.inputs, run.placed.plan))
     return time.perf_counter() - start, collect(run.placed, *results)
 
 
-def _equal(run: _Run, output: Output, first: _Run, reference: Output) -> float:
+def _equal(run: Run, output: Output, first: Run, reference: Output) -> float:
     """Fraction of sequences with the response of the first row, 0 where lengths differ."""
     of_response = lambda run, output: host.everywhere(output.tokens)[:, -run.placed.plan.layout.response :]
     ours, theirs = of_response(run, output), of_response(first, reference)

@@ -22,6 +22,7 @@ from dllm_jax.decoding.nonfinite import NonFinite, report
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import GenerateOptions, Keys, Request, prepare, typed_key
 from dllm_jax.decoding.slots import Slots
+from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, shown
 
@@ -315,16 +316,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
 
 def _bar(prompts: Iterable[Any]) -> "rich.progress.Progress":
     """A bar of answers on standard error; of how many is known if the prompts have a length."""
-    import rich.console  # slow, and used by this alone
-    import rich.progress as bars
-
-    columns = (
-        bars.TextColumn("answered"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    bar = bars.Progress(*columns, console=rich.console.Console(stderr=True))
+    bar = progress_bar("answered")
     bar.add_task("", total=len(prompts) if isinstance(prompts, Sized) else None)
     bar.start()
     return bar

@@ -105,17 +105,12 @@ def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> O
 
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
-    of_steps = Trace(
-        tokens=part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1),
-        computed=part(trace.computed, ran, own, right, batch=1),
-        read=part(trace.read, ran, own, right, batch=1),
-        proposed=part(trace.proposed, ran, own, right, batch=1),
-        score=part(trace.score, ran, own, right, batch=1),
-        active=part(trace.active, ran, own, batch=1),
-        widened=part(trace.widened, ran, own, batch=1),
-        steps=trace.steps,
-    )
-    return Output(tokens, stats, of_steps)
+    cut = {"tokens": part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1)}
+    for name in ("computed", "read", "proposed", "score"):
+        cut[name] = part(getattr(trace, name), ran, own, right, batch=1)
+    for name in ("active", "widened"):
+        cut[name] = part(getattr(trace, name), ran, own, batch=1)
+    return Output(tokens, stats, trace._replace(**cut))
 
 
 def with_auto_axes(placed: Placed) -> Placed:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host, inputs
+
+if TYPE_CHECKING:
+    import rich.progress
 
 TO_THE_END = np.iinfo(np.int32).max
 UPDATES = 64  # of the bar, about so many per generation
@@ -137,23 +140,22 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
 
 def watched(placed: Placed) -> Output:
     """Answers a request, with a bar of decoded tokens on standard error; errors are those of `snapshots`."""
-    import rich.console  # slow, and used by this alone
-    import rich.progress as bars
-
     # A sampler may need fewer steps than its schedule: the bar counts tokens.
     pieces = snapshots(placed, math.ceil(placed.plan.layout.steps / UPDATES))
-    columns = (
-        bars.TextColumn("denoising"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("tokens, {task.fields[steps]} steps"),
-        bars.TimeRemainingColumn(),
-    )
     tokens, valid = host.everywhere(placed.inputs.tokens), host.everywhere(placed.inputs.valid)
     total = int(np.sum((tokens == placed.model.spec.mask_id) & valid))
-    with bars.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
+    with progress_bar("denoising", "tokens, {task.fields[steps]} steps") as bar:
         task = bar.add_task("", total=total, steps=0)
         for snapshot in pieces:
             bar.update(task, advance=int(snapshot.decoded.sum()), steps=int(snapshot.steps.max()))
     assert snapshot.output is not None, "the last snapshot"
     return snapshot.output
+
+
+def progress_bar(doing: str, what: str = "") -> "rich.progress.Progress":
+    """A bar on standard error: what is done, how much of it, and of what."""
+    import rich.console  # slow, and used by this alone
+    import rich.progress as bars
+
+    texts = bars.TextColumn(doing), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TextColumn(what)
+    return bars.Progress(*texts, bars.TimeRemainingColumn(), console=rich.console.Console(stderr=True))

@@ -4,12 +4,10 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
-from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.compare import compiled, temporary_bytes
 from dllm_jax.decoding.request import GenerateOptions, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
@@ -72,9 +70,8 @@ def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
     # Programs depend on the prompt's shape alone, so that any ids will do.
     prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
     start = time.perf_counter()
-    placed = place(model, prepare(model, prompt, buckets=Ladder((rung,)), **options))
-    program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
-    return Compiled(rung, batch, time.perf_counter() - start, _temporary(program))
+    run = compiled(model, prompt, "", options | {"buckets": Ladder((rung,))})
+    return Compiled(rung, batch, time.perf_counter() - start, run.memory)
 
 
 def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compiled:
@@ -85,9 +82,4 @@ def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compil
     slots.enter(0, request._replace(inputs=nothing))
     slots.run()
     slots.ended()
-    return Compiled(rung, count, time.perf_counter() - start, _temporary(slots.program()))
-
-
-def _temporary(program: jax.stages.Compiled) -> int:
-    memory = program.memory_analysis()
-    return memory.temp_size_in_bytes if memory is not None else -1
+    return Compiled(rung, count, time.perf_counter() - start, temporary_bytes(slots.program()))

@@ -71,20 +71,9 @@ class MeshRules(Options):
 
     def of(self, letter: str) -> tuple[str, ...]:
         """Names for an axis of arrays by its letter (see `dllm_jax`); none for axes that are not split."""
-        table = {
-            "b": self.batch,
-            "h": self.heads,
-            "k": self.heads,
-            "f": self.mlp,
-            "v": self.vocab,
-            "m": self.width,
-            "e": self.experts,
-            "i": self.mlp,
-            "j": self.mlp,
-            "H": self.heads,  # capitals are the axes of a vision tower
-            "F": self.mlp,
-            "M": self.width,
-        }
+        table = {"b": self.batch, "v": self.vocab, "e": self.experts}
+        table |= dict.fromkeys("hkH", self.heads)  # capitals are the axes of a vision tower
+        table |= dict.fromkeys("fijF", self.mlp) | dict.fromkeys("mM", self.width)
         return table.get(letter, ())
 
     def check(self, mesh: AnyMesh):

@@ -158,7 +158,7 @@ def forward(
     """
     _check_inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    return _forward(model, tokens, valid, fitting, embeds)
+    return _result(_logits, "blv", model, tokens, valid, fitting, embeds)
 
 
 def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
@@ -196,21 +196,25 @@ def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
         )
 
 
-@jax.jit
-def _forward(
+@functools.partial(jax.jit, static_argnames=("function", "axes"))
+def _result(
+    function: Callable[..., Array],
+    axes: str,
     model: Model,
     tokens: Int[Array, "b l"],
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
     embeds: Float[Array, "b l m"] | None,
-) -> Float[Array, "b l v"]:
-    def logits(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "b l v"]:
-        hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds)
-        return unembed(model.params, model.spec, hidden)
-
+) -> Float[Array, "..."]:
+    """What a function of a full pass returns, with these axes."""
     # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
-    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, "blv")
-    return over_mesh(logits, model, *arrays, out=out)
+    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, axes)
+    return over_mesh(function, model, *arrays, out=out)
+
+
+def _logits(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "b l v"]:
+    hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds)
+    return unembed(model.params, model.spec, hidden)
 
 
 def hidden_states(
@@ -226,28 +230,10 @@ def hidden_states(
     """
     _check_inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    return _hidden_states(model, tokens, valid, fitting, embeds)
+    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds)
 
 
-@jax.jit
-def _hidden_states(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"] | None,
-    interventions: tuple[Intervention, ...],
-    embeds: Float[Array, "b l m"] | None,
-) -> Float[Array, "n_plus_1 b l m"]:
-    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, "nbl")
-    return over_mesh(_stream, model, *arrays, out=out)
-
-
-def _stream(
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"] | None,
-    interventions: tuple[Intervention, ...],
-    embeds: Float[Array, "b l m"] | None,
-) -> Float[Array, "n_plus_1 b l m"]:
+def _stream(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid)

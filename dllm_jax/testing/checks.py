@@ -333,33 +333,26 @@ def only_scored_masks_are_decoded(of: Subject):
         _assert_nothing_masked(of, of.batch)
 
 
+_OF_BOTH = (
+    batch_mates_change_nothing,
+    alone_as_in_a_batch,
+    padding_is_inert,
+    one_program_per_setting,
+    widths_change_nothing,
+    guidance_has_streams_of_its_own,
+    stopping_keeps_the_answer,
+    infilling_fills_the_masks_and_nothing_else,
+)
 POLICY_CHECKS: tuple[Check, ...] = (
     exact_limit,
     reuse_is_exact_while_nothing_changes,
-    batch_mates_change_nothing,
-    alone_as_in_a_batch,
-    padding_is_inert,
-    one_program_per_setting,
-    widths_change_nothing,
+    *_OF_BOTH,
     separate_layers_decode_as_stacked_ones,
     half_precision_decodes_everything,
-    guidance_has_streams_of_its_own,
-    stopping_keeps_the_answer,
-    infilling_fills_the_masks_and_nothing_else,
     nothing_leaves_the_device_inside,
     no_copy_of_the_cache_inside_the_loop,
 )
-SAMPLER_CHECKS: tuple[Check, ...] = (
-    only_scored_masks_are_decoded,
-    batch_mates_change_nothing,
-    alone_as_in_a_batch,
-    padding_is_inert,
-    one_program_per_setting,
-    widths_change_nothing,
-    guidance_has_streams_of_its_own,
-    stopping_keeps_the_answer,
-    infilling_fills_the_masks_and_nothing_else,
-)
+SAMPLER_CHECKS: tuple[Check, ...] = (only_scored_masks_are_decoded, *_OF_BOTH)
 
 
 # -- what several of them use ----------------------------------------------------------------------------
