@@ -36,12 +36,6 @@ def test_rounded_budgets_add_up_below_the_cap(weights, total, cap, on_device):
         assert (np.abs(ours - target) < 1 + 1e-4).all()
 
 
-def test_water_filling_by_hand():
-    np.testing.assert_array_equal(round_to_total(np.array([6.0, 3.0, 3.0]), 12, 4), [4, 4, 4])
-    np.testing.assert_array_equal(round_to_total(np.array([9.0, 2.0, 1.0]), 12, 5), [5, 5, 2])
-    np.testing.assert_array_equal(round_to_total(np.array([1.5, 1.5, 1.0]), 4, 5), [2, 1, 1])
-
-
 def test_boundary_layers_by_hand():
     layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.5)
     # base 4 of 8; 16 to spread: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two
@@ -51,14 +45,6 @@ def test_boundary_layers_by_hand():
     # base 2 of 8; 24 to spread: boundary 24 * 4/6 = 16 over two, middle 8 over two
     layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.25)
     np.testing.assert_array_equal(layers.budgets(4, 8, 100), [10, 6, 6, 10])
-
-
-def test_heads_that_prefer_the_prompt_keep_more():
-    heads = eviction.PromptPreference(alpha=0.5)
-    preference, n, p = jnp.asarray([[0.9, 0.3]]), jnp.asarray([8]), jnp.asarray([20])
-    votes = jnp.zeros((1, 2, 20))
-    np.testing.assert_array_equal(heads.budgets(eviction.Evidence(votes, preference), n, p), [[10, 6]])
-    assert int(heads.budgets(eviction.Evidence(votes, preference), n, jnp.asarray([9])).sum()) == 16
 
 
 def test_heads_compete_by_their_votes_and_ties_go_to_the_lower_head():

@@ -7,10 +7,9 @@ import dataclasses
 import warnings
 from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from dllm_jax.state import host
 from dllm_jax.state.canvas import Canvas
@@ -21,17 +20,6 @@ class NonFiniteWarning(RuntimeWarning):
 
 
 NonFinite = Literal["warn", "raise", "ignore"]
-
-
-def finite_sequences(
-    logits: Float[Array, "b c v"], score: Float[Array, "b c"], candidate: Bool[Array, "b c"]
-) -> Bool[Array, "b"]:
-    """Sequences with finite logits at all candidates, and no NaN among their confidences.
-
-    No sampler would decode a NaN. What stands at entries that are no candidates may be anything.
-    """
-    finite = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(score)
-    return jnp.all(finite | ~candidate, axis=1)
 
 
 def end(canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:

@@ -5,7 +5,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.block_schedule import offered
 from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.nonfinite import finite_sequences
 from dllm_jax.decoding.plan import Plan
 from dllm_jax.decoding.shadow import decoded_in_block, place_in_shadow
 from dllm_jax.nn.arithmetic import guided
@@ -53,7 +52,10 @@ def propose(
         logits = guided(conditional, unconditional, sampler.cfg_scale)
     proposed = sampler.propose(logits, index, canvas, generation.noise)
     candidate = index < layout.length
-    finite = finite_sequences(logits, proposed.score, candidate)
+
+    # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
+    known = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
+    finite = jnp.all(known | ~candidate, axis=1)
 
     # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
     committed = None

@@ -40,37 +40,31 @@ AXES: dict[str, str] = {
     "shared_down": "njm",
     "norm": "m",
     "head": "vm",
-    # Of a vision tower, in letters of its own (`sizes`): N layers, M width, H heads, D head width, F MLP
-    # width, P patches, C colours, I and J pixels of a patch; E is the inner width of the projector.
-    "patch": "IJCM",
-    "patch_bias": "M",
-    "position": "PM",
-    "norm1": "NM",
-    "norm1_bias": "NM",
-    "vision_q": "NMHD",
-    "vision_q_bias": "NHD",
-    "vision_k": "NMHD",
-    "vision_k_bias": "NHD",
-    "vision_v": "NMHD",
-    "vision_v_bias": "NHD",
-    "vision_o": "NHDM",
-    "vision_o_bias": "NM",
-    "norm2": "NM",
-    "norm2_bias": "NM",
-    "fc1": "NMF",
-    "fc1_bias": "NF",
-    "fc2": "NFM",
-    "fc2_bias": "NM",
-    "post_norm": "M",
-    "post_norm_bias": "M",
-    "projector_in": "ME",
-    "projector_in_bias": "E",
-    "projector_out": "Em",
-    "projector_out_bias": "m",
-    "newline": "m",
 }
-# The parameters of a vision tower and of what stands behind it.
-VISION = tuple(AXES)[tuple(AXES).index("patch") :]
+# Of a vision tower and its projector, with the axes of their biases ("" where there are none), in letters of
+# their own (`sizes`): N layers, M width, H heads, D head width, F MLP width, P patches, C colours, I and J
+# pixels of a patch; E is the inner width of the projector.
+_VISION = {
+    "patch": ("IJCM", "M"),
+    "position": ("PM", ""),
+    "norm1": ("NM", "NM"),
+    "vision_q": ("NMHD", "NHD"),
+    "vision_k": ("NMHD", "NHD"),
+    "vision_v": ("NMHD", "NHD"),
+    "vision_o": ("NHDM", "NM"),
+    "norm2": ("NM", "NM"),
+    "fc1": ("NMF", "NF"),
+    "fc2": ("NFM", "NM"),
+    "post_norm": ("M", "M"),
+    "projector_in": ("ME", "E"),
+    "projector_out": ("Em", "m"),
+    "newline": ("m", ""),
+}
+_WITH_BIASES = {
+    f"{leaf}{name}": axes[i] for leaf, axes in _VISION.items() for i, name in enumerate(("", "_bias"))
+}
+AXES |= {leaf: axes for leaf, axes in _WITH_BIASES.items() if axes}
+VISION = tuple(leaf for leaf in AXES if leaf in _WITH_BIASES)
 # Of the matrices: the axes they produce. What is left is summed over. Updates are drawn by their number here.
 OUTPUTS: dict[str, str] = {
     "q": "hd",

@@ -12,7 +12,6 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, TracedPositiveInt
 from dllm_jax.policies.dllm_cache import DLLMCache
-from dllm_jax.policies.parts.branches import ProxyStore
 from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
 from dllm_jax.policies.parts.value_proxy import ValueProxy
 from dllm_jax.state.cache import Cache, LayerCache
@@ -65,7 +64,7 @@ class SPACache(DLLMCache):
             return cache
         self.proxy.check(spec)
         proxy = jnp.zeros((*cache.layers.mlp.shape[:3], self.proxy.rank))
-        return cache._replace(layers=ProxyStore(**cache.layers._asdict(), proxy=proxy))
+        return cache._replace(layers=cache.layers._replace(proxy=proxy))
 
     @override
     def due(

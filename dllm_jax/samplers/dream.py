@@ -20,12 +20,6 @@ from dllm_jax.state.selection import best
 from dllm_jax.traced import fixed_at
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
-SCORES: dict[str, Alg] = {
-    "origin": "prob",
-    "maskgit_plus": "prob",
-    "topk_margin": "margin",
-    "entropy": "entropy",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class DreamSchedule(Sampler):
     @override
     def criterion(self) -> Alg:
         """The confidence that `alg` names; `transfer` applies `alg_temp` to it."""
-        return SCORES[self.alg]
+        return {"topk_margin": "margin", "entropy": "entropy"}.get(self.alg, "prob")
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

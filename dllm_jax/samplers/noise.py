@@ -114,9 +114,7 @@ class RecordedNoise(NamedTuple):
         """The recorded order noise of each sequence's current step."""
         return self._at(self.order, canvas, index)
 
-    def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """The recorded order noise of each sequence's current step."""
-        return self._at(self.order, canvas, index)
+    order_gumbel = order_uniform  # whichever was recorded
 
     def of_sequences(self, who: Int[Array, "g"]) -> "RecordedNoise":
         """The recordings of some of the sequences."""

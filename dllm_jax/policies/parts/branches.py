@@ -19,12 +19,14 @@ class BranchStore(NamedTuple):
       attention: the attention branch's output at the last t positions: the response, and with a shifted
         head the position before it. Outputs elsewhere in the prompt are never read between refreshes.
       mlp: the MLP branch's output at the same positions.
+      proxy: SPA-Cache's proxies of the last step there; None where there are none.
     """
 
     k: Float[Array, "n b s k d"]
     v: Float[Array, "n b s k d"]
     attention: Float[Array, "n b t m"]
     mlp: Float[Array, "n b t m"]
+    proxy: Float[Array, "n b t r"] | None = None
 
     @staticmethod
     def zeros(spec: ModelSpec, layout: Layout, batch: int, slots: int, dtype: Any) -> "BranchStore":
@@ -32,13 +34,3 @@ class BranchStore(NamedTuple):
         tail = min(layout.response + int(spec.shifted), layout.length)
         output = jnp.zeros((spec.layers, batch, tail, spec.width), dtype)
         return BranchStore(*KV.zeros(spec, batch, slots, dtype), output, output)
-
-
-class ProxyStore(NamedTuple):
-    """`BranchStore`, and the proxies of the last step at the positions of its branch outputs."""
-
-    k: Float[Array, "n b s k d"]
-    v: Float[Array, "n b s k d"]
-    attention: Float[Array, "n b t m"]
-    mlp: Float[Array, "n b t m"]
-    proxy: Float[Array, "n b t r"]
