@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -249,10 +248,9 @@ def _all_masks(
 
 @functools.partial(jax.jit, static_argnames="chunk")
 def _estimate(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:
-    mesh = current_mesh((model, asked.prompt))
-    split = () if mesh is None else model.rules.axes(mesh, "b", asked.prompt.shape[0])
     mean = functools.partial(_mean_over_draws, chunk=chunk)
-    return over_mesh(mean, model, asked, guidance, out=PartitionSpec(split or None))
+    out = model.rules.of_results((model, asked.prompt), "b", b=len(asked.prompt))
+    return over_mesh(mean, model, asked, guidance, out=out)
 
 
 def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:

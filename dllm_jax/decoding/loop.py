@@ -29,7 +29,7 @@ from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.decoding.step import initial, split_cache, step
 from dllm_jax.decoding.trace import Trace
-from dllm_jax.nn.mesh import current_mesh, over_mesh
+from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 
 
@@ -47,9 +47,8 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
       finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
       the plan asks for it. Over a mesh, all are split by sequence.
     """
-    mesh = current_mesh((model, inputs.tokens))
-    split = () if mesh is None else model.rules.axes(mesh, "b", inputs.tokens.shape[0])
-    by_sequence, by_step = PartitionSpec(split or None), PartitionSpec(None, split or None)
+    lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
+    by_sequence, by_step = lies("b"), lies("tb")
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace))

@@ -5,7 +5,6 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -146,11 +145,9 @@ def _most_per_step(at: Int[Array, "b l"], steps: int) -> Int[Array, ""]:
 
 @functools.partial(jax.jit, static_argnames=("width", "chunk", "remat"))
 def _log_probs(model: Model, tokens, at, padding, temperature, width: int, chunk: int, remat: bool):
-    mesh = current_mesh((model, tokens))
-    split = () if mesh is None else model.rules.axes(mesh, "b", tokens.shape[1])
     every_step = functools.partial(_sum_over_steps, width=width, chunk=chunk, remat=remat)
-    where = PartitionSpec(split or None)
-    return over_mesh(every_step, model, tokens, at, padding, temperature, out=where)
+    out = model.rules.of_results((model, tokens), "b", b=tokens.shape[1])
+    return over_mesh(every_step, model, tokens, at, padding, temperature, out=out)
 
 
 def _sum_over_steps(

@@ -119,6 +119,11 @@ class MeshRules(Options):
         split = (self.axes(mesh, letter, lengths.get(letter)) for letter in axes)
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
 
+    def of_results(self, arguments: PyTree, axes: str, **lengths: int) -> PartitionSpec:
+        """How a result with these axes lies on the mesh of its program's arguments, if there is one."""
+        mesh = current_mesh(arguments)
+        return PartitionSpec() if mesh is None else self.spec(mesh, axes, lengths)
+
     def batch_ways(self, mesh: AnyMesh | None) -> int:
         """Into how many parts a batch is split; 1 without a mesh."""
         return 1 if mesh is None else ways(mesh, self.axes(mesh, "b"))

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.attention import attention
@@ -20,7 +19,7 @@ from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
-from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, current_mesh, mesh_of, over_mesh
+from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_table
 from dllm_jax.nn.spec import ModelSpec
@@ -125,13 +124,6 @@ def full_pass(spec: ModelSpec, tokens, valid, copied: int = 0) -> tuple[Int[Arra
     return position, mask, rope_table(length, spec.rotated, spec.rope_base)
 
 
-def _by_sequence(model: Model, tokens: Array, axes: str) -> PartitionSpec:
-    """How results with these axes lie on the mesh of a program's arguments."""
-    mesh = current_mesh((model, tokens))
-    lengths = {"b": tokens.shape[0], "v": model.spec.vocab}
-    return PartitionSpec() if mesh is None else model.rules.spec(mesh, axes, lengths)
-
-
 def forward(
     model: Model,
     tokens: Tokens,
@@ -208,7 +200,8 @@ def _result(
 ) -> Float[Array, "..."]:
     """What a function of a full pass returns, with these axes."""
     # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
-    arrays, out = (tokens.astype(jnp.int32), valid, interventions, embeds), _by_sequence(model, tokens, axes)
+    arrays = tokens.astype(jnp.int32), valid, interventions, embeds
+    out = model.rules.of_results((model, tokens), axes, b=len(tokens), v=model.spec.vocab)
     return over_mesh(function, model, *arrays, out=out)
 
 
