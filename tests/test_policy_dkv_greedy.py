@@ -47,6 +47,14 @@ def test_the_window_is_the_nearest_masks_of_each_centre_in_turn(masked, selected
     assert set(np.flatnonzero(ours).tolist()) == window(chosen, masked, selected, size)
 
 
+def test_an_odd_window_has_one_more_on_the_left_and_skips_what_is_known():
+    masked = np.array([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0], bool)
+    turn = np.where(np.arange(L) == 5, 0, -1)
+    for size, wanted in ((1, [4]), (3, [3, 4, 6]), (5, [3, 4, 6, 7, 8])):
+        ours = chosen_in_turn(jnp.asarray(turn[None]), masked[None], turn[None] == 0, size)
+        np.testing.assert_array_equal(np.flatnonzero(ours[0]), wanted)
+
+
 def decode(family: str, policy, **options):
     return generated(family, policy, **(dict(sampler=RandomOrder(), key=KEY, block=8, widths=None) | options))
 

@@ -36,6 +36,12 @@ def test_rounded_budgets_add_up_below_the_cap(weights, total, cap, on_device):
         assert (np.abs(ours - target) < 1 + 1e-4).all()
 
 
+def test_water_filling_by_hand():
+    np.testing.assert_array_equal(round_to_total(np.array([6.0, 3.0, 3.0]), 12, 4), [4, 4, 4])
+    np.testing.assert_array_equal(round_to_total(np.array([9.0, 2.0, 1.0]), 12, 5), [5, 5, 2])
+    np.testing.assert_array_equal(round_to_total(np.array([1.5, 1.5, 1.0]), 4, 5), [2, 1, 1])
+
+
 def test_boundary_layers_by_hand():
     layers = eviction.BoundaryMiddle((3.0, 1.0, 1.0, 1.0), beta=0.5)
     # base 4 of 8; 16 to spread: boundary 16 * 4/6 = 10.67 over two, middle 5.33 over two

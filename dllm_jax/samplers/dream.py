@@ -76,7 +76,8 @@ class DreamSchedule(Sampler):
     @override
     def criterion(self) -> Alg:
         """The confidence that `alg` names; `transfer` applies `alg_temp` to it."""
-        return {"topk_margin": "margin", "entropy": "entropy"}.get(self.alg, "prob")
+        named: dict[str, Alg] = {"topk_margin": "margin", "entropy": "entropy"}
+        return named.get(self.alg, "prob")
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
