@@ -70,9 +70,10 @@ class LongBenchTask:
           references: right answers, of which the best counts.
           classes: names of all classes, for classification.
         """
-        # When it is scored, not when it is decoded: the journal keeps the whole answer.
+        # The first line behind leading newlines is all that counts of a few-shot task's prediction. It is cut
+        # when it is scored, not when it is decoded: the journal keeps the whole answer.
         if self.name in FEW_SHOT:
-            prediction = metrics.first_line(prediction)
+            prediction = prediction.lstrip("\n").split("\n")[0]
         metric = self.metric
         if metric is metrics.classification:
             metric = functools.partial(metric, classes=classes)

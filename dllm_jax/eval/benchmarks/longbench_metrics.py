@@ -102,16 +102,6 @@ def retrieval(prediction: str, reference: str) -> float:
     return count(prediction, number[1])
 
 
-def first_line(prediction: str) -> str:
-    """The first line after leading newlines: all that counts of a few-shot task's prediction."""
-    return prediction.lstrip("\n").split("\n")[0]
-
-
 def score(metric: Metric, prediction: str, references: Sequence[str]) -> float:
     """The metric's best value over the references; 0 without references."""
     return max([0.0, *(metric(prediction, reference) for reference in references)])
-
-
-def data_set_score(scores: Sequence[float]) -> float:
-    """The published score: 100 times the mean, to two digits."""
-    return round(100 * sum(scores) / len(scores), 2)

@@ -54,7 +54,8 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
         shown.add_column(escape(name), justify="right")
     groups = list(dict.fromkeys(group for record in records.values() for group in record["scores"]))
     for group in groups:
-        shown.add_row(group, *(escape(_score(group, record)) for record in records.values()))
+        of_each = ([r["score"] for r in one["requests"] if r["group"] == group] for one in records.values())
+        shown.add_row(group, *(escape(percent(estimate([own])) if own else "-") for own in of_each))
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(f"{100 * r['average']:.2f}" for r in records.values()))
     shown.add_section()
@@ -73,12 +74,6 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     for label, line in lines.items():
         shown.add_row(label, *(line(record["totals"]) for record in records.values()))
     return shown
-
-
-def _score(group: str, record: Record) -> str:
-    """Mean score of a task, with its interval."""
-    scores = [row["score"] for row in record["requests"] if row["group"] == group]
-    return percent(estimate([scores])) if scores else "-"
 
 
 def estimate(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:

@@ -105,21 +105,20 @@ class Journal:
             value: Any = None  # which is refused below
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
+            given: Any = value if isinstance(value, dict) else {}
             if number == 1:
-                self._check_origin(value)
+                self._check_origin(given.get("origin"))
             else:
                 # An entry, as far as resuming reads it.
                 kinds = {"key": str, "answer": object, "error": str | None}
-                given: Any = value if isinstance(value, dict) else {}
                 if not all(name in given and isinstance(given[name], kind) for name, kind in kinds.items()):
                     reason = "not an entry of a journal, an object with key, answer and error"
                     raise ValueError(f"{self.path}:{number}: {reason}")
                 self.entries[given["key"]] = given
             self._whole += len(line)
 
-    def _check_origin(self, line: Any):
+    def _check_origin(self, then: Any):
         """Refuses a journal of another device or version, or one that does not say which."""
-        then = line.get("origin") if isinstance(line, dict) else None
         if not isinstance(then, dict):
             reason = "does not begin with the device and versions of its answers"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out, or delete it")
