@@ -19,6 +19,7 @@ from dllm_jax.nn.model import Model
 
 LEADING = 8  # steps within which the first partial one is looked for
 ENOUGH = 0.5  # seconds of steps that are timed together
+MOST = 4  # of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +36,14 @@ class StepTimes:
     positions: float | None = None
 
 
-def step_times(model: Model, request: Request, repeats: int, most: int = 4) -> StepTimes:
+def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
     """Times single steps, each from the states it occurs in.
 
-    Up to `most` steps are queued and waited for together. Full steps only if every step is one: what follows
+    Up to `MOST` steps are queued and waited for together. Full steps only if every step is one: what follows
     a refresh may be of another kind.
     """
     inputs, plan = request.inputs, request.plan
-    most = min(most, plan.layout.steps)
+    most = min(MOST, plan.layout.steps)
     start = lambda: begin(model, inputs, plan)
     # `state` is donated, so the cache is changed in place.
     of_width = lambda width: lambda state: _step(model, inputs, plan, state, width)

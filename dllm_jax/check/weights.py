@@ -22,9 +22,7 @@ def default_dtype(platform: str) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
 
-def random_model(
-    spec: ModelSpec, dtype: Any, seed: int = 0, gain: float = 1.0, weights: Weights | None = None
-) -> Model:
+def random_model(spec: ModelSpec, dtype: Any, gain: float = 1.0, weights: Weights | None = None) -> Model:
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
     They have the form that `load` gives weights on this device. Memory never holds more than the weights and
@@ -36,7 +34,7 @@ def random_model(
     apart = stacked and form_of_layers(spec, None, default_device().platform)
     described = abstract(spec, jnp.dtype(dtype), weights)
     paths, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_int8)
-    keys = jax.random.split(jax.random.key(seed), len(paths))
+    keys = jax.random.split(jax.random.key(0), len(paths))
     leaves = []
     for (path, leaf), key in zip(paths, keys, strict=True):
         stack = stacked and path[0].key == "layers"
