@@ -90,8 +90,7 @@ def test_generation_and_choice_are_solved_and_the_result_is_reproducible(lm, tas
     likelihoods = info["totals"]["loglikelihood"]
     assert (likelihoods["requests"], likelihoods["failed"]) == (6, 0)
     assert likelihoods["forwards"] >= 6
-    assert (info["model"]["identity"][:7], info["model"]["dtype"]) == ("sha256:", "float32")
-    assert {"jax", "jaxlib", "python", "dllm-jax"} <= set(info["versions"])
+    assert info["model"]["identity"].startswith("sha256:")
     with pytest.raises(NotImplementedError, match="has no meaning here"):
         evaluate(lm, ["tiny_roll"], tasks, apply_chat_template=False)
 

@@ -187,6 +187,10 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
     options = cli.Options(decoding=Decoding(length=4, block=2), out=tmp_path)
     assert cli.run_tasks(options, "FewShot", (5,), 1) == 0
     whole = read(path)
+    assert (whole["decoding"]["policy"], whole["model"]["dtype"]) == ("Policy()", "float32")
+    assert "temperature=0.0" in whole["decoding"]["sampler"]
+    assert whole["model"]["identity"].startswith("sha256:")
+    assert {"jax", "jaxlib", "python", "dllm-jax"} <= set(whole["versions"])
     row = whole["requests"][0]
     for change, reason in (
         ({"requests": [1]}, r"tasks-Policy\.json: requests\[0\] is no object"),
