@@ -93,3 +93,8 @@ def canvas(
     if (start := state.get("block_start")) is not None:
         state["block_start"] = jnp.broadcast_to(start, batch)
     return dataclasses.replace(begin(jnp.asarray(tokens), valid, described, layout), **state)
+
+
+def members(chosen) -> list[list[int]]:
+    """The positions of each sequence's set."""
+    return [np.flatnonzero(row).tolist() for row in np.asarray(chosen)]

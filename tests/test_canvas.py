@@ -12,14 +12,10 @@ import dllm_jax as dj
 from dllm_jax.state.canvas import begin, masks_in_block, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, full_rows
-from tests.models import FAMILIES, canvas, random_tokens, spec, tiny
+from tests.models import FAMILIES, canvas, members, random_tokens, spec, tiny
 
 PROMPT, BLOCK, LENGTH = 3, 4, 11  # two blocks of four after the prompt
 few = settings(max_examples=25)
-
-
-def members(chosen) -> list[list[int]]:
-    return [np.flatnonzero(row).tolist() for row in np.asarray(chosen)]
 
 
 def running(**state):

@@ -13,22 +13,9 @@ import dllm_jax as dj
 from dllm_jax.nn import sharding
 from dllm_jax.nn.modules import INIT_STD, initialise
 from dllm_jax.nn.parameters import abstract, count, describe
-from tests.models import FAMILIES, spec, tiny
+from tests.models import spec, tiny
 
 drawn = jax.jit(initialise, static_argnums=0)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_abstract_has_the_shapes_of_the_axis_table(family, tied):
-    described = spec(family, tied=tied)
-    params = dict(abstract(described, jnp.bfloat16))
-    flat = {**params.pop("layers"), **params}
-    assert {name: leaf.shape for name, leaf in flat.items()} == {
-        name: sharding.shape(described, sharding.AXES[name]) for name in sharding.leaves(described)
-    }
-    assert {leaf.dtype for leaf in flat.values()} == {jnp.dtype(jnp.bfloat16)}
-    assert ("head" in params) is not tied
 
 
 DEEP = spec("dream", layers=8, width=64)

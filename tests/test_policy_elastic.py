@@ -11,11 +11,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.policies.parts.drift import most_attended
 from dllm_jax.state.canvas import behind_first_eos
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
-from tests.models import canvas, families, generated, prompts, spec, tiny
-
-
-def members_of(chosen) -> list[list[int]]:
-    return [np.flatnonzero(row).tolist() for row in np.asarray(chosen)]
+from tests.models import canvas, families, generated, members, prompts, spec, tiny
 
 
 def two_attentions(seed=0, shape=(2, 4, 3, 7)):
@@ -63,10 +59,10 @@ def test_the_window_is_the_leftmost_masks_of_the_block():
     masked = np.zeros((2, 12), bool)
     masked[0, [4, 6, 7, 9, 11]] = masked[1, [10, 11]] = True
     policy = policies.ElasticCache(window=3)
-    assert members_of(policy.eligible(canvas(masked, prompt=4))) == [[4, 6, 7], [10, 11]]
-    assert members_of(policy.eligible(canvas(masked, prompt=4, block=4))) == [[4, 6, 7], []]
+    assert members(policy.eligible(canvas(masked, prompt=4))) == [[4, 6, 7], [10, 11]]
+    assert members(policy.eligible(canvas(masked, prompt=4, block=4))) == [[4, 6, 7], []]
     still = canvas(masked, prompt=4, active=jnp.asarray([False, True]))
-    assert members_of(policy.eligible(still)) == [[], [10, 11]]
+    assert members(policy.eligible(still)) == [[], [10, 11]]
 
 
 def test_positions_behind_the_first_committed_stop_token_are_given_up():
@@ -77,11 +73,11 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     tokens = now.tokens.at[0, jnp.asarray([0, 4, 6, 8])].set(eos)  # 0: in the prompt; 4: decoded later
     decoded_at = jnp.full((1, 10), -1).at[0, jnp.asarray([3, 4, 6, 8])].set(jnp.asarray([0, 2, 1, 1]))
     now = type(now)(**{**now.__dict__, "tokens": tokens, "decoded_at": decoded_at})
-    assert members_of(behind_first_eos(now)) == [[7, 8, 9]]
-    assert members_of(policies.ElasticCache(cut_at_eos=True).undecided(now)) == [[5]]
-    assert members_of(policies.ElasticCache().undecided(now)) == [[5, 7, 9]]
+    assert members(behind_first_eos(now)) == [[7, 8, 9]]
+    assert members(policies.ElasticCache(cut_at_eos=True).undecided(now)) == [[5]]
+    assert members(policies.ElasticCache().undecided(now)) == [[5, 7, 9]]
     nothing = type(now)(**{**now.__dict__, "decoded_at": jnp.full((1, 10), -1)})
-    assert members_of(behind_first_eos(nothing)) == [[]]
+    assert members(behind_first_eos(nothing)) == [[]]
 
 
 @pytest.mark.exhaustive
