@@ -202,7 +202,6 @@ def test_bad_places_are_refused_by_name(make, message):
         dj.forward(model, np.ones((1, 3), int), interventions=[Intervention.mask("v", steps=0)])
 
 
-@dataclasses.dataclass(frozen=True)
 class AddsByHand(policies.Policy):
     """Builds the stream without `finish`, so that nothing can be changed there."""
 
@@ -212,7 +211,6 @@ class AddsByHand(policies.Policy):
         return x + layer.mlp(x), cache
 
 
-@dataclasses.dataclass(frozen=True)
 class OtherPositions(policies.Policy):
     """Runs the layer over fewer positions than its rows, and does not say so."""
 
@@ -236,13 +234,11 @@ def test_a_policy_that_goes_round_a_place_is_refused():
 VECTOR, SCALES = jnp.ones(32), {"residual": 1.0}
 
 
-@dataclasses.dataclass(frozen=True)
 class ReadsItsModule(policies.Policy):
     def layer(self, layer, x, cache, rows, canvas):
         return super().layer(layer, x + VECTOR, cache, rows, canvas)
 
 
-@dataclasses.dataclass(frozen=True)
 class ReadsADictionary(policies.Policy):
     def layer(self, layer, x, cache, rows, canvas):
         return super().layer(layer, jax.tree.map(lambda x: x * SCALES["residual"], x), cache, rows, canvas)
@@ -252,12 +248,10 @@ def test_arrays_outside_of_a_policy_are_refused():
     """They would go stale: a program is found again by the policy's class and fields."""
     model, prompt, vector = tiny("llada"), np.ones((1, 3), int), np.ones(32, np.float32)
 
-    @dataclasses.dataclass(frozen=True)
     class Closure(policies.Policy):
         def layer(self, layer, x, cache, rows, canvas):
             return super().layer(layer, x + vector, cache, rows, canvas)
 
-    @dataclasses.dataclass(frozen=True)
     class Attribute(policies.Policy):
         def select(self, cache, canvas):
             return canvas.tokens == canvas.tokens  # `tokens` is no variable, whatever the module calls so

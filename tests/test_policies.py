@@ -4,8 +4,6 @@ Every day each policy runs on one family (`PolicyCase.family`), through `BASIC` 
 it; with --exhaustive through every check, on both families.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,7 +108,6 @@ def test_sampler(sampler, policy, family):
     check_sampler(sampler, policies=(policy,), families=(family,), checks=asked)
 
 
-@dataclasses.dataclass(frozen=True)
 class DueInTurns(policies.Policy):
     """Sequences of a batch are due in different steps, which the width does not provide for."""
 
@@ -134,7 +131,6 @@ def test_a_sequence_that_is_due_leaves_its_batch_mates_alone(policy):
     check_policy(policy, checks=(checks.batch_mates_change_nothing, checks.alone_as_in_a_batch))
 
 
-@dataclasses.dataclass(frozen=True)
 class OneAtATime(policies.Policy):
     """Offers the leftmost mask only."""
 

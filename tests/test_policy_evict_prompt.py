@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +57,6 @@ def test_the_storage_is_the_response_and_the_budget():
     assert made.shared.policy == ()
 
 
-@dataclasses.dataclass(frozen=True)
 class PartOfThePrompt(policies.DualCache):
     """Recomputes two prompt positions in every step."""
 

@@ -1,7 +1,5 @@
 """Policies of two sets, computed and readable: alone, over caches, under an eviction and under WINO."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,17 +24,14 @@ class Near(policies.Policy):
         return canvas.everything & (canvas.position >= canvas.block_start[:, None] - BEFORE)
 
 
-@dataclasses.dataclass(frozen=True)
 class NearBlocks(Near, policies.DualCache):
     """`DualCache` with the readable set."""
 
 
-@dataclasses.dataclass(frozen=True)
 class NearRefreshed(Near, policies.DKVDecode):
     """`DKVDecode` with the readable set; with refresh_every=1 it computes everything in every step."""
 
 
-@dataclasses.dataclass(frozen=True)
 class NearRolled(Near, policies.D2Cache):
     """`D2Cache`, which has a layer of its own, with the readable set."""
 
