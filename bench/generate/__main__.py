@@ -116,7 +116,8 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     roof = timing.ceilings(dtype, options.limits.repeats, **({"megabytes": 64, "side": 512} if small else {}))
     where = measured_on(dtype) | {
         "model": options.model or f"{options.shape}, random weights", "spec": dataclasses.asdict(model.spec),
-        "length": options.grid.length, "block": options.grid.block, "steps": options.grid.denoising_steps,
+        "length": options.grid.length, "block": str(options.grid.block),
+        "steps": options.grid.denoising_steps,
         "threshold": options.threshold, "limits": dataclasses.asdict(options.limits),
         "ceilings": dataclasses.asdict(roof),
     }  # fmt: skip

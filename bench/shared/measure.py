@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -9,8 +10,10 @@ import numpy as np
 import dllm_jax as dj
 from bench.shared.models import policies_named
 from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.eval.run.settings import FROM_TEXT
 from dllm_jax.samplers import Sampler
 from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.state.sliding import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Grid:
       prompts: prompt lengths.
       batches: sequences at a time.
       length: response positions.
-      block: positions per block.
+      block: positions per block, or one that slides, "Sliding(32)".
       steps: denoising steps, as many as positions if not given.
     """
 
@@ -30,7 +33,7 @@ class Grid:
     prompts: tuple[int, ...] = (1024, 4096, 16384, 32768)
     batches: tuple[int, ...] = (1, 8, 32)
     length: int = 256
-    block: int = 32
+    block: Annotated[Blocks, FROM_TEXT] = 32
     steps: int | None = None
 
     def __post_init__(self):
@@ -51,7 +54,7 @@ class Grid:
 
     def layout(self, prompt: int) -> dj.Layout:
         """The geometry of one prompt length."""
-        return dj.Layout(prompt, self.length, self.block, self.denoising_steps)
+        return dj.Layout.of(prompt, self.length, self.block, self.denoising_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Run:
     prompt: int
     batch: int
     length: int
-    block: int
+    block: Any  # positions, or `dj.Sliding`
     steps: int
     policy: dj.policies.Policy
     sampler: Sampler
