@@ -117,9 +117,8 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     where = measured_on(dtype) | {
         "model": options.model or f"{options.shape}, random weights", "spec": dataclasses.asdict(model.spec),
         "length": options.grid.length, "block": str(options.grid.block),
-        "steps": options.grid.denoising_steps,
-        "threshold": options.threshold, "limits": dataclasses.asdict(options.limits),
-        "ceilings": dataclasses.asdict(roof),
+        "steps": options.grid.denoising_steps, "threshold": options.threshold,
+        "limits": dataclasses.asdict(options.limits), "ceilings": dataclasses.asdict(roof),
     }  # fmt: skip
     rows = measure(model, options, roof)
     runner.run(rows, COLUMNS, options.json, lambda rows: where | {"rows": rows})

@@ -9,8 +9,7 @@ transformers' Llama, Qwen2, Qwen3 or GLM-4-MoE, whose modules get our random wei
 around it the exact decoder, DualCache or SparseDLLM in plain torch, or the loop of block-causal models
 (`decoders`), on GPUs with `torch.compile` for the exact decoder if it works. Both decode the most confident
 tokens of the block, and apply the vocabulary head to the block only. Before anything is timed both generate
-once, and the tokens that agree are counted. Policies without a peer, `bench.generate` compares with our exact
-decoder.
+once, and the tokens that agree are counted.
 """
 
 import dataclasses

@@ -138,29 +138,33 @@ class BlockCausal(Exact):
     """SDAR's loop: a step computes its block alone, beside stored K/V of earlier ones, which are final.
 
     A finished block takes one more forward, which stores its K/V, the last block too. The vocabulary head is
-    applied in denoising steps only. LLaDA2 decodes the same, though its released loop stores nothing.
-    Where the head is shifted (Fast-dLLM v2), what stores a block also predicts the next one's first token.
+    applied in denoising steps only. With a shifted head (Fast-dLLM v2) what stores a block also predicts the
+    next one's first token. LLaDA2's loop stores nothing: a step computes all that came before, too.
     """
 
     def generate(self, tokens: Any, run: Run) -> Any:
         """Decodes `tokens` [b l], whole blocks at least, in place by the run's `Dynamic` sampler."""
         steps, cache, last = run.steps * run.block // run.length, [], tokens
         assert isinstance(run.sampler, dj.samplers.Dynamic)
-        if whole := run.prompt // run.block * run.block:
-            last = self._hidden(tokens[:, :whole], 0, cache, self._mask(tokens[0, :whole], run.block))
+        stores, threshold = self.twin.spec.family != "llada2-moe", float(run.sampler.threshold)
+        if (whole := run.prompt // run.block * run.block) and stores:
+            last = self._beginning(tokens[:, :whole], run.block, cache)
         for start in range(whole, run.prompt + run.length, run.block):
-            block = tokens[:, start : start + run.block]
+            block, every = tokens[:, start : start + run.block], tokens[:, : start + run.block]
             if self.twin.spec.shifted and start >= run.prompt:
                 self._decode(block[:, :1], self.twin.logits(last[:, -1:]), 1)
             for step in range(steps):
                 if not (block == self.twin.spec.mask_id).any():
                     break
-                hidden = self._hidden(block, start, list(cache))
+                if stores:
+                    hidden = self._hidden(block, start, list(cache))
+                else:
+                    hidden = self._beginning(every, run.block, [])[:, -run.block :]
                 if self.twin.spec.shifted:  # the first row's own output is never used
                     hidden = self.twin.torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
                 count = run.block // steps + (step < run.block % steps)
-                self._decode_sure(block, self.twin.logits(hidden), count, float(run.sampler.threshold))
-            last = self._hidden(block, start, cache)
+                self._decode_sure(block, self.twin.logits(hidden), count, threshold)
+            last = self._hidden(block, start, cache) if stores else last
         return tokens
 
     def _hidden(self, tokens: Any, first: int, cache: Cache, mask: Any = None) -> Any:
@@ -174,10 +178,10 @@ class BlockCausal(Exact):
 
         return self.twin.hidden(tokens, first, attend)
 
-    def _mask(self, tokens: Any, size: int) -> Any:
-        """Which of the first blocks [s] each position attends to, Bool [s s]: its own and earlier ones."""
-        block = self.twin.torch.arange(len(tokens), device=tokens.device) // size
-        return block[:, None] >= block
+    def _beginning(self, tokens: Any, size: int, cache: Cache) -> Any:
+        """Hidden states of whole blocks, each of which attends to its own positions and earlier blocks."""
+        block = self.twin.torch.arange(tokens.shape[1], device=tokens.device) // size
+        return self._hidden(tokens, 0, cache, block[:, None] >= block)
 
     def _decode_sure(self, tokens: Any, logits: Any, count: int, threshold: float) -> None:
         """Writes the masks above the threshold if these are at least `count`, else that many surest ones."""

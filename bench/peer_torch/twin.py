@@ -1,7 +1,6 @@
 """Hugging Face transformers' networks in torch with our weights, opened at their attention.
 
-GLM-4-MoE is LLaDA2's arithmetic under other names: half of each head rotates, the first layers are dense, and
-a sigmoid router with a bias chooses within groups.
+GLM-4-MoE is LLaDA2's arithmetic under other names: its router, dense first layers, half rotated heads.
 """
 
 import dataclasses
