@@ -11,7 +11,7 @@ import pytest
 import rich.console
 
 import dllm_jax as dj
-from dllm_jax.check import command, environment, operations, several, speed, timing, tokens
+from dllm_jax.check import command, environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Finding, Report
 from dllm_jax.roofline import Hardware
 from pallas_kernels import evidence
@@ -307,6 +307,27 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
     assert report["jax"] == jax.__version__
     assert "1 of 3 things are wrong" in capsys.readouterr().out
     assert command.check(command.Arguments(parts=("operations",)), console) == 0
+
+
+def test_peers_are_timed_in_a_process_of_their_own(monkeypatch):
+    asked = []
+
+    def run(command, env, **options):
+        path = environment.Path(command[command.index("--json") + 1])
+        rows = [{"policy": "exact", "prompt": 1024, "of": "forward", "theirs_over_ours": {"median": 1.25}}]
+        path.write_text(json.dumps({"rows": rows}))
+        asked.append((command[-2:], env["XLA_PYTHON_CLIENT_MEM_FRACTION"]))
+        return type("Done", (), {"returncode": len(asked) - 1, "stderr": "Traceback\nCUDA out of memory"})
+
+    monkeypatch.setattr(peers.subprocess, "run", run)
+    (found,) = peers.findings("llada-8b")
+    assert (found.name, found.text) == ("exact, prompt 1024, forward", "theirs over ours 1.25")
+    assert asked == [(["--shape", "llada-8b"], ".45")]
+    with pytest.raises(RuntimeError, match=r"bench.peer_torch: CUDA out of memory"):
+        list(peers.findings(None))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--peers: torch is missing"):
+        command.check(command.Arguments(peers=True), rich.console.Console())
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import rich.console
 import tyro
 
 from dllm_jax import embedded
-from dllm_jax.check import environment, operations, several, speed, timing, tokens
+from dllm_jax.check import environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Findings, Report
 from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
@@ -48,6 +48,8 @@ class Arguments(Options):
     """Keep which implementation is fastest here, for `load` on this machine."""
     minutes: PositiveFloat = 8
     """After which no further speed is measured; the rest takes the time that it takes."""
+    peers: bool = False
+    """Also time the authors' steps in torch, which must be installed, from a clone; this comes first."""
     parts: tuple[Part, ...] = get_args(Part)
     """What to look at."""
 
@@ -64,12 +66,17 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
       ValueError, OSError: an unknown shape, or a file that cannot be written; before anything is measured.
     """
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    beside = Report({})
+    if arguments.peers:  # before jax holds the memory of the device
+        peers.check_installed()
+        beside.run("peers", lambda: peers.findings(arguments.shape), say)
     until = time.monotonic() + 60 * arguments.minutes
     spec = shape(arguments.shape)
     dtype = default_dtype(device().platform)
     asked = dataclasses.asdict(arguments) | {"json": None}
     report = Report(measured_on(dtype) | {"asked": asked}, arguments.json)
     report.write()  # a path that cannot be is refused before the work
+    report.parts.update(beside.parts)
     parts = _parts(arguments, spec, dtype, until)
     try:
         for name in arguments.parts:
