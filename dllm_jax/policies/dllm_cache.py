@@ -14,6 +14,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.branches import BranchStore
+from dllm_jax.policies.parts.control import in_trip
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -135,9 +136,10 @@ class DLLMCache(Policy):
         # Stale positions go through attention and MLP, in the narrowest width that holds them.
         def refresh(trip, places, some, carry):
             here, (cache, attended, mlp) = layer.in_trip(trip).at(some.index), carry
-            o, cache = self.attend(here, places.take(x), value, cache, rows, some, canvas)
+            stream = places.take(in_trip(trip, x))
+            o, cache = self.attend(here, stream, value, cache, rows, some, canvas)
             attention_branch = here.out(o)
-            mlp_branch = here.mlp(places.take(x) + attention_branch)
+            mlp_branch = here.mlp(stream + attention_branch)
             return cache, places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # Two widths: what a partial update holds, the position before the response included, and all of them.
