@@ -254,7 +254,7 @@ def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written
     for model, message in (
         (tiny("dream"), r"no tensor of .* is named base_model\.model\.model\."),
         (tiny("llada", layers=3), r"missing: .*blocks\.2\.q_proj"),
-        (tiny("llada", layers=1), r"unknown: .*blocks\.1\.q_proj"),
+        (tiny("llada", layers=1), r"unmapped: .*blocks\.1\.q_proj"),
     ):
         with pytest.raises(ValueError, match=message):
             lora.load(model, written)

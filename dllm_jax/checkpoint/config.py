@@ -71,12 +71,13 @@ class Config:
 
         Args:
           keys: of config.json, by field.
-          **defaults: of absent keys, by field; as many kv heads as heads otherwise.
+          **defaults: of absent keys, by field; otherwise there are as many kv heads as heads.
 
         Raises:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
         """
-        defaults = {"kv_heads": self.values.get(keys["heads"])} | defaults
+        others = {"kv_heads": self.values.get(keys["heads"]), "vocab": self.values.get("vocab_size")}
+        defaults = others | defaults
         found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
         width, heads = found["width"], found["heads"]
         if "head" in found:
@@ -100,13 +101,6 @@ class Config:
         default = lambda name: None if defaults[name] is dataclasses.MISSING else defaults[name]
         found = {name: self.read(key, KINDS_OF_EXPERTS[name], default(name)) for name, key in keys.items()}
         return ExpertSpec(**found, **others)
-
-    def end_of_turn(self, vocab: int, known: dict[int, int]) -> int | None:
-        """Token id of end-of-turn: `eot_token_id`, or that of the published model of this vocabulary size."""
-        # Published files do not have the key. `save_hf` writes it, as null for a model without such a token.
-        if "eot_token_id" not in self.values:
-            return known.get(vocab)
-        return self.read("eot_token_id", KINDS["eot_id"])
 
     def check(self, requirements: tuple[Requirement, ...]):
         """Raises ValueError that lists every key whose value no requirement allows."""

@@ -4,27 +4,18 @@ import dataclasses
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, llada_v, sdar
-from dllm_jax.checkpoint.names.table import Family, Unit, units
+from dllm_jax.checkpoint.names import as_llama, llada, llada2_moe, llada_v
+from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
 FAMILIES = {
-    "llada": llada.FAMILY,
-    "dream": dream.FAMILY,
-    "llada-v": llada_v.FAMILY,
-    "llada-moe": llada_moe.FAMILY,
-    "llada2-moe": llada2_moe.FAMILY,
-    "sdar": sdar.FAMILY,
-    "sdar-moe": sdar.FAMILY_MOE,
-    "fast-dllm-v2": fast_dllm_v2.FAMILY,
+    family.name: family
+    for family in (
+        *(llada.FAMILY, as_llama.DREAM, llada_v.FAMILY, llada.FAMILY_MOE, llada2_moe.FAMILY),
+        *(as_llama.SDAR, as_llama.SDAR_MOE, as_llama.FAST_DLLM_V2),
+    )
 }
-# Relatives of the models, which would be read as these: quantised files, and experts where there are none.
-QUANTISED = Requirement("quantization_config", (None,))
-DENSE = Requirement("num_experts", (None,))
-IGNORED = (  # buffers that some writers save; computed here
-    r".*\.rotary_emb\.inv_freq",
-    r".*\.embeddings\.position_ids",
-)
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -54,7 +45,7 @@ def config_to_spec(config: Config) -> ModelSpec:
       ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    config.check((QUANTISED,))
+    config.check((Requirement("quantization_config", (None,)),))
     model_type = config.values.get("model_type")
     of_type = [family for family in FAMILIES.values() if family.model_type == model_type]
     if not of_type:
@@ -63,10 +54,8 @@ def config_to_spec(config: Config) -> ModelSpec:
             f"{config.where}: model_type={model_type!r} is not supported; supported: {supported}"
         )
     # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
-    has_experts = config.values.get(DENSE.key) is not None
+    has_experts = config.values.get("num_experts") is not None
     family = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
-    if not family.expert_keys:
-        config.check((DENSE,))
     try:
         return family.read(config)
     except ValueError as error:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
-from dllm_jax.checkpoint.families import IGNORED, config_to_spec, family_of, units_of
+from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.names.table import (
     TensorName,
     Unit,
@@ -114,7 +114,7 @@ def open_hf(path: Path) -> Source:
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     names = family_of(spec).names
-    check(spec, names, IGNORED, shapes, str(path))
+    check(spec, names, shapes, str(path))
     needed = [tensor for unit in units_of(spec) for tensor in tensors_of(spec, unit)]
     kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
     odd = [f"{name}: {kind}" for name, kind in kinds.items() if kind not in SAFETENSORS]

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from dllm_jax.checkpoint.config import Config, Requirement, read_config
 from dllm_jax.checkpoint.directory import file_inside
 from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.names.table import TensorName, units
+from dllm_jax.checkpoint.names.table import TensorName, mismatches, units
 from dllm_jax.checkpoint.staging import atomic_directory
 from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, factor_shapes, options_of
 from dllm_jax.nn.low_rank import LowRankMatrix
@@ -214,21 +214,14 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 def _compare(
     spec: ModelSpec, lora: LoRA, modules: dict[Place, str], found: dict[str, np.ndarray], where: str
 ):
-    """Raises ValueError that lists every missing, misshaped and unknown tensor, or one of another dtype."""
+    """Raises ValueError that lists every missing, misshaped and unmapped tensor, or one of another dtype."""
     # Every tensor that does not fit is named, not the first one alone.
     expected: dict[str, tuple[int, ...]] = {}
     for (name, _), module in modules.items():
         (*inputs, rank), (_, *outputs) = factor_shapes(spec, name, lora.rank)
         expected[f"{PREFIX}{module}.lora_A.weight"] = rank, math.prod(inputs)
         expected[f"{PREFIX}{module}.lora_B.weight"] = math.prod(outputs), rank
-    lines = [
-        f"misshaped: {name} is {list(found[name].shape)}, expected {list(shape)}"
-        if name in found
-        else f"missing: {name} {list(shape)}"
-        for name, shape in expected.items()
-        if name not in found or found[name].shape != shape
-    ]
-    lines += [f"unknown: {name} {list(found[name].shape)}" for name in sorted(set(found) - set(expected))]
+    lines = mismatches(expected, {name: tensor.shape for name, tensor in found.items()})
     known = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
     lines += [f"dtype {tensor.dtype}: {name}" for name, tensor in found.items() if tensor.dtype not in known]
     if lines:

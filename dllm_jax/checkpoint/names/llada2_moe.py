@@ -5,11 +5,13 @@ each head rotates, the first layers are dense, a sigmoid router chooses within g
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.table import Family, TensorName
+from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveFloat
 
@@ -31,7 +33,6 @@ NAMES = (
     TensorName("model.norm.weight", "norm", "m"),
     TensorName("lm_head.weight", "head", "v m"),
 )
-KEYS = as_llama.KEYS | {"head": "head_dim", "block_size": "block_size"}
 EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
@@ -52,43 +53,24 @@ OWN = (
     Requirement("use_qkv_bias", (False,)),
     Requirement("use_rmsnorm", (True,)),
 )
-REQUIREMENTS = (*as_llama.REQUIREMENTS, *OWN)
-BLOCK = 32
 
 
-def read(config: Config) -> ModelSpec:
-    """The spec a LLaDA2 config.json describes.
-
-    Raises:
-      ValueError: naming the key, its value and what is supported.
-    """
-    as_llama.check(config, OWN)
-    fields = config.fields(KEYS, block_size=BLOCK)
+def _own(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     rotated = int(fields["head"] * config.read("partial_rotary_factor", PositiveFloat, 1.0))
     config.check((Requirement("rotary_dim", (rotated, None)),))
     experts = config.experts(EXPERT_KEYS, sigmoid=True, bias=True)
     shared = config.read("num_shared_experts", NonNegativeInt, 0) * experts.hidden
     dense = config.read("first_k_dense_replace", NonNegativeInt, 0)
 
-    # Row i predicts token i; cos and sin are cast before they rotate; padding is masked as keys only. The
-    # weights of a single expert are not divided by their sum.
-    return ModelSpec(
-        **fields,
-        family="llada2-moe",
-        eot_id=config.end_of_turn(fields["vocab"], {}),
-        qkv_bias=False,
-        qk_norm=True,
-        shifted=False,
-        rope_in_f32=False,
-        pad_rows_attend=True,
-        rope_width=None if rotated == fields["head"] else rotated,
-        experts=dataclasses.replace(
-            experts, shared=shared, dense=tuple(range(dense)), renormalised=experts.per_token > 1
-        ),
-    )
+    # The weights of a single expert are not divided by their sum.
+    more = {"shared": shared, "dense": tuple(range(dense)), "renormalised": experts.per_token > 1}
+    return {
+        "rope_width": None if rotated == fields["head"] else rotated,
+        "experts": dataclasses.replace(experts, **more),
+    }
 
 
-def of_layers(spec: ModelSpec) -> dict[str, Any]:
+def _more(spec: ModelSpec) -> dict[str, Any]:
     """Dense layers, shared experts, and how much of a head rotates."""
     assert spec.experts is not None, "a LLaDA2 model has experts"
     return {
@@ -99,9 +81,17 @@ def of_layers(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def template(spec: ModelSpec) -> dict[str, Any]:
-    """The other keys of a LLaDA2 config.json, for a model that never had one."""
-    return as_llama.template(spec, "LLaDA2MoeModelLM")
-
-
-FAMILY = Family("llada2_moe", NAMES, KEYS, REQUIREMENTS, read, template, of_layers, EXPERT_KEYS)
+# Row i predicts token i; cos and sin are cast before they rotate; padding is masked as keys only.
+FAMILY = Family(
+    name="llada2-moe",
+    model_type="llada2_moe",
+    names=NAMES,
+    keys=as_llama.SDAR.keys,
+    expert_keys=EXPERT_KEYS,
+    requirements=(*as_llama.REQUIREMENTS, *OWN),
+    fixed=as_llama.SDAR.fixed,
+    defaults={"block_size": 32},
+    own=_own,
+    more=_more,
+    template=functools.partial(as_llama.template, "LLaDA2MoeModelLM"),
+)

@@ -10,9 +10,10 @@ siglip2-so400m-patch14-384 and of LLaDA's tokenizer. A config.json of other size
 import dataclasses
 from typing import Any, get_type_hints
 
-from dllm_jax.checkpoint.config import KINDS, Config, Requirement
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.table import Family, TensorName
+from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 
 TOWER = "model.vision_tower.vision_tower.vision_model."
@@ -44,9 +45,8 @@ NAMES = (
     TensorName("model.image_newline", "newline", "m"),
 )
 REQUIREMENTS = (
-    Requirement("hidden_act", ("silu",), needed=True),
+    *as_llama.REQUIREMENTS,
     Requirement("attention_bias", (False,)),
-    Requirement("rope_scaling", (None,)),
     Requirement("mm_projector_type", ("mlp2x_gelu",)),
     Requirement("mm_patch_merge_type", ("spatial_unpad",)),
     Requirement("mm_resampler_type", (None,)),
@@ -62,38 +62,22 @@ VISION_KEYS = {
     "norm_eps": "layer_norm_eps",
 }
 VISION_REQUIREMENTS = (Requirement("hidden_act", ("gelu_pytorch_tanh",)),)
-# By vocabulary size: the published one, and len(tokenizer), to which the authors' loader cuts it.
-MASK = {126464: 126336, 126349: 126336}
-END_OF_TURN = {126464: 126348, 126349: 126348}  # <|eot_id|>
 
 
-def read(config: Config) -> ModelSpec:
-    """The spec a LLaDA-V config.json describes.
+def _adjusted(config: Config) -> Config:
+    """With `special_tokens`, another spelling of two keys, as these."""
+    if (special := _object(config, "special_tokens")) is None:
+        return config
+    tokens = {"mask_token_id": special.get("mask"), "eot_token_id": special.get("eot")}
+    return dataclasses.replace(config, values=config.values | tokens)
 
-    Raises:
-      ValueError: naming the key, its value and what is supported.
-    """
-    config.check(REQUIREMENTS)
-    vision = _read_vision(config)
+
+def _tower(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
+    vision, tower = _read_vision(config), config.values.get("mm_vision_tower", "siglip")
     config.check((Requirement("mm_hidden_size", (vision.width,)),))
-    tower = config.values.get("mm_vision_tower", "siglip")
     if not isinstance(tower, str) or "siglip" not in tower.lower():
         raise ValueError(f"{config.where}: mm_vision_tower={tower!r} is not supported; supported: SigLIP")
-    # `special_tokens` is another spelling of two keys.
-    if (special := _object(config, "special_tokens")) is not None:
-        tokens = {"mask_token_id": special.get("mask"), "eot_token_id": special.get("eot")}
-        config = dataclasses.replace(config, values=config.values | tokens)
-    vocab = config.read("vocab_size", KINDS["vocab"])
-    return ModelSpec(
-        **config.fields(as_llama.KEYS, mask_id=MASK.get(vocab)),
-        family="llada-v",
-        eot_id=config.end_of_turn(vocab, END_OF_TURN),
-        qkv_bias=False,
-        shifted=False,
-        rope_in_f32=False,
-        pad_rows_attend=True,
-        vision=vision,
-    )
+    return {"vision": vision}
 
 
 def of_vision(spec: ModelSpec) -> dict[str, Any]:
@@ -152,4 +136,18 @@ def _object(config: Config, key: str) -> dict[str, Any] | None:
     return values
 
 
-FAMILY = Family("llava_llada", NAMES, as_llama.KEYS, REQUIREMENTS, read, template, of_vision)
+# The vocabularies are the published one, and len(tokenizer), to which the authors' loader cuts it; the end of
+# a turn is <|eot_id|>.
+FAMILY = Family(
+    name="llada-v",
+    model_type="llava_llada",
+    names=NAMES,
+    keys=as_llama.KEYS,
+    requirements=REQUIREMENTS,
+    fixed={"qkv_bias": False, "shifted": False, "rope_in_f32": False, "pad_rows_attend": True},
+    tokens={126464: (126336, 126348), 126349: (126336, 126348)},
+    adjusted=_adjusted,
+    own=_tower,
+    more=of_vision,
+    template=template,
+)

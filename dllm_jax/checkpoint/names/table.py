@@ -4,15 +4,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.sharding import AXES, VISION, in_layer, leaves, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
+
+# Buffers that some writers save; computed here.
+IGNORED = r".*\.(rotary_emb\.inv_freq|embeddings\.position_ids)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +28,14 @@ class TensorName:
       axes: a tensor's axes in the same letters, merged ones adjacent: "hd m" is [heads * head, width].
       behind: first axes of the parameters that come before this one in the same tensor, which holds them one
         behind the other.
+      expert: whose tensor it is; None if it is no expert's alone.
     """
 
     name: str
     leaf: str
     axes: str
     behind: tuple[str, ...] = ()
+    expert: int | None = None
 
     @property
     def by_expert(self) -> bool:
@@ -40,52 +44,13 @@ class TensorName:
 
     def of_expert(self, expert: int) -> "TensorName":
         """The line of one expert's tensor."""
-        return dataclasses.replace(self, name=self.name.replace("{e}", str(expert)))
+        return dataclasses.replace(self, name=self.name.replace("{e}", str(expert)), expert=expert)
 
     @property
     def own_axes(self) -> str:
         """Our axes of what one tensor holds: the parameter's, without that of experts with tensors."""
         own = own_axes(self.leaf)
         return own.removeprefix("e") if "e" not in self.axes else own
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A checkpoint layout.
-
-    Attributes:
-      model_type: config.json's `model_type`.
-      names: its tensors.
-      keys: of config.json, by the field of `ModelSpec` that they hold; read and written by the same table.
-      requirements: keys that hold no field, and what this library supports of them.
-      read: config.json -> spec.
-      expert_keys: of config.json, by the field of `ExpertSpec` that they hold; none of dense models.
-      template: spec -> keys that hold neither, for a model that never had a config.json.
-      more: spec -> what it determines beside `keys`.
-    """
-
-    model_type: str
-    names: tuple[TensorName, ...]
-    keys: Mapping[str, str]
-    requirements: tuple[Requirement, ...]
-    read: Callable[[Config], ModelSpec]
-    template: Callable[[ModelSpec], dict[str, Any]]
-    more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
-    expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def written(self, spec: ModelSpec) -> dict[str, Any]:
-        """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
-        fields = {key: getattr(spec, name) for name, key in self.keys.items()}
-        fields |= {key: getattr(spec.experts, name) for name, key in self.expert_keys.items()}
-        known = {key: value for key, value in fields.items() if value is not None}
-        return {"model_type": self.model_type, **known, "eot_token_id": spec.eot_id, **self.more(spec)}
-
-    def made(self, spec: ModelSpec) -> dict[str, Any]:
-        """The config.json of a model that never had one."""
-        # The first of the supported values; where it is null, an absent key says the same.
-        required = {entry.key: entry.allowed[0] for entry in self.requirements}
-        given = {key: value for key, value in required.items() if value is not None}
-        return given | self.template(spec) | self.written(spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,37 +118,29 @@ def layers_in_all(spec: ModelSpec) -> int:
     return spec.layers + (spec.vision.layers if spec.vision else 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor of a checkpoint, and what it holds.
 
     Attributes:
       name: of the tensor.
       shape: of the tensor.
       parts: the lines of the parameters in it, one behind the other along its first axis.
-      expert: whose it is; None if it is no expert's alone.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[TensorName, ...]
-    expert: int | None = None
+    parts: list[TensorName]
 
 
 def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
     """The tensors of a unit, in the order in which they are written."""
-    found: dict[str, Tensor] = {}
+    parts: dict[str, list[TensorName]] = {}
     for entry in unit.entries:
-        experts = range(sizes(spec)["e"]) if entry.by_expert else (None,)
-        for expert in experts:
-            part = entry if expert is None else entry.of_expert(expert)
-            shape = hf_shape(spec, part)
-            if (before := found.get(part.name)) is None:
-                found[part.name] = Tensor(part.name, shape, (part,), expert)
-            else:
-                rows = before.shape[0] + shape[0]
-                found[part.name] = Tensor(part.name, (rows, *shape[1:]), (*before.parts, part))
-    return list(found.values())
+        of_experts = map(entry.of_expert, range(sizes(spec)["e"])) if entry.by_expert else [entry]
+        for part in of_experts:
+            parts.setdefault(part.name, []).append(part)
+    rows = lambda held: sum(hf_shape(spec, part)[0] for part in held)
+    return [Tensor(name, (rows(held), *hf_shape(spec, held[0])[1:]), held) for name, held in parts.items()]
 
 
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
@@ -237,8 +194,8 @@ def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarra
 
 def to_hf(spec: ModelSpec, tensor: Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     """A checkpoint's tensor, of our parameters of its unit."""
-    of = lambda leaf: arrays[leaf] if tensor.expert is None else arrays[leaf][tensor.expert]
-    parts = [part_to_hf(spec, entry, of(entry.leaf)) for entry in tensor.parts]
+    of = lambda part: arrays[part.leaf] if part.expert is None else arrays[part.leaf][part.expert]
+    parts = [part_to_hf(spec, part, of(part)) for part in tensor.parts]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -248,19 +205,12 @@ def part_to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndar
     return array.transpose(order).reshape(hf_shape(spec, entry))
 
 
-def check(
-    spec: ModelSpec,
-    table: tuple[TensorName, ...],
-    ignored: tuple[str, ...],
-    found: dict[str, tuple[int, ...]],
-    where: str,
-):
-    """Compares the tensors of a checkpoint with the table.
+def check(spec: ModelSpec, table: tuple[TensorName, ...], found: Mapping[str, tuple[int, ...]], where: str):
+    """Compares the tensors of a checkpoint with its family's names.
 
     Args:
       spec: the model.
       table: its family's names.
-      ignored: patterns of buffers that are no weights.
       found: shape by name of everything in the files.
       where: the checkpoint, for the message.
 
@@ -272,20 +222,23 @@ def check(
             f"{where}: its config describes {layers} layers, its files hold {len(found)} tensors in all"
         )
     expected = {t.name: t.shape for unit in units(spec, table) for t in tensors_of(spec, unit)}
-    extra = set(found) - set(expected)
-    if spec.tied:  # a file may spell the tied head out; that it equals the embedding is checked when read
-        extra -= {e.name for e in table if e.leaf == "head" and found.get(e.name) == hf_shape(spec, e)}
+    # A file may spell a tied head out; that it equals the embedding is checked when it is read.
+    head = {e.name: hf_shape(spec, e) for e in table if spec.tied and e.leaf == "head"}
+    known = {name: shape for name, shape in found.items() if head.get(name) != shape}
+    known = {n: shape for n, shape in known.items() if n in expected or not re.fullmatch(IGNORED, n)}
+    if lines := mismatches(expected, known):
+        message = f"{where}: {len(lines)} tensors do not fit the {spec.family} layout its config describes"
+        raise ValueError("\n  ".join([message, *lines]))
+
+
+def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """A line for every tensor that is missing, misshaped or unmapped, from shapes by name."""
     lines = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
     lines += [
         f"misshaped: {name} is {list(found[name])}, expected {list(expected[name])}"
         for name in expected
         if name in found and found[name] != expected[name]
     ]
-    lines += [
-        f"unmapped: {name} {list(found[name])}"
-        for name in sorted(extra)
-        if not any(re.fullmatch(pattern, name) for pattern in ignored)
+    return lines + [
+        f"unmapped: {name} {list(found[name])}" for name in sorted(found.keys() - expected.keys())
     ]
-    if lines:
-        message = f"{where}: {len(lines)} tensors do not fit the {spec.family} layout its config describes"
-        raise ValueError("\n  ".join([message, *lines]))
