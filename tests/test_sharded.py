@@ -1,13 +1,11 @@
 """Parts of parameters where they are stored and where they are loaded to: bytes, pieces, every leaf."""
 
-import json
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,29 +25,14 @@ WIDE = {"width": 64, "heads": 8, "kv_heads": 8, "head": 8, "hidden": 256, "vocab
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, Path]:
-    """The same weights as they are kept: at Hugging Face, converted, and by Orbax in format 1."""
+    """The same weights as they are kept: at Hugging Face, converted, and in int8."""
     root = tmp_path_factory.mktemp("stored")
     hf = write_hf(root / "hf", tiny("dream", **WIDE | {"kv_heads": 4}))
-    found = {
-        "hf": hf, "converted": convert(hf, root / "jax"), "int8": convert(hf, root / "int8", weights="int8"),
-    }  # fmt: skip
-    return found | {"orbax": of_an_earlier_release(found["converted"], root / "orbax")}
+    int8 = convert(hf, root / "int8", weights="int8")
+    return {"hf": hf, "converted": convert(hf, root / "jax"), "int8": int8}
 
 
-def of_an_earlier_release(directory: Path, target: Path) -> Path:
-    """A converted directory as releases up to format 2 wrote it."""
-    checkpoint = open_checkpoint(directory)
-    for unit in units_of(checkpoint.spec):
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            parts = lambda a: {"values": a.values, "scale": a.scale} if isinstance(a, Int8Matrix) else a
-            nested = {leaf: parts(array) for leaf, array in read(checkpoint, unit).items()}
-            checkpointer.save(target / "params" / unit.name, args=ocp.args.PyTreeSave(nested))
-    written = json.loads((directory / "spec.json").read_text())
-    (target / "spec.json").write_text(json.dumps(written | {"format": written["format"] - 2}))
-    return target
-
-
-@pytest.mark.parametrize("kind", ["hf", "converted", "orbax", "int8"])
+@pytest.mark.parametrize("kind", ["hf", "converted", "int8"])
 def test_any_part_is_that_of_the_whole(places, kind):
     source, rng = open_checkpoint(places[kind]), np.random.default_rng(0)
     reference = open_checkpoint(places["int8" if kind == "int8" else "hf"])
@@ -82,14 +65,6 @@ def test_a_part_of_an_int8_matrix_is_that_of_the_whole_one(places, kind):
             np.testing.assert_array_equal(parameter.values.read(half), full.values[half])
             half = tuple(slice(length // 4, length // 2) for length in full.scale.shape)
             np.testing.assert_array_equal(parameter.scale.read(half), full.scale[half])
-
-
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_directories_of_earlier_releases_load(tmp_path, places, weights):
-    directory = places["converted" if weights is None else "int8"]
-    old = of_an_earlier_release(directory, tmp_path / "old")
-    assert json.loads((old / "spec.json").read_text())["format"] == (1 if weights is None else 2)
-    assert verify(old, directory, tokens=0).identical
 
 
 def test_devices_that_hold_the_same_part_read_it_once():

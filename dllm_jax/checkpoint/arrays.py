@@ -1,8 +1,8 @@
 """Arrays in a directory: zarr by way of TensorStore, in pieces that the processes of a mesh read apart.
 
-The pieces of all arrays share a few files (OCDBT, TensorStore's key-value store), as in Orbax checkpoints;
-what Orbax has written is read as well. Orbax itself cuts arrays by size alone, along their longest axis: a
-process that needs some of the heads would have to read every piece.
+The pieces of all arrays share a few files (OCDBT, TensorStore's key-value store), as in Orbax checkpoints.
+Orbax itself cuts arrays by size alone, along their longest axis: a process that needs some of the heads would
+have to read every piece.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dllm_jax.checkpoint.directory import read_object
+from dllm_jax.checkpoint.files import read_object
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import check_argument
 
@@ -122,7 +122,7 @@ def read_config(path: Path) -> Config:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is not a JSON object, see `dllm_jax.checkpoint.directory.read_object`.
+      ValueError: it is not a JSON object, see `dllm_jax.checkpoint.files.read_object`.
     """
     return Config(str(path), read_object(path))
 

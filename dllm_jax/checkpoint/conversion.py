@@ -7,23 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.checkpoint.converted import is_converted, write_unit
+from dllm_jax.checkpoint import files
+from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
-from dllm_jax.checkpoint.files import (
-    PROVENANCE,
-    WRITTEN,
-    auxiliary_files,
-    copy_auxiliary_files,
-    sha256,
-)
-from dllm_jax.checkpoint.files import (
-    written as hashes,
-)
-from dllm_jax.checkpoint.hf import INDEX, open_hf, weight_files
+from dllm_jax.checkpoint.hf import open_hf, weight_files
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, progress, stream
-from dllm_jax.checkpoint.spec_file import write_spec
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
@@ -81,11 +71,11 @@ def convert(
             write_unit(partial, unit, arrays)
             advance(unit)
         # spec.json comes last but for the hashes, which are of everything before them.
-        copy_auxiliary_files(found, partial)
+        files.copy_auxiliary_files(found, partial)
         write_spec(partial, spec, written, held)
         history = _provenance(checkpoint, str(source), written, held, rope_factor)
-        history |= {WRITTEN: hashes(partial)}
-        (partial / PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
+        history |= {files.WRITTEN: files.written(partial)}
+        (partial / files.PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
     return target
 
 
@@ -93,13 +83,13 @@ def _provenance(
     checkpoint: Source, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
 ) -> dict[str, Any]:
     # All that was read or copied: names alone would not tell one revision of the source from another.
-    tensors = weight_files(checkpoint.path)
-    index = tuple(file for file in (checkpoint.path / INDEX,) if file.is_file())
-    files = (*auxiliary_files(checkpoint.path), *index, *tensors)
+    index = checkpoint.path / files.INDEX
+    read = (*files.auxiliary_files(checkpoint.path), *weight_files(checkpoint.path))
+    read += (index,) if index.is_file() else ()
     return {
         "source": source,
         "date": now(),
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
+        "files": {file.name: files.described(file) for file in read},
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         **({} if weights is None else {"weights": weights}),
         "rope_factor": rope_factor,

@@ -1,17 +1,17 @@
 """The converted directory: the arrays of each unit in a directory of their own, and spec.json.
 
-    spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in formats 2 and 4
+    spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in format 4
     provenance.json   what it was made from, and hashes of what was written
     params/UNIT/      parameters of the embedding, a layer, the norm or the head, in our layout
     config.json, tokenizer files, ...  kept as they came
 
-Formats 2 and 4 are those of int8 matrices: such a parameter is two arrays, LEAF.values and LEAF.scale
-(`dllm_jax.nn.int8`), and dtype is that of all others. Formats 1 and 2 are Orbax checkpoints of earlier
-releases, cut by size; 3 and 4 are cut where meshes split them (`dllm_jax.checkpoint.arrays`). All are read
-alike, and a whole model is never in memory at once.
+Format 4 is that of int8 matrices: such a parameter is two arrays, LEAF.values and LEAF.scale
+(`dllm_jax.nn.int8`), and dtype is that of all others. Arrays are cut where meshes split them
+(`dllm_jax.checkpoint.arrays`), and a whole model is never in memory at once.
 """
 
 import dataclasses
+import json
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,58 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.checkpoint.arrays import names, open_array, unit_of, write
-from dllm_jax.checkpoint.directory import check_tree
-from dllm_jax.checkpoint.dtypes import SAFETENSORS
-from dllm_jax.checkpoint.families import units_of
+from dllm_jax.checkpoint.config import Requirement, read_config
+from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
+from dllm_jax.checkpoint.families import family_of, units_of
+from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, StoredParameter
-from dllm_jax.checkpoint.spec_file import SPEC, read_spec
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, axes_of, is_int8
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
 from dllm_jax.nn.sharding import WIDE, within_layer
+from dllm_jax.nn.spec import ModelSpec
 
-PARAMS = "params"
+FORMATS: dict[int, Weights | None] = {3: None, 4: "int8"}  # and how they hold matrices
+
+
+def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
+    """Reads and checks the spec.json of a converted directory.
+
+    The ranges of the fields are those of `ModelSpec`, which config.json is read into as well.
+
+    Returns:
+      the model, the dtype of all parameters but int8 matrices, and how matrices are held: "int8", or None for
+      that dtype.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: another format, or a value outside of its range, by name.
+    """
+    config = read_config(folder / SPEC)
+    dtypes = {str(dtype): dtype for dtype in SUPPORTED}
+    config.check((Requirement("format", (*FORMATS,), True), Requirement("dtype", (*dtypes,), True)))
+    written = config.values
+    weights = FORMATS[written["format"]]
+    # The number says it already, so that a reader that knows no int8 stops at the number.
+    config.check((Requirement("weights", (weights,), needed=weights is not None),))
+    try:
+        if not isinstance(fields := written.get("spec"), dict):
+            raise TypeError(f"spec={fields!r} must be an object with the fields of ModelSpec")
+        spec = ModelSpec.of_fields(fields)
+        family_of(spec)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{config.where}: {error}") from error
+    return spec, dtypes[written["dtype"]], weights
+
+
+def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):
+    """Writes spec.json."""
+    number = next(number for number, held in FORMATS.items() if held == weights)
+    # Fields at their defaults are left out, as in directories from before there were such.
+    fields = dataclasses.asdict(spec)
+    kept = {f.name: fields[f.name] for f in dataclasses.fields(spec) if fields[f.name] != f.default}
+    content = {"format": number, "dtype": str(dtype)} | ({} if weights is None else {"weights": weights})
+    text = json.dumps(content | {"spec": kept}, indent=2)
+    (folder / SPEC).write_text(f"{text}\n", encoding="utf-8")
 
 
 def is_converted(path: Path) -> bool:
@@ -72,11 +114,9 @@ def _check_unit(where: Path, expected: dict[str, Any]):
     """Compares what a unit's files say that they are with what spec.json describes; reads no weights.
 
     So units that changed places are noticed, and nothing is allocated for a spec that the files do not fit.
-    Units of formats 1 and 2 have no name, and are taken at their directory's.
     """
     # All layers have arrays of the same names and shapes: only the name kept beside them tells them apart.
-    unit = unit_of(where)
-    if unit is not None and unit != where.name:
+    if (unit := unit_of(where)) != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
     # What keeps the dtype that it was stored in may have any that files hold.
     own = lambda name, dtype: name in WIDE and dtype in SAFETENSORS.values()

@@ -14,19 +14,21 @@ from jax.experimental import multihost_utils
 
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
-from dllm_jax.checkpoint.dtypes import choose
-from dllm_jax.checkpoint.families import spec_to_config
-from dllm_jax.checkpoint.files import copy_auxiliary_files
+from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
+from dllm_jax.checkpoint.families import spec_to_config, units_of
+from dllm_jax.checkpoint.files import INDEX, copy_auxiliary_files
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
-from dllm_jax.checkpoint.writer import SHARD_BYTES, plan, write
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
 from dllm_jax.state import host
+
+SHARD_BYTES = 2 * 10**9
+Shard = list[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtype of tensors in one file, in order
 
 
 def export(
@@ -197,7 +199,7 @@ def _write(
         values = spec_to_config(spec, str(dtype), original)
         if original is None or values != original.values:
             (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        write(partial, plan(source, dtype, shard_bytes), tensors)
+        _write_shards(partial, _plan(source, dtype, shard_bytes), tensors)
         next(tensors, None)  # all are written; this lets the last unit count as done
 
 
@@ -207,3 +209,66 @@ def _tensors(source: Source, advance: Callable[[Unit], None]) -> Iterator[np.nda
         for tensor in tensors_of(source.spec, unit):
             yield to_hf(source.spec, tensor, arrays)
         advance(unit)
+
+
+def _header(shard: Shard) -> bytes:
+    """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    codes = {dtype: code for code, dtype in SAFETENSORS.items()}
+    start = 0
+    for name, shape, dtype in shard:
+        end = start + _size(shape, dtype)
+        entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Data begins at a multiple of 8 bytes, which memory maps need.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _plan(source: Source, dtype: np.dtype, limit: int) -> list[Shard]:
+    """Distributes the tensors of a checkpoint, in order, over files of at most `limit` bytes.
+
+    All have the one dtype but those that keep the dtype in which they are stored.
+
+    Raises:
+      ValueError: the limit is not positive.
+    """
+    if limit < 1:
+        raise ValueError(f"shard_bytes={limit} must be at least 1")
+    shards: list[Shard] = [[]]
+    filled = 0
+    # In order, the next file when one is full, so that shards are read one after the other.
+    for unit in units_of(source.spec):
+        # Only a unit with what keeps its dtype is opened.
+        stored = source.parameters(unit) if {entry.leaf for entry in unit.entries} & {*WIDE} else {}
+        for tensor in tensors_of(source.spec, unit):
+            leaf = tensor.parts[0].leaf
+            kind = np.dtype(stored[leaf].dtype) if leaf in WIDE else dtype
+            if shards[-1] and filled + _size(tensor.shape, kind) > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append((tensor.name, tensor.shape, kind))
+            filled += _size(tensor.shape, kind)
+    return shards
+
+
+def _write_shards(path: Path, shards: list[Shard], tensors: Iterator[np.ndarray]):
+    """Writes the files, and the index if there are several; `tensors` come in the shards' order."""
+    count, weight_map = len(shards), {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        with (path / name).open("wb") as file:
+            file.write(_header(shard))
+            for _ in shard:
+                # As bytes, since Python's buffers know no bfloat16.
+                file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
+        weight_map |= {tensor: name for tensor, *_ in shard}
+    if count > 1:
+        size = sum(_size(shape, dtype) for shard in shards for _, shape, dtype in shard)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize

@@ -45,14 +45,10 @@ def config_to_spec(config: Config) -> ModelSpec:
       ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    config.check((Requirement("quantization_config", (None,)),))
-    model_type = config.values.get("model_type")
-    of_type = [family for family in FAMILIES.values() if family.model_type == model_type]
-    if not of_type:
-        supported = " or ".join(dict.fromkeys(repr(family.model_type) for family in FAMILIES.values()))
-        raise ValueError(
-            f"{config.where}: model_type={model_type!r} is not supported; supported: {supported}"
-        )
+    types = tuple(dict.fromkeys(family.model_type for family in FAMILIES.values()))
+    quantised = Requirement("quantization_config", (None,))
+    config.check((quantised, Requirement("model_type", types, needed=True)))
+    of_type = [f for f in FAMILIES.values() if f.model_type == config.values["model_type"]]
     # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
     has_experts = config.values.get("num_experts") is not None
     family = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])

@@ -1,18 +1,127 @@
-"""The files of a checkpoint: which are copied along with weights, and whether they are what was written."""
+"""The files of a checkpoint: which may be read, which are copied along, whether they are what was written.
+
+A checkpoint may come from anywhere. Its index names files, its entries may be links: nothing outside of the
+directory is opened or copied because of them. The one exception is the cache of the Hugging Face hub, whose
+snapshots are nothing but links into the folder `blobs` beside them:
+
+    models--org--name/snapshots/REVISION/model.safetensors -> ../../blobs/HASH
+"""
 
 import hashlib
+import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoint.converted import PARAMS
-from dllm_jax.checkpoint.directory import LARGEST, check_tree, file_inside, has_entry, read_object
-from dllm_jax.checkpoint.hf import INDEX
-from dllm_jax.checkpoint.spec_file import SPEC
-
+SPEC, PARAMS = "spec.json", "params"  # of a converted directory
+INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with several files of weights
 PROVENANCE = "provenance.json"
 WRITTEN = "written"  # its key of the hashes
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+LARGEST = 64 * 2**20  # bytes of JSON and of what is copied along; a tokenizer.json has about 10 MB
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The path of a regular file of a checkpoint's directory, whether or not it can be read.
+
+    Args:
+      folder: the directory.
+      name: of the file, relative to it.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the name leads out of the directory, or the file lies outside of it or is none (a directory,
+        a pipe, a device).
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{folder}: {name!r} is no name of a file") from error
+
+    # An index is text that anyone may have written: its names are judged before the disk is asked for them.
+    if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
+    path = folder / name
+    place = resolved(path)
+    try:
+        # Asked for, not found out by opening it: a pipe would wait for ever.
+        kind = place.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{path} does not exist") from None
+    if not stat.S_ISREG(kind):
+        raise ValueError(f"{path} is no regular file")
+    check_place(folder, path, place)
+    return path
+
+
+def has_entry(folder: Path, name: str) -> bool:
+    """Whether a directory has an entry of this name, of whatever kind, even a link to nowhere."""
+    return os.path.lexists(folder / name)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links; raises ValueError if they lead in a circle."""
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # the former up to Python 3.12
+        raise ValueError(f"{path} is a link in a circle") from error
+
+
+def check_place(folder: Path, path: Path, place: Path):
+    """Raises ValueError if a file of a directory really lies elsewhere.
+
+    Args:
+      folder: the checkpoint's directory.
+      path: the file or directory in it, for the message.
+      place: where it lies, links resolved.
+    """
+    home = folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    if not place.is_relative_to(home) and (blobs is None or place.parent != blobs):
+        raise ValueError(
+            f"{path} is a link to {place}, outside of the checkpoint's directory {home}; only its own files "
+            "are read (or those of the hub's cache): put the file there"
+        )
+
+
+def check_tree(folder: Path, part: str):
+    """Looks at a part of a directory, at any depth, before anything in it is opened.
+
+    Raises:
+      ValueError: for the first link that leads out of the directory or in a circle, and for what is neither
+        file nor directory (opening a pipe waits for ever).
+    """
+    for path in (folder / part, *(folder / part).rglob("*")):
+        # What is no link lies where it is listed, inside.
+        if path.is_symlink():
+            check_place(folder, path, resolved(path))
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is neither a file nor a directory")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parses a JSON file of a checkpoint's directory that holds an object.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no JSON object, nested too deeply for Python, too large, or no file of the directory.
+    """
+    file = file_inside(path.parent, path.name)
+    size = file.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
+    try:
+        # UTF-8 whatever the locale says; bytes that are none raise ValueError too.
+        values = json.loads(file.read_bytes().decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
+    return values
 
 
 def auxiliary_files(path: Path) -> tuple[Path, ...]:
@@ -46,6 +155,11 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def described(file: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
 def written(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of spec.json and all files of the units, by relative name.
 
@@ -53,7 +167,6 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
     """
     files = [file for file in sorted((folder / PARAMS).rglob("*")) if not file.is_dir()]
     shown = [file for file in files if not file.relative_to(folder).parts[1].startswith(".")]
-    described = lambda file: {"bytes": file.stat().st_size, "sha256": sha256(file)}
     return {file.relative_to(folder).as_posix(): described(file) for file in (folder / SPEC, *shown)}
 
 

@@ -1,17 +1,20 @@
 """Reading a Hugging Face directory: config.json and safetensors, one tensor in memory at a time."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dllm_jax.checkpoint.config import read_config
-from dllm_jax.checkpoint.directory import file_inside, has_entry
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
+from dllm_jax.checkpoint.files import INDEX, file_inside, has_entry
 from dllm_jax.checkpoint.names.table import (
     TensorName,
     Unit,
@@ -25,11 +28,8 @@ from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.sharding import WIDE, shape, sizes
 from dllm_jax.nn.spec import ModelSpec
 
-INDEX = "model.safetensors.index.json"
 
-
-@dataclasses.dataclass(frozen=True)
-class TensorLocation:
+class TensorLocation(NamedTuple):
     """Where a tensor is stored: its file, its shape there and its dtype by safetensors' name."""
 
     file: Path
@@ -80,12 +80,8 @@ class _Tensors:
         rows, rest = hf_ranges(self.spec, entry, ranges)
         # Opened anew for each part: an open file keeps every page read so far mapped, which would count as
         # the process's memory and grow to the size of the shard.
-        file = self.stored[entry.name].file
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                tensor = opened.get_slice(entry.name)[rows]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} cannot be read at {entry.name}: {error}") from error
+        with safetensors(self.stored[entry.name].file) as opened:
+            tensor = opened.get_slice(entry.name)[rows]
         return to_ours(self.spec, entry, tensor)[rest]
 
     def _tied_part(self, embed: TensorName, head: TensorName, ranges: Ranges) -> np.ndarray:
@@ -140,11 +136,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(f"{path / INDEX} has no weight_map from tensor to file")
         # An index may name anything: files of this directory only.
-        names = sorted(set(index.values()))
-        missing = [name for name in names if _is_missing(path, name)]
-        if missing:
-            raise FileNotFoundError(f"{path} lacks shards its index names: {', '.join(missing)}")
-        return tuple(file_inside(path, name) for name in names)
+        return tuple(file_inside(path, name) for name in sorted(set(index.values())))
     files = tuple(file_inside(path, file.name) for file in sorted(path.glob("*.safetensors")))
     if not files:
         others = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
@@ -153,22 +145,21 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def _is_missing(path: Path, name: str) -> bool:
-    try:
-        file_inside(path, name)
-    except FileNotFoundError:
-        return True
-    return False
-
-
 def _header(file: Path) -> dict[str, TensorLocation]:
     file.open("rb").close()  # names a file that may not be read, which safetensors calls missing
+    with safetensors(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        return {
+            name: TensorLocation(file, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        }
+
+
+@contextlib.contextmanager
+def safetensors(file: Path) -> Iterator[Any]:
+    """A safetensors file, open; raises ValueError that names it where it cannot be read."""
     try:
         with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-            return {
-                name: TensorLocation(file, tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
-            }
+            yield opened
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from error

@@ -92,7 +92,7 @@ def load(
     """
     verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
-    rope_factor = check_argument("rope_factor", rope_factor, PositiveFloat)
+    check_argument("rope_factor", rope_factor, PositiveFloat)
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)

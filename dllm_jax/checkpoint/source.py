@@ -16,7 +16,6 @@ from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
-from dllm_jax.checkpoint.staging import left_behind
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 
 # No *.py, as a checkpoint's code is never run, and no *.bin or *.pth, which need torch.
@@ -76,8 +75,6 @@ def locate(path: str | os.PathLike[str]) -> Path:
         hint = ""
         if len(here.parts) == 1 and (EMBEDDED / here.name).is_dir():
             hint = f"; the embedded checkpoint of this name is dj.load(dj.embedded.path({here.name!r}))"
-        elif old := left_behind(here):
-            hint = f"; a run that was killed while it replaced it left the old one as {old}: rename it back"
         raise FileNotFoundError(
             f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){hint}"
         )

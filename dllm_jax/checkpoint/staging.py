@@ -3,16 +3,11 @@
 import contextlib
 import fcntl
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from dllm_jax.checkpoint.directory import resolved
-
-# Directories of this module end in a random UUID (version 4); whatever else has such a name is the user's.
-UUID = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
+from dllm_jax.checkpoint.files import resolved
 
 
 @contextlib.contextmanager
@@ -21,26 +16,27 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
 
     All of it is on the disk before it is renamed (fsync), so that a power cut leaves no empty files. With
     `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are removed
-    by the next run; a live run holds a lock on its directory, which is then left alone.
+    by the next run; a live run holds a lock on its directory.
 
     Args:
       destination: final path of the directory.
       overwrite: replace an existing checkpoint.
 
     Raises:
-      FileExistsError: the destination exists and may not, or cannot safely, be replaced.
+      FileExistsError: the destination exists and may not, or cannot safely, be replaced; or another process
+        is writing it.
       OSError: writing failed, e.g. as the disk is full; names a file or the destination.
       ValueError: the destination is a link in a circle.
     """
     destination = resolved(destination)
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
-    # Under the parent's lock, so that two runs do not take each other's leftovers for dead.
+    partial, old = (parent / f".{destination.name}.dllm_jax-{kind}" for kind in ("partial", "replaced"))
+    # Under the parent's lock, so that two runs do not take each other's directories for leftovers.
     with contextlib.ExitStack() as held:
         with _locked(parent):
-            _clear_up(destination)
+            _clear_up(destination, partial, old)
             _check_free(destination, overwrite)
-            partial = parent / f"{_prefix(destination, 'partial')}{uuid.uuid4().hex}"
             partial.mkdir()
             held.enter_context(_locked(partial))
         try:
@@ -49,7 +45,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
             _flush(partial)
             with _locked(parent):
                 _check_free(destination, overwrite)
-                _swap(partial, destination)
+                _swap(partial, destination, old)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
@@ -63,12 +59,6 @@ def check_apart(source: Path, destination: Path):
     a, b = resolved(source), resolved(destination)
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"source {a} and destination {b} must not be the same or contain one another")
-
-
-def left_behind(destination: Path) -> Path | None:
-    """The old directory that a killed run had moved away from a destination that is absent now."""
-    old = _leftovers(destination, "replaced") if destination.parent.is_dir() else []
-    return old[0] if old and not destination.exists() else None
 
 
 def _check_free(destination: Path, overwrite: bool):
@@ -89,8 +79,7 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def _swap(partial: Path, destination: Path):
-    old = destination.parent / f"{_prefix(destination, 'replaced')}{uuid.uuid4().hex}"
+def _swap(partial: Path, destination: Path, old: Path):
     if destination.exists():
         destination.rename(old)
     # Two renames: a kill between them leaves the old directory aside, which the next run puts back.
@@ -104,38 +93,25 @@ def _swap(partial: Path, destination: Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _clear_up(destination: Path):
-    """Removes leftovers of killed runs, and restores an old directory that a killed swap had moved away."""
+def _clear_up(destination: Path, partial: Path, old: Path):
+    """Removes what a killed run left, and restores an old directory that a killed swap had moved away."""
     # A swap was cut short: the old directory is waste if the new one is in place, and else the only one.
-    for old in _leftovers(destination, "replaced"):
-        if destination.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(destination)
-    for partial in _leftovers(destination, "partial"):
-        with contextlib.suppress(BlockingIOError), _locked(partial, wait=False):  # or its process is alive
-            shutil.rmtree(partial)
-
-
-def _leftovers(destination: Path, kind: str) -> list[Path]:
-    """Directories of this module beside a destination; a user's files and links of similar names are none."""
-    prefix = _prefix(destination, kind)
-    return [
-        path
-        for path in destination.parent.iterdir()
-        if path.name.startswith(prefix)
-        and UUID.fullmatch(path.name.removeprefix(prefix))
-        and path.is_dir()
-        and not path.is_symlink()
-    ]
+    if old.exists() and not destination.exists():
+        old.rename(destination)
+    shutil.rmtree(old, ignore_errors=True)
+    if partial.exists():
+        try:
+            with _locked(partial, fcntl.LOCK_NB):
+                shutil.rmtree(partial)
+        except BlockingIOError:
+            raise FileExistsError(f"{destination} is being written by another process") from None
 
 
 def _flush(directory: Path):
     """Waits until everything in a directory is on the disk."""
     # Directories too: a file that is on the disk may still have no name there.
-    for path in directory.rglob("*"):
+    for path in (*directory.rglob("*"), directory):
         _sync(path)
-    _sync(directory)
 
 
 def _sync(path: Path):
@@ -146,16 +122,12 @@ def _sync(path: Path):
         os.close(descriptor)
 
 
-def _prefix(destination: Path, kind: str) -> str:
-    return f".{destination.name}.{kind}-"
-
-
 @contextlib.contextmanager
-def _locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Locks a directory; the lock dies with the process. Raises BlockingIOError where it will not wait."""
+def _locked(path: Path, flags: int = 0) -> Iterator[None]:
+    """Locks a directory; the lock dies with the process."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
         yield
     finally:
         os.close(descriptor)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoint.directory import file_inside, has_entry, read_object
+from dllm_jax.checkpoint.files import file_inside, has_entry, read_object
 
 CONFIG = "tokenizer_config.json"
 JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -60,9 +60,8 @@ def _checked(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise FileNotFoundError(f"{folder} holds no tokenizer (no {CONFIG}, tokenizer.json, ...)")
     settings = parsed.get(CONFIG, {})
     # transformers would hand these to the class as they are; save_pretrained writes none of them.
-    foreign = [key for key, value in settings.items() if key.endswith("_file") and value is not None]
-    foreign += ["init_inputs"] if settings.get("init_inputs") else []
-    foreign = [key for key in foreign if key != "special_tokens_map_file"]  # written by old ones, never read
+    named_files = [key for key in settings if key.endswith("_file") and key != "special_tokens_map_file"]
+    foreign = [key for key in (*named_files, "init_inputs") if settings.get(key)]
     if foreign:
         named = ", ".join(f"{key}={settings[key]!r}" for key in foreign)
         raise ValueError(f"{folder / CONFIG}: {named}: files are found by their names in the directory only")

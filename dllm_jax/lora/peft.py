@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dllm_jax.checkpoint.config import Config, Requirement, read_config
-from dllm_jax.checkpoint.directory import file_inside
 from dllm_jax.checkpoint.families import family_of
+from dllm_jax.checkpoint.files import file_inside
+from dllm_jax.checkpoint.hf import safetensors
 from dllm_jax.checkpoint.names.table import TensorName, mismatches, units
 from dllm_jax.checkpoint.staging import atomic_directory
 from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, factor_shapes, options_of
@@ -202,11 +202,8 @@ def _check(config: Config):
 
 def _read(file: Path) -> dict[str, np.ndarray]:
     """All tensors of a safetensors file; those in float16 become float32, which holds them."""
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    with safetensors(file) as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
     widened = lambda tensor: tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
     return {name: widened(tensor) for name, tensor in tensors.items()}
 

@@ -102,11 +102,12 @@ def train(
         files = stack.enter_context(RunDirectory(Path(directory), record))
         # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
         if files.step is None:
-            state, memory = begin(model, setup), source.begin()
+            begun = begin(model, setup), source.begin(), []
         else:
-            state, memory = files.resume(abstract_state(model, setup), allowed)
+            begun = files.resume(abstract_state(model, setup), allowed)
         # Entries behind the checkpoint were written before a kill: they come again.
-        return _run(model, source, setup, files, bar, (state, memory, files.rewind(int(state.step))))
+        files.write_log(begun[2], "w")
+        return _run(model, source, setup, files, bar, begun)
 
 
 def _run(
@@ -130,15 +131,14 @@ def _run(
         # Metrics stay on the devices until a review: to read them here would be to wait for every step.
         window.append(metrics)
         done, last = step + 1, step + 1 == config.steps
-        # The log is on the disk before the checkpoint of its step, which a resumed run rewinds it to.
         if done % config.review_every == 0 or last:
             memory = source.review(memory, model_of(model, state, setup), done)
             entries.append(_entry(done, window, tokens, time.monotonic() - start, memory, entries))
             window, tokens, start = [], 0, time.monotonic()
             if files is not None:
-                files.append(entries[-1])
+                files.write_log(entries[-1:], "a")
         if files is not None and (done % config.save_every == 0 or last):
-            files.save(state, memory)
+            files.save(state, memory, entries)
         bar.update(task, completed=done, note=_note(entries))
     return Run(model_of(model, state, setup), memory, entries)
 

@@ -1,10 +1,9 @@
 """What a run writes to its directory, and reads when it resumes: checkpoints (Orbax), a log (JSON lines)."""
 
 import json
-import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -14,30 +13,27 @@ from dllm_jax.training.source import Memory
 from dllm_jax.training.state import TrainState
 
 LogEntry = dict[str, Any]
-STATE, SOURCE, CONFIGURATION = "state", "source", "configuration"
+STATE, SOURCE, CONFIGURATION, LOG = "state", "source", "configuration", "log"
 
 
 class RunDirectory:
     """The checkpoints of a run, and its log.
 
-    A checkpoint holds trained parameters, optimiser's state, step, key, the source's memory and the
-    configuration. A context manager. Orbax writes beside the target and renames, so a run killed at any
-    moment leaves complete checkpoints only. With several processes all call every method, and each writes and
-    reads what its devices hold.
+    A checkpoint holds trained parameters, optimiser's state, step, key, the source's memory, the
+    configuration and the log so far; `log.jsonl` beside them is for people. A context manager. Orbax writes
+    beside the target and renames, so a run killed at any moment leaves complete checkpoints only. With
+    several processes all call every method, and each writes and reads what its devices hold.
     """
 
     def __init__(self, root: Path, record: Record, keep: int = 2):
         root.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        handlers = {
-            STATE: ocp.StandardCheckpointHandler(),
-            SOURCE: ocp.JsonCheckpointHandler(),
-            CONFIGURATION: ocp.JsonCheckpointHandler(),
-        }
+        handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
+        handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
         self._root, self._record = root, record
         folder = root.absolute() / "checkpoints"
         self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
-        self.log = root / "log.jsonl"
+        self._log = root / "log.jsonl"
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -50,17 +46,18 @@ class RunDirectory:
         """Optimiser steps done in the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, memory: Memory):
+    def save(self, state: TrainState, memory: Memory, log: list[LogEntry]):
         """Writes a checkpoint of the state's step, and removes all but the newest `keep`."""
         args = {
             STATE: ocp.args.StandardSave(_saved(state)),
             SOURCE: ocp.args.JsonSave(memory),
             CONFIGURATION: ocp.args.JsonSave(self._record),
+            LOG: ocp.args.JsonSave({"entries": log}),
         }
         self._manager.save(int(state.step), args=ocp.args.Composite(**args))
 
-    def resume(self, like: TrainState, allowed: Collection[str]) -> tuple[TrainState, Memory]:
-        """Restores the newest checkpoint.
+    def resume(self, like: TrainState, allowed: Collection[str]) -> tuple[TrainState, Memory, list[LogEntry]]:
+        """Restores the newest checkpoint: state, the source's memory, and the log up to its step.
 
         Args:
           like: a state of the same shapes, which may be abstract, whose shardings the restored one gets: on
@@ -90,26 +87,18 @@ class RunDirectory:
                     f"{self._root} holds another model, optimizer or trainable: {name} is {there} there, "
                     f"{here} here"
                 )
-        restored = read(**{STATE: ocp.args.StandardRestore(wanted), SOURCE: ocp.args.JsonRestore()})
+        items = {name: ocp.args.JsonRestore() for name in (SOURCE, LOG)}
+        restored = read(**{STATE: ocp.args.StandardRestore(wanted), **items})
         saved = restored[STATE]
         key = jax.random.wrap_key_data(saved["key"])
-        return TrainState(**(saved | {"key": key}), frozen=like.frozen), restored[SOURCE]
+        state = TrainState(**(saved | {"key": key}), frozen=like.frozen)
+        return state, restored[SOURCE], restored[LOG]["entries"]
 
-    def append(self, entry: LogEntry):
-        """Adds an entry at the end of the log; it is on the disk before a checkpoint of its step is."""
+    def write_log(self, entries: list[LogEntry], mode: Literal["w", "a"]):
+        """Writes entries to `log.jsonl`, a line each: in place of what is there ("w"), or behind it ("a")."""
         if jax.process_index() == 0:
-            _write(self.log, "a", [entry])
-
-    def rewind(self, step: int) -> list[LogEntry]:
-        """Removes the log's entries after a step, which a resumed run writes again; returns the others."""
-        entries = [entry for entry in read_log(self.log) if entry["step"] <= step]
-        if jax.process_index() == 0:
-            # Written beside and renamed: a kill, or another process that reads, finds the old log or the new
-            # one, never half of it.
-            rewound = self.log.with_name(f"{self.log.name}.rewound")
-            _write(rewound, "w", entries)
-            rewound.replace(self.log)
-        return entries
+            with self._log.open(mode, encoding="utf-8") as out:
+                out.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
@@ -123,32 +112,3 @@ def _arrays(tree: Any) -> dict[str, str]:
     words = lambda leaf: f"{jax.numpy.dtype(leaf.dtype)}{list(leaf.shape)}"
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): words(leaf) for path, leaf in leaves}
-
-
-def read_log(file: Path) -> list[LogEntry]:
-    """The entries of a log, oldest first; none if there is no file.
-
-    Each line is one JSON object, so that a kill damages at most the last line, which is left out.
-
-    Raises:
-      ValueError: another line is no entry, with file and line.
-    """
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    # A line without an end is the one that a kill tore.
-    whole, entries = [line for line in lines if line.endswith(b"\n")], []
-    for number, line in enumerate(whole, start=1):
-        try:
-            entries.append(json.loads(line))
-            if type(entries[-1]["step"]) is not int:
-                raise ValueError("it names no step")
-        except (ValueError, RecursionError, TypeError, LookupError) as error:
-            raise ValueError(f"{file}:{number}: not an entry of a log: {error}") from None
-    return entries
-
-
-def _write(file: Path, mode: str, entries: Iterable[LogEntry]):
-    """Writes entries, and waits until they are on the disk."""
-    with file.open(mode, encoding="utf-8") as out:
-        out.writelines(json.dumps(entry) + "\n" for entry in entries)
-        out.flush()
-        os.fsync(out.fileno())
