@@ -114,7 +114,7 @@ class Config:
             elif not any(_same(self.values[key], value) for value in requirement.allowed):
                 lines.append(f"{key}={self.values[key]!r} is not supported; supported: {supported}")
         if lines:
-            raise ValueError("\n  ".join([f"{self.where}: not a model this library runs", *lines]))
+            raise ValueError("\n  ".join([f"{self.where}: not what this library reads", *lines]))
 
 
 def read_config(path: Path) -> Config:

@@ -65,11 +65,11 @@ def convert(
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
         atomic_directory(target, overwrite) as partial,
-        progress("convert", checkpoint, written, held, show_progress) as advance,
+        progress("convert", checkpoint, show_progress) as advance,
     ):
         for unit, arrays in stream(checkpoint, written, held, check_finite):
             write_unit(partial, unit, arrays)
-            advance(unit)
+            advance()
         # spec.json comes last but for the hashes, which are of everything before them.
         files.copy_auxiliary_files(found, partial)
         write_spec(partial, spec, written, held)

@@ -64,7 +64,7 @@ def export(
         raise ValueError(f"{found} is no converted directory (no spec.json and params/ as `convert` writes)")
     checkpoint = open_converted(found)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
-    with progress("export", checkpoint, _one_dtype(checkpoint), None, show_progress) as advance:
+    with progress("export", checkpoint, show_progress) as advance:
         _write(target, checkpoint, found, overwrite, shard_bytes, _tensors(checkpoint, advance))
     return target
 
@@ -115,7 +115,7 @@ def save_hf(
         keep_from = model.origin
     target, kept = Path(destination), None if keep_from is None else Path(keep_from)
     write_all = functools.partial(_write, target, source, kept, overwrite, shard_bytes)
-    tensors = _tensors(source, lambda unit: None)
+    tensors = _tensors(source, lambda: None)
     if jax.process_count() == 1:
         write_all(tensors)
     else:
@@ -203,12 +203,12 @@ def _write(
         next(tensors, None)  # all are written; this lets the last unit count as done
 
 
-def _tensors(source: Source, advance: Callable[[Unit], None]) -> Iterator[np.ndarray]:
+def _tensors(source: Source, advance: Callable[[], None]) -> Iterator[np.ndarray]:
     # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
     for unit, arrays in stream(source, _one_dtype(source), None):
         for tensor in tensors_of(source.spec, unit):
             yield to_hf(source.spec, tensor, arrays)
-        advance(unit)
+        advance()
 
 
 def _header(shard: Shard) -> bytes:

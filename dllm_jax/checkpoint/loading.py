@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.sharded import Source, StoredParameter
-from dllm_jax.checkpoint.source import not_finite, open_checkpoint, opened, refuse, resized
+from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
@@ -173,14 +173,13 @@ def fill(
     for of_vision, shapes in ({} if separate_layers else described()).items():
         if shapes is not None:
             trees[of_vision]["layers"], put[of_vision] = _stack(shapes["layers"], where)
-    bad: list[str] = []
     for unit, parameters in opened(source, dtype, weights):
         placed: dict[str, Any] = {
             leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()
         }
         placed |= {leaf: placed[leaf].astype(jnp.float32) for leaf in WIDE if leaf in placed}
         if check_finite:
-            bad += not_finite(unit, placed, _is_finite)
+            require_finite(unit, placed, _is_finite, source)
         tree = trees[unit.of_vision]
         if unit.layer is None:
             tree.update(placed)
@@ -189,7 +188,6 @@ def fill(
         else:
             # The number is an argument, not a constant: one program fills all layers.
             tree["layers"] = put[unit.of_vision](tree["layers"], placed, jnp.int32(unit.layer))
-    refuse(bad, source)
     return trees[False], None if spec.vision is None else trees[True]
 
 

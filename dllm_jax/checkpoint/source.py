@@ -133,44 +133,32 @@ def stream(
     """Reads every unit in turn, all of it, as `opened` has it.
 
     Raises:
-      ValueError: naming all tensors with NaN or infinity (check_finite, after the last unit), or the first
-        one that therefore cannot be int8.
+      ValueError: naming the first tensors with NaN or infinity (check_finite), or the one that therefore
+        cannot be int8.
     """
-    bad: list[str] = []
     for unit, parameters in opened(source, dtype, weights):
         arrays = whole(parameters)
         if check_finite:
-            bad += not_finite(unit, arrays, lambda array: np.isfinite(array).all())
+            require_finite(unit, arrays, lambda array: np.isfinite(array).all(), source)
         yield unit, arrays
-    refuse(bad, source)
 
 
-def not_finite(unit: Unit, arrays: Mapping[str, Any], finite: Callable[[Any], Any]) -> list[str]:
-    """Tensors of a unit with NaN or infinity; an int8 matrix is finite, or there would be none."""
+def require_finite(unit: Unit, arrays: Mapping[str, Any], finite: Callable[[Any], Any], source: Source):
+    """Raises ValueError naming the tensors of a unit with NaN or infinity; int8 matrices have none."""
     names = {entry.leaf: entry.name for entry in unit.entries}
-    return [names[leaf] for leaf, array in arrays.items() if not (is_int8(array) or finite(array))]
-
-
-def refuse(bad: list[str], source: Source):
-    """Raises ValueError if there are tensors with NaN or infinity."""
+    bad = [names[leaf] for leaf, array in arrays.items() if not (is_int8(array) or finite(array))]
     if bad:
         raise ValueError(f"{source.path}: NaN or infinite values in {', '.join(bad)}")
 
 
 @contextlib.contextmanager
-def progress(
-    title: str, source: Source, dtype: np.dtype, weights: Weights | None, show: bool
-) -> Iterator[Callable[[Unit], None]]:
-    """Draws a bar of bytes on standard error if `show`; yields `advance`, called per unit."""
-    import rich.progress as bars  # slow, and used by what loads or converts alone
+def progress(title: str, source: Source, show: bool) -> Iterator[Callable[[], None]]:
+    """Draws a bar of units on standard error if `show`; yields `advance`, called per unit."""
+    import rich.progress as bars  # slow, and used by what converts alone
     from rich.console import Console
 
-    def size(unit: Unit) -> int:
-        arrays = jax.tree.leaves(unit.arrays(source.spec, dtype, weights))
-        return sum(array.size * array.dtype.itemsize for array in arrays)
-
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn()
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
     console = Console(stderr=True)
     with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, disable=not show) as bar:
-        task = bar.add_task(title, total=sum(map(size, units_of(source.spec))))
-        yield lambda unit: bar.update(task, advance=size(unit))
+        task = bar.add_task(title, total=len(units_of(source.spec)))
+        yield lambda: bar.update(task, advance=1)

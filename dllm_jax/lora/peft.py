@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from dllm_jax.checkpoint.config import Config, Requirement, read_config
+from dllm_jax.checkpoint.config import Requirement, read_config
 from dllm_jax.checkpoint.families import family_of
 from dllm_jax.checkpoint.files import file_inside
 from dllm_jax.checkpoint.hf import safetensors
@@ -108,7 +108,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     check_argument("model", model, Model, ", such as dj.load(path)")
     path = Path(os.fspath(directory))
     config = read_config(file_inside(path, CONFIG))
-    _check(config)
+    config.check(REQUIREMENTS)
     alpha = config.read("lora_alpha", PositiveFloat)
     found = _read(file_inside(path, WEIGHTS))
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
@@ -190,14 +190,6 @@ def _targets(spec: ModelSpec, lora: LoRA) -> list[str] | str:
     entries: list[TensorName] = [entry for entry in family_of(spec).names if entry.leaf in lora.matrices]
     pattern = lambda name: re.escape(name.removesuffix(".weight")).replace(re.escape("{n}"), r"\d+")
     return "|".join(pattern(entry.name) for entry in entries if not entry.leaf.endswith("_bias"))
-
-
-def _check(config: Config):
-    try:
-        config.check(REQUIREMENTS)
-    except ValueError as error:
-        message = str(error).replace("not a model this library runs", "not an adapter this library reads")
-        raise ValueError(message) from None
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:

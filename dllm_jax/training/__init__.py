@@ -17,8 +17,12 @@ from dllm_jax.training.objectives import dpo_loss as dpo_loss
 from dllm_jax.training.objectives import group_advantages as group_advantages
 from dllm_jax.training.objectives import grpo_loss as grpo_loss
 from dllm_jax.training.objectives import vrpo_loss as vrpo_loss
+from dllm_jax.training.setup import Optimizer as Optimizer
 from dllm_jax.training.setup import Setup as Setup
+from dllm_jax.training.setup import Trainable as Trainable
+from dllm_jax.training.setup import joined as joined
 from dllm_jax.training.setup import prepare as prepare
+from dllm_jax.training.setup import split as split
 from dllm_jax.training.source import Batches as Batches
 from dllm_jax.training.source import Memory as Memory
 from dllm_jax.training.source import Source as Source
@@ -27,7 +31,3 @@ from dllm_jax.training.state import abstract_state as abstract_state
 from dllm_jax.training.state import begin as begin
 from dllm_jax.training.state import model_of as model_of
 from dllm_jax.training.state import train_step as train_step
-from dllm_jax.training.trainable import Optimizer as Optimizer
-from dllm_jax.training.trainable import Trainable as Trainable
-from dllm_jax.training.trainable import joined as joined
-from dllm_jax.training.trainable import split as split

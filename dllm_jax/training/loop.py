@@ -17,12 +17,10 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.record import check_names, record_of
-from dllm_jax.training.run_directory import LogEntry, RunDirectory
-from dllm_jax.training.setup import Setup, prepare
+from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
+from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
 from dllm_jax.training.source import Memory, Source
 from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
-from dllm_jax.training.trainable import Optimizer, Trainable
 
 
 class Run(NamedTuple):

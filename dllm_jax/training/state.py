@@ -12,8 +12,7 @@ from optax import microbatching
 from dllm_jax.nn.model import Model
 from dllm_jax.training import placement as place
 from dllm_jax.training.loss import Batch, Counts, Masked, Metrics, draw, masked_loss
-from dllm_jax.training.setup import Setup, on_mesh
-from dllm_jax.training.trainable import parameters, with_parameters
+from dllm_jax.training.setup import Setup, on_mesh, parameters, with_parameters
 
 
 class TrainState(NamedTuple):
