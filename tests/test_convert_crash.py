@@ -16,9 +16,9 @@ RUNS = {"convert": convert, "export": export}
 
 # Every attempt runs in a fork, so that one interpreter start serves them all. `moment` counts the steps of a
 # run (a unit or an exported tensor about to be written, a directory about to be renamed or removed) and kills
-# it there; then runs are killed after random-looking delays.
+# it there.
 PROGRAM = """
-import json, os, shutil, signal, sys, time
+import json, os, shutil, signal, sys
 from pathlib import Path
 import numpy as np
 from dllm_jax.checkpoint import convert, export
@@ -88,13 +88,6 @@ while code == -9:
     states.append(kept_its_word())
     moment += 1
 assert code == 0, code
-for delay in np.linspace(0.01, 0.6, 6):
-    make_room()
-    pid = forked(lambda: run(source, destination, overwrite=overwrite))
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    states.append(kept_its_word())
 print(json.dumps(states))
 """
 

@@ -167,7 +167,7 @@ def test_truncated_and_missing_files_are_named(tmp_path):
         dj.load(path)
     (path / "model.safetensors.index.json").unlink()
     shutil.copyfile(path / "model-00001-of-00002.safetensors", path / "more.safetensors")
-    with pytest.raises(ValueError, match="is in both model-00001-of-00002.safetensors and more.safetensors"):
+    with pytest.raises(ValueError, match=r"is in both model-00001-.* and more\.safetensors"):
         dj.load(path)
 
 

@@ -24,7 +24,7 @@ from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
 from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
-from dllm_jax.checkpoint.sharded import Ranges, Source, StoredParameter
+from dllm_jax.checkpoint.sharded import Source, StoredParameter
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
 from dllm_jax.nn.sharding import WIDE, within_layer
 from dllm_jax.nn.spec import ModelSpec
@@ -151,15 +151,6 @@ def _named(leaf: str, parameter: Any) -> dict[str, Any]:
 
 
 def _as_parameter(where: Path, leaf: str, is_int8: bool) -> StoredParameter:
-    """A parameter of a unit; the scales of int8 matrices are looked at when they are read."""
     if not is_int8:
         return open_array(where, leaf)
-    values, scale = (open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale")))
-
-    def read(ranges: Ranges) -> np.ndarray:
-        part = scale.read(ranges)
-        if not (np.isfinite(part) & (part > 0)).all():
-            raise ValueError(f"{where}: {leaf}.scale holds numbers that are not positive and finite")
-        return part
-
-    return Int8Matrix(values, dataclasses.replace(scale, read=read))
+    return Int8Matrix(*(open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale"))))
