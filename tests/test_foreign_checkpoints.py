@@ -69,7 +69,7 @@ def test_a_chat_template_runs_in_a_sandbox(source):
         chat_ids(read_tokenizer(source), [{"role": "user", "content": "t1"}])
 
 
-@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file"])
+@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file", "init_inputs"])
 def test_settings_of_a_tokenizer_name_no_files(source, key):
     rewrite(source / "tokenizer_config.json", **{key: "/etc/passwd"})
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {key}='/etc/passwd'.*by their names"):
@@ -92,31 +92,33 @@ def test_an_index_names_files_of_the_directory_only(source, tmp_path, kind):
         dj.load(source)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
-)
-def test_links_out_of_the_directory_are_not_followed(source, name):
-    place = moved_out(source / name)
-    with pytest.raises(ValueError, match=f"{name} is a link to {place}, outside of the"):
-        dj.load(source)
+SHARD = "model-00002-of-00002.safetensors"
+READ = [(name, dj.load) for name in ("config.json", "model.safetensors.index.json", SHARD)]
+READ += [("tokenizer.json", read_tokenizer)]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "secret.txt"])
-def test_links_out_of_the_directory_are_not_copied(source, tmp_path, name):
+@pytest.mark.parametrize(("name", "read"), [*READ, ("secret.txt", None)])
+def test_links_out_of_the_directory_are_neither_followed_nor_copied(source, tmp_path, name, read):
     (source / "secret.txt").write_text("secret")
-    moved_out(source / name)
-    with pytest.raises(ValueError, match=f"{name} is a link to"):
-        convert(source, tmp_path / "jax")
+    place = moved_out(source / name)
+    copied = lambda source: convert(source, tmp_path / "jax")
+    for use in (read or copied, copied):
+        with pytest.raises(ValueError, match=f"{name} is a link to {place}, outside of the"):
+            use(source)
     assert not (tmp_path / "jax").exists()
-    if name == "tokenizer.json":
-        with pytest.raises(ValueError, match=f"{name} is a link to"):
-            read_tokenizer(source)
+
+
+@pytest.mark.parametrize(("name", "read"), READ)
+def test_pipes_are_not_waited_for(source, name, read):
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        read(source)
 
 
 def test_units_of_a_converted_directory_are_its_own(source, tmp_path):
     converted = convert(source, tmp_path / "jax")
-    (converted / "params" / "layer_001").rename(tmp_path / "layer")
-    (converted / "params" / "layer_001").symlink_to(tmp_path / "layer")
+    moved_out(converted / "params" / "layer_001")
     with pytest.raises(ValueError, match="layer_001 is a link to"):
         dj.load(converted)
 
@@ -144,15 +146,6 @@ def test_a_directory_may_be_a_link_itself(source, tmp_path):
     (source / "copy.txt").symlink_to("config.json")  # a link that stays inside
     assert dj.load(tmp_path / "link").spec == tiny()
     assert (convert(tmp_path / "link", tmp_path / "jax") / "copy.txt").is_file()
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_pipes_are_not_waited_for(tmp_path, name):
-    source = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
-    (source / name).unlink()
-    os.mkfifo(source / name)
-    with pytest.raises(ValueError, match=f"{name} is no regular file"):
-        read_tokenizer(source) if name == "tokenizer.json" else dj.load(source)
 
 
 def test_embedded_tokenizers():

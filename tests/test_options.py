@@ -63,6 +63,9 @@ def test_every_field_refuses_another_type(kind):
                 kind(**(OPTIONS[kind] | {field: value}))
 
 
+MOST = 2**31 - 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -80,36 +83,24 @@ def test_every_field_refuses_another_type(kind):
         (lambda: dj.warmup(tiny("llada"), Ladder((4,)), batch=0), "batch=0 must be a whole number"),
         (lambda: dj.warmup(tiny("llada"), buckets=Ladder((4,))), "buckets= is the second argument of warmup"),
         (lambda: dj.warmup(tiny("llada"), Ladder((4,)), blocks=4), "blocks: warmup takes block, "),
+        # What programs cannot hold.
+        (lambda: policies.DKVDecode(refresh_every=MOST + 1), "refresh_every=2147483648 .* int32 holds"),
+        (lambda: policies.D2Cache(k=MOST + 1), "k=2147483648 .* int32 holds, below 2"),
+        (lambda: policies.SparseDLLM(kernel=MOST + 2), "kernel=2147483649 .* int32 holds"),
+        (lambda: dj.Layout(4, *[MOST + 1] * 3), "response=2147483648 .* int32 holds"),
+        (lambda: Ladder((MOST + 1,)), r"rungs=\(2147483648,\) must be 1 or more .* int32 holds"),
+        (lambda: TrainConfig(steps=MOST + 1), "steps=2147483648 .* int32 holds"),
+        (lambda: TrainConfig(steps=10, seed=2**32), "seed=4294967296 must be a whole number in 0..4294967"),
+        (lambda: samplers.Factor(10**1000), "factor=1000.*0[.][.][.] must be a number"),
+        (lambda: samplers.Factor(10**5000), "factor=<16610 bits> must be a number"),
+        (lambda: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or from 1.2e-38 to 3.4e38"),
+        (lambda: samplers.Confidence(temperature=1e-50), "temperature=1e-50 .* float32 holds"),
+        (lambda: samplers.CertaintyPrior(sigma=1e-30), r"sigma=1e-30 must be a number in \[1e-18, inf\)"),
     ],
 )  # fmt: skip
 def test_the_message_has_the_value_and_the_rule(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda n: policies.DKVDecode(refresh_every=n), "refresh_every=2147483648 .* int32 holds"),
-        (lambda n: policies.D2Cache(k=n), "k=2147483648 .* int32 holds, below 2"),
-        (lambda n: policies.SparseDLLM(kernel=n + 1), "kernel=2147483649 .* int32 holds"),
-        (lambda n: dj.Layout(4, n, n, n), "response=2147483648 .* int32 holds"),
-        (lambda n: Ladder((n,)), r"rungs=\(2147483648,\) must be 1 or more .* int32 holds"),
-        (lambda n: TrainConfig(steps=n), "steps=2147483648 .* int32 holds"),
-        (lambda n: TrainConfig(steps=10, seed=2 * n), "seed=4294967296 must be a whole number in 0..4294967"),
-        (lambda n: samplers.Factor(10**1000), "factor=1000.*0[.][.][.] must be a number"),
-        (lambda n: samplers.Factor(10**5000), "factor=<16610 bits> must be a number"),
-        (lambda n: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or from 1.2e-38 to 3.4e38"),
-        (lambda n: samplers.Confidence(temperature=1e-50), "temperature=1e-50 .* float32 holds"),
-        (lambda n: samplers.CertaintyPrior(sigma=1e-30), r"sigma=1e-30 must be a number in \[1e-18, inf\)"),
-    ],
-)  # fmt: skip
-def test_numbers_that_programs_cannot_hold_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make(2**31)
-
-
-MOST = 2**31 - 1
 
 
 @pytest.mark.parametrize(
@@ -266,22 +257,19 @@ def test_policies_of_users_are_checked_even_inside_of_functions():
     class Rarely(Recent):
         refresh: Annotated[PositiveInt | None, NoneMeans("never")] = None
 
-    for make, message in (
-        (lambda: Recent(refresh=2.5), r"refresh=2\.5 must be a whole number"),
-        (lambda: Recent(local=3), "local=3 must be a Local, or None"),
-        (lambda: Rarely(0), "refresh=0 must be a whole number of at least 1, or None for never"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
+    with pytest.raises(ValueError, match=r"refresh=2\.5 must be a whole number$"):
+        Recent(refresh=2.5)
+    with pytest.raises(ValueError, match="local=3 must be a Local, or None"):
+        Rarely(local=3)
+    with pytest.raises(ValueError, match="refresh=0 must be a whole number of at least 1, or None for never"):
+        Rarely(0)
     assert Recent(refresh=0).refresh == 0
-    assert Rarely() == dataclasses.replace(Rarely(1), refresh=None)
 
 
 POSTPONED = """
 from __future__ import annotations
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, ClassVar
-from annotated_types import Ge
+from typing import TYPE_CHECKING, ClassVar
 from dllm_jax.options import Options, PositiveInt
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -292,11 +280,11 @@ class Late(Options):
     same: Late | None = None
     kind: ClassVar[str] = "x"
 def inside():
-    Own = Annotated[int, Ge(1)]
+    Own = PositiveInt
     @dataclasses.dataclass(frozen=True)
     class Inner(Late):
         own: Own = 1
-        other: PositiveInt = 1
+        depth: PositiveInt = 1
     return Inner
 """
 
@@ -310,17 +298,13 @@ def test_postponed_annotations_resolve_in_the_module_of_their_class(monkeypatch)
     class Here(module.Late):  # in a module without the name Decimal
         depth: PositiveInt = 1
 
-    for name in ("width", "depth"):
+    for kind, name in ((kind, name) for kind in (Here, module.inside()) for name in ("width", "depth")):
         with pytest.raises(ValueError, match=f"{name}=0 must be a whole number of at least 1"):
-            Here(**{name: 0})
+            kind(**{name: 0})
     with pytest.raises(ValueError, match="same=0 must be a Late, or None"):
         Here(same=0)
-    assert Here(price="of a name that does not exist at run time: not checked").price
-    inner = module.inside()
-    assert inner(own=0).own == 0  # as the module's docstring says
-    for name in ("width", "other"):
-        with pytest.raises(ValueError, match=f"{name}=0 must be"):
-            inner(**{name: 0})
+    # Names that do not exist at run time are not checked, as the module's docstring says.
+    assert Here(price=0).price == module.inside()(own=0).own == 0
 
 
 def test_arguments_of_functions_are_checked_alike():

@@ -39,7 +39,11 @@ def assert_equal_responses(ours, theirs, prompt: int):
         np.testing.assert_array_equal(one[..., last], other[..., last], err_msg=name)
 
 
-@matrix("policy, family", EVERY, FAMILIES, today=[(policies.SparseDLLM, "dream")])
+ONLINE = dict(budget=3, layers=eviction.OnlineLayers())  # budgets are measured by a pass over the inputs
+MEASURED = policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), policies.EvictPrompt(**ONLINE)
+
+
+@matrix("policy, family", (*EVERY, *MEASURED), FAMILIES, today=[(policies.SparseDLLM, "dream")])
 def test_rows_of_the_table_in_the_place_of_ids_change_nothing(policy, family):
     """Padded, with guidance: the second stream's prompt is masked, whatever stands in it."""
     model = tiny(family)
@@ -70,23 +74,6 @@ def test_a_batch_equals_its_sequences_alone_and_a_bucket_changes_nothing(policy,
         assert_same_run(of_sequence(batch.trace, i, length + 8), alone.trace, computed=True)
     plain = dj.generate(model, np.where(given < 0, ids, given), prompt_mask=mask, **options)
     assert not np.array_equal(plain.trace.score, batch.trace.score), "the inputs were not read"
-
-
-ONLINE = dict(budget=3, layers=eviction.OnlineLayers())
-
-
-MEASURED = policies.MaskKV(prompt_every=3, response_every=3, **ONLINE), policies.EvictPrompt(**ONLINE)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", MEASURED, ids=short)
-def test_layer_budgets_that_are_measured_see_the_inputs(policy):
-    model = tiny("llada", layers=3)
-    ids, mask = prompts(model)
-    options = OPTIONS | dict(policy=policy, prompt_mask=mask)
-    theirs = dj.generate(model, ids, **options)
-    given, rows = embedded(model, ids, mask)
-    assert_equal_responses(dj.generate(model, given, prompt_embeds=rows, **options), theirs, ids.shape[1])
 
 
 @families("dream")

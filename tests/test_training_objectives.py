@@ -147,33 +147,6 @@ def test_an_answer_counts_up_to_its_first_end():
     assert until_end(answer, 1, 2).tolist()[3] == [True, True, False, False]
 
 
-def test_bad_input_is_refused():
-    batch, ones = ragged(), lambda *shape: np.ones(shape, bool)
-    two = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
-    for options, message in (
-        (dict(model=3), "model=3 must be"), (dict(batch=3), "batch=3 must be a Batch"),
-        (dict(masks=3), "masks=3 must be Masks"), (dict(chunk=0), "chunk=0 must be"),
-        (dict(remat=2), "remat=2 must be"), (dict(batch=two), r"answer \(3, 3\); expected"),
-        (dict(masks=Masks(None, ones(1, 2, 4), np.ones((1, 2)))), r"masks.answer has shape \(1, 2, 4\)"),
-        (dict(masks=Masks(None, ones(0, 3, 4), np.ones((0, 3)))), "masks.answer has shape"),
-        (dict(masks=Masks(ones(1, 3, 9), ones(1, 3, 4), np.ones((1, 3)))), "masks.prompt"),
-    ):  # fmt: skip
-        arguments = dict(model=tiny("llada"), batch=batch, masks=elbo_masks(KEY, batch, 2)) | options
-        with pytest.raises(ValueError, match=message):
-            response_log_probs(**arguments)
-    narrow = batch._replace(answer_mask=ones(3, 3))
-    for draw, message in (
-        (lambda: elbo_masks(KEY, batch, 3, masks_per_level=2), "draws=3 must be a multiple"),
-        (lambda: elbo_masks(KEY, batch, 0), "draws=0 must be"),
-        (lambda: elbo_masks(3, batch), "key=3 must be a random key"),
-        (lambda: elbo_masks(jax.random.split(KEY), batch), "expected one key"),
-        (lambda: one_step_masks(KEY, batch, 1.0), "prompt_masking=1.0 must be"),
-        (lambda: one_step_masks(KEY, narrow), "answer_mask has"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            draw()
-
-
 RNG = np.random.default_rng(0)
 ONE, TWO, THREE, FOUR = RNG.normal(size=(4, 6)).astype(np.float32)
 TOKENS = RNG.normal(-1, 0.3, size=(3, 6, 5)).astype(np.float32)  # log_prob, old, reference
@@ -185,11 +158,8 @@ def test_dpo_is_the_formula():
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-margin))), rtol=1e-5)
     np.testing.assert_allclose(metrics.margin, margin.mean(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(metrics.accuracy, np.mean(margin > 0))
-
-
-def test_dpo_pulls_the_pair_apart_and_leaves_the_reference_alone():
     gradient = jax.grad(lambda *args: dpo_loss(*args)[0], argnums=(0, 1, 2, 3))(ONE, TWO, THREE, FOUR)
-    assert (gradient[0] < 0).all()
+    assert (gradient[0] < 0).all()  # it pulls the pair apart, and leaves the reference alone
     np.testing.assert_allclose(gradient[1], -gradient[0], rtol=1e-6)
     assert not np.any(gradient[2:])
 
@@ -268,9 +238,38 @@ def test_grpo_stops_at_the_clip_range_and_begins_as_the_policy_gradient():
     assert np.all(gradient(TOKENS[0] - 0.5, TOKENS[0])[:4:2])
 
 
+def estimate(**changes):
+    """`response_log_probs` of a batch, with changes of its arguments."""
+    batch = ragged()
+    arguments = dict(model=tiny("llada"), batch=batch, masks=elbo_masks(KEY, batch, 2)) | changes
+    return response_log_probs(**arguments)
+
+
+TRUE = lambda *shape: np.ones(shape, bool)
+UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: estimate(model=3), "model=3 must be"),
+        (lambda: estimate(batch=3), "batch=3 must be a Batch"),
+        (lambda: estimate(masks=3), "masks=3 must be Masks"),
+        (lambda: estimate(chunk=0), "chunk=0 must be"),
+        (lambda: estimate(remat=2), "remat=2 must be"),
+        (lambda: estimate(batch=UNEQUAL), r"answer \(3, 3\); expected"),
+        (
+            lambda: estimate(masks=Masks(None, TRUE(1, 2, 4), TRUE(1, 2))),
+            r"masks.answer has shape \(1, 2, 4\)",
+        ),
+        (lambda: estimate(masks=Masks(None, TRUE(0, 3, 4), TRUE(0, 3))), "masks.answer has shape"),
+        (lambda: estimate(masks=Masks(TRUE(1, 3, 9), TRUE(1, 3, 4), TRUE(1, 3))), "masks.prompt"),
+        (lambda: elbo_masks(KEY, ragged(), 3, masks_per_level=2), "draws=3 must be a multiple"),
+        (lambda: elbo_masks(KEY, ragged(), 0), "draws=0 must be"),
+        (lambda: elbo_masks(3, ragged()), "key=3 must be a random key"),
+        (lambda: elbo_masks(jax.random.split(KEY), ragged()), "expected one key"),
+        (lambda: one_step_masks(KEY, ragged(), 1.0), "prompt_masking=1.0 must be"),
+        (lambda: one_step_masks(KEY, ragged()._replace(answer_mask=TRUE(3, 3))), "answer_mask has"),
         (lambda: dpo_loss(ONE, TWO, THREE, FOUR, beta=0.0), "beta=0.0 must be"),
         (lambda: dpo_loss(ONE, TWO[:3], THREE, FOUR), r"rejected has shape \(3,\); expected \(6,\)"),
         (lambda: group_advantages(ONE, 4), r"rewards have shape \(6,\); expected a multiple of group=4"),
@@ -283,6 +282,6 @@ def test_grpo_stops_at_the_clip_range_and_begins_as_the_policy_gradient():
         (lambda: grpo_loss(TOKENS[0], TOKENS[1][:, :2], ONE), r"old has shape \(6, 2\); expected \(6, 5\)"),
     ],
 )
-def test_objectives_refuse_bad_input(call, message):
+def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

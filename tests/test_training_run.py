@@ -14,11 +14,8 @@ from dllm_jax.training import (
     Batches,
     TrainConfig,
     abstract_state,
-    begin,
-    model_of,
     prepare,
     train,
-    train_step,
 )
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
@@ -59,19 +56,6 @@ def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():
     # Each entry is of masks drawn anew, and by other sums on other CPUs: the last five together say more.
     assert np.mean([entry["accuracy"] for entry in run.log[-5:]]) > 0.9
     assert (before == model.params["embed"]).all()
-
-
-@pytest.mark.parametrize("masters", [True, False])
-def test_a_bfloat16_model_has_float32_state_unless_told_otherwise(masters):
-    narrow = cast(tiny("llada"), jnp.bfloat16)
-    batch = Counting().batch({"reviews": 0}, 0)
-    setup = prepare(narrow, dataclasses.replace(CONFIG, master_weights=masters))
-    state, metrics = jax.eval_shape(functools.partial(train_step, setup=setup), begin(narrow, setup), batch)
-    dtype = jnp.dtype(jnp.float32 if masters else jnp.bfloat16)
-    floats = [leaf for leaf in jax.tree.leaves((state.params, state.moments)) if leaf.ndim]
-    assert {leaf.dtype for leaf in floats} == {dtype}
-    assert metrics.loss.dtype == jnp.float32
-    assert model_of(narrow, begin(narrow, setup), setup).dtype == jnp.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +150,15 @@ def test_a_diverging_run_stops():
         train(Model(params, model.spec), Counting(), CONFIG, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_options_that_do_not_go_together_are_refused():
+    options = {"steps": 10, "warmup": 0, "review_every": 2, "save_every": 4}
+    for changes, message in (
         ({"warmup": 8, "decay": 3}, "warmup=8 and decay=3 must fit into steps=10"),
         ({"warmup": None, "decay": 11}, "warmup=0 and decay=11 must fit into steps=10"),
         ({"save_every": 3}, "save_every=3 must be a multiple of review_every=2"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(changes, message):
-    options = {"steps": 10, "warmup": 0, "review_every": 2, "save_every": 4} | changes
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(**options | changes)
 
 
 def test_the_warm_up_is_shorter_in_short_runs():

@@ -97,8 +97,7 @@ class Config:
         Raises:
           ValueError: as `read`; or fields that do not go together.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(ExpertSpec)}
-        default = lambda name: None if defaults[name] is dataclasses.MISSING else defaults[name]
+        default = lambda name: getattr(ExpertSpec, name, None)
         found = {name: self.read(key, KINDS_OF_EXPERTS[name], default(name)) for name, key in keys.items()}
         return ExpertSpec(**found, **others)
 

@@ -60,16 +60,6 @@ class Placement:
         """Arrays whose first axis is the batch."""
         return NamedSharding(self.automatic, self.rules.spec(self.mesh, "b", {}))
 
-    @property
-    def sequence_ways(self) -> int:
-        """Into how many parts a batch is split."""
-        return self.rules.batch_ways(self.mesh)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are split along the width of the model, and gathered layer by layer."""
-        return ways(self.mesh, self.rules.axes(self.mesh, "m")) > 1
-
     def parameter(self, spec: ModelSpec, axes: str, gathered: bool = False) -> NamedSharding:
         """Sharding of an array with these axes, letters of `AXES`; whole along the width if `gathered`."""
         # A letter without a rule is not split.
@@ -148,8 +138,9 @@ def layer_pass(
         whole = gathered(placement, spec, weights)
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
-    # The backward pass gathers a layer's weights again, or every device would end up with all of them.
-    if placement.gathers:
+    # Where the width of the model is split, the backward pass gathers a layer's weights again, or every device
+    # would end up with all of them.
+    if ways(placement.mesh, placement.rules.axes(placement.mesh, "m")) > 1:
         run = jax.checkpoint(run, policy=_all_but_gathered)
     return run(layer.weights, x)
 

@@ -85,7 +85,7 @@ class Setup:
         Raises:
           ValueError: a number of examples that the mesh or `accumulate` does not divide.
         """
-        ways = 1 if self.placement is None else self.placement.sequence_ways
+        ways = 1 if self.placement is None else self.placement.rules.batch_ways(self.placement.mesh)
         examples, parts = len(batch.answer), ways * self.config.accumulate
         if examples % parts:
             raise ValueError(

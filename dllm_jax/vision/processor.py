@@ -117,9 +117,8 @@ class Processor(Options):
             that is too long.
         """
         spec = check_argument("model", model, Model, ", such as dj.load(path)").spec
-        if spec.vision is None or model.vision is None:
-            raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
-        prompts = [self.prompt(messages, spec.vision) for messages in conversations]
+        vision = tower.tower_of(spec)
+        prompts = [self.prompt(messages, vision) for messages in conversations]
         width = max(len(prompt.ids) for prompt in prompts)
         width = width if ladder is None else ladder.fit(width)
         ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id)
@@ -128,9 +127,10 @@ class Processor(Options):
         if not len(pixels):
             return Prompts(ids, mask, None)
         # Features are counted over the views of all prompts from here on.
-        first = np.cumsum([0, *(len(prompt.pixels) for prompt in prompts)])[:-1] * spec.vision.patches
+        first = np.cumsum([0, *(len(prompt.pixels) for prompt in prompts)])[:-1] * vision.patches
         source = np.where(source == NEWLINE, source, source + first[:, None, None])
-        views = tower.view_embeddings(model.vision, spec.vision, pixels, self.at_once)
+        assert model.vision is not None, "a spec with a tower"
+        views = tower.view_embeddings(model.vision, vision, pixels, self.at_once)
         return Prompts(ids, mask, tower.merged(model.vision, views, source, weight))
 
     def batch(
@@ -141,16 +141,14 @@ class Processor(Options):
         Raises:
           ValueError: as `encode`.
         """
-        if spec.vision is None:
-            raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
-        prompts = [self.prompt(messages, spec.vision) for messages in conversations]
+        vision = tower.tower_of(spec)
+        prompts = [self.prompt(messages, vision) for messages in conversations]
         ids, mask, source, weight = _left_padded(prompts, max(len(p.ids) for p in prompts), spec.eos_id)
         views = max(len(prompt.pixels) for prompt in prompts)
         if not views:
             return ids, mask, None
-        side = spec.vision.image
         # Black views (-1) fill up prompts with fewer of them: one array for the batch.
-        pixels = np.full((len(prompts), views, side, side, 3), -1, np.float32)
+        pixels = np.full((len(prompts), views, vision.image, vision.image, 3), -1, np.float32)
         for row, prompt in enumerate(prompts):
             pixels[row, : len(prompt.pixels)] = normalised(prompt.pixels)
         return ids, mask, PromptImages(pixels, source, weight)

@@ -39,6 +39,13 @@ class PromptImages(NamedTuple):
     weight: Float32[Array | np.ndarray, "b p 4"]
 
 
+def tower_of(spec: ModelSpec) -> VisionSpec:
+    """The model's tower; raises ValueError if it has none."""
+    if spec.vision is None:
+        raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
+    return spec.vision
+
+
 def initialise(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     """Random parameters of a tower and its projector, for training from nothing.
 
@@ -49,10 +56,8 @@ def initialise(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     Raises:
       ValueError: a spec without a tower.
     """
-    shapes = abstract_vision(spec, dtype)
-    if shapes is None:
-        raise ValueError(f"the spec ({spec.family}) has no vision tower")
-    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    tower_of(spec)
+    paths, tree = jax.tree_util.tree_flatten_with_path(abstract_vision(spec, dtype))
     keys = jax.random.split(key, len(paths))
     drawn = [_drawn(path[-1].key, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
     return jax.tree.unflatten(tree, drawn)
