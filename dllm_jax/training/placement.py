@@ -138,7 +138,7 @@ def layer_pass(
         whole = gathered(placement, spec, weights)
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
-    # Where the width of the model is split, the backward pass gathers a layer's weights again, or every device
+    # Where the model's width is split, the backward pass gathers a layer's weights again, or every device
     # would end up with all of them.
     if ways(placement.mesh, placement.rules.axes(placement.mesh, "m")) > 1:
         run = jax.checkpoint(run, policy=_all_but_gathered)
