@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -36,6 +37,14 @@ def run_blocks(blocks: list[str], words: dict[str, str] | None = None, names: di
     for block in text.split("\x00"):
         exec(block, names)
     return names
+
+
+def refuses(message: str, call: Callable, /, *arguments, error: type[Exception] = ValueError, **options):
+    """Asserts that a call raises an error whose text matches `message`."""
+    import pytest  # here, so that `python -m tests.replay` does without
+
+    with pytest.raises(error, match=message):
+        call(*arguments, **options)
 
 
 def checked(annotated):

@@ -100,37 +100,30 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def config(spec: ModelSpec) -> dict:
     """A config.json with the keys the published models have."""
-    written = _llada_config(spec) if spec.family == "llada" else _dream_config(spec)
-    return written if spec.eot_id is None else written | {"eot_token_id": spec.eot_id}
-
-
-def _llada_config(spec: ModelSpec) -> dict:
-    return {
-        "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"],
-        "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
-        "block_type": "llama", "d_model": spec.width, "embedding_size": spec.vocab,
-        "eos_token_id": spec.eos_id, "include_bias": False, "include_qkv_bias": spec.qkv_bias,
-        "input_emb_norm": False, "layer_norm_type": "rms", "layer_norm_with_affine": True,
-        "mask_token_id": spec.mask_id, "max_sequence_length": spec.positions,
-        "mlp_hidden_size": spec.hidden, "mlp_ratio": 4, "model_type": "llada",
-        "multi_query_attention": None, "n_heads": spec.heads,
-        "n_kv_heads": None if spec.kv_heads == spec.heads else spec.kv_heads, "n_layers": spec.layers,
-        "pad_token_id": spec.eos_id, "rms_norm_eps": spec.norm_eps, "rope": True,
-        "rope_full_precision": spec.rope_in_f32, "rope_theta": spec.rope_base, "scale_logits": False,
-        "vocab_size": spec.vocab, "weight_tying": spec.tied,
+    llada, kv_heads = spec.family == "llada", spec.kv_heads
+    written = {
+        "mask_token_id": spec.mask_id, "eos_token_id": spec.eos_id, "pad_token_id": spec.eos_id,
+        "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope_base, "vocab_size": spec.vocab,
     }  # fmt: skip
-
-
-def _dream_config(spec: ModelSpec) -> dict:
-    return {
-        "architectures": ["DreamModel"], "bos_token_id": spec.eos_id, "eos_token_id": spec.eos_id,
-        "hidden_act": "silu", "hidden_size": spec.width, "intermediate_size": spec.hidden,
-        "mask_token_id": spec.mask_id, "max_position_embeddings": spec.positions, "model_type": "Dream",
-        "num_attention_heads": spec.heads, "num_hidden_layers": spec.layers,
-        "num_key_value_heads": spec.kv_heads, "pad_token_id": spec.eos_id,
-        "rms_norm_eps": spec.norm_eps, "rope_scaling": None, "rope_theta": spec.rope_base,
+    written |= {} if spec.eot_id is None else {"eot_token_id": spec.eot_id}
+    if llada:
+        return written | {
+            "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"],
+            "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
+            "block_type": "llama", "d_model": spec.width, "embedding_size": spec.vocab,
+            "include_bias": False, "include_qkv_bias": spec.qkv_bias, "input_emb_norm": False,
+            "layer_norm_type": "rms", "layer_norm_with_affine": True, "max_sequence_length": spec.positions,
+            "mlp_hidden_size": spec.hidden, "mlp_ratio": 4, "model_type": "llada",
+            "multi_query_attention": None, "n_heads": spec.heads,
+            "n_kv_heads": None if kv_heads == spec.heads else kv_heads, "n_layers": spec.layers, "rope": True,
+            "rope_full_precision": spec.rope_in_f32, "scale_logits": False, "weight_tying": spec.tied,
+        }  # fmt: skip
+    return written | {
+        "architectures": ["DreamModel"], "bos_token_id": spec.eos_id, "hidden_act": "silu",
+        "hidden_size": spec.width, "intermediate_size": spec.hidden, "model_type": "Dream",
+        "max_position_embeddings": spec.positions, "num_attention_heads": spec.heads,
+        "num_hidden_layers": spec.layers, "num_key_value_heads": kv_heads, "rope_scaling": None,
         "sliding_window": None, "tie_word_embeddings": spec.tied, "use_sliding_window": False,
-        "vocab_size": spec.vocab,
     }  # fmt: skip
 
 
@@ -140,11 +133,8 @@ def write_tokenizer(path: Path, spec: ModelSpec):
     taken = {f"t{spec.mask_id}", f"t{spec.eos_id}"}
     vocab = {word: i for word, i in words.items() if word not in taken}
     unknown = next(iter(vocab))
-    special = [
-        {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
-        for word, i in (("[MASK]", spec.mask_id), ("[EOS]", spec.eos_id))
-    ]
+    kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    special = [{"id": words[word], "content": word} | kind for word in ("[MASK]", "[EOS]")]
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
         "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,

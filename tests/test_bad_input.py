@@ -12,6 +12,7 @@ from dllm_jax.decoding.request import prepare as prepare_request
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.training import Batches, TrainConfig, prepare, train
+from tests import refuses
 from tests.models import tiny
 
 GOOD = np.full((2, 6), 3)
@@ -65,8 +66,7 @@ def nothing_compiles():
 )  # fmt: skip
 def test_generate_refuses(model, options, message):
     arguments = {"prompt": GOOD, "length": 8, **options}
-    with pytest.raises(ValueError, match=message):
-        dj.generate(model, **arguments)
+    refuses(message, dj.generate, model, **arguments)
 
 
 def test_schedules_with_more_steps_than_tokens_are_told_of(model):
@@ -118,5 +118,4 @@ NO_KEYS = jax.random.split(jax.random.key(0), 3)
     ],
 )  # fmt: skip
 def test_another_kind_is_refused_by_name(model, call, message):
-    with pytest.raises(ValueError, match=message):
-        call(model)
+    refuses(message, call, model)

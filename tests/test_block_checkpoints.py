@@ -16,6 +16,7 @@ from dllm_jax import lora
 from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.config import MaskTokenWarning, read_config
 from dllm_jax.checkpoint.families import config_to_spec
+from tests import refuses
 from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
@@ -73,8 +74,7 @@ def test_experts_in_int8_are_converted_as_they_load_and_none_may_lack(tmp_path):
     tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
     tensors["model.layers.0.mlp.gate.weight"] = tensors["model.layers.1.mlp.gate.weight"]
     save_sharded(source, tensors)
-    with pytest.raises(ValueError, match=r"(?s)missing: .*experts\.2\.up.*unmapped: .*0\.mlp\.gate\."):
-        dj.load(source)
+    refuses(r"(?s)missing: .*experts\.2\.up.*unmapped: .*0\.mlp\.gate\.", dj.load, source)
 
 
 REFUSED = {
@@ -119,8 +119,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_name(tmp_path, name, changes, message):
     source = copied(name, tmp_path / "hf")
     rewrite(source / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
-        dj.load(source)
+    refuses(message, dj.load, source)
 
 
 def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
@@ -134,11 +133,9 @@ def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
     assert (found.family, found.experts.dense, found.experts.renormalised) == ("sdar-moe", (1,), True)
     rewrite(source / "config.json", decoder_sparse_step=2, mlp_only_layers=None)
     assert config().experts.dense == (0, 2)
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.experts\.3\.down.* \[48, 8\]"):
-        dj.load(source)
+    refuses(r"missing: model\.layers\.1\.mlp\.experts\.3\.down.* \[48, 8\]", dj.load, source)
     rewrite(source / "config.json", mlp_only_layers="1")
-    with pytest.raises(ValueError, match="mlp_only_layers='1' must be a list of layers"):
-        dj.load(source)
+    refuses("mlp_only_layers='1' must be a list of layers", dj.load, source)
 
 
 @pytest.mark.parametrize(

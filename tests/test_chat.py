@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 import dllm_jax as dj
 from dllm_jax import embedded
 from dllm_jax.decoding.chat import chat_ids, encode_chats
+from tests import refuses
 
 
 @pytest.fixture
@@ -24,11 +25,9 @@ def test_ids_end_where_the_answer_begins_and_batches_are_padded_on_the_left(toke
 
 def test_nothing_to_answer_and_no_template_are_refused(tokenizer):
     for conversations in ([], [[]]):
-        with pytest.raises(ValueError, match="messages are empty"):
-            encode_chats(tokenizer, conversations, 0)
+        refuses("messages are empty", encode_chats, tokenizer, conversations, 0)
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        chat_ids(tokenizer, [{"role": "user", "content": "ab"}])
+    refuses("no chat template", chat_ids, tokenizer, [{"role": "user", "content": "ab"}])
 
 
 def test_special_tokens_in_messages_are_plain_text(tokenizer):

@@ -11,6 +11,7 @@ import dllm_jax as dj
 from dllm_jax import embedded
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from tests import refuses
 from tests.checkpoints import rewrite, tiny, write_hf
 from tests.test_convert import run_script
 
@@ -20,16 +21,13 @@ ROOT = Path(__file__).parent.parent
 
 def test_names_of_embedded_checkpoints():
     for name in embedded.NAMES:
-        with pytest.raises(FileNotFoundError, match=rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)"):
-            dj.load(name)
+        refuses(rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)", dj.load, name, error=FileNotFoundError)
 
 
 def test_no_path_at_all_and_homes_of_nobody():
     for path, kind in (("", ValueError), (None, TypeError), (3, TypeError), ([], TypeError)):
-        with pytest.raises(kind, match=r"path=.* must be a checkpoint's directory or a hub id"):
-            dj.load(path)
-    with pytest.raises(FileNotFoundError, match="~nobody-of-this-name"):
-        dj.load("~nobody-of-this-name/x/y")
+        refuses(r"path=.* must be a checkpoint's directory or a hub id", dj.load, path, error=kind)
+    refuses("~nobody-of-this-name", dj.load, "~nobody-of-this-name/x/y", error=FileNotFoundError)
 
 
 def test_bad_input_at_the_command_line(tmp_path, capsys):
@@ -48,8 +46,7 @@ def test_broken_tokenizers_are_named(tmp_path, file):
     path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
     for content in ("", "{", "[]", '{"a":' + "[" * 100_000, "\xff"):
         (path / file).write_bytes(content.encode("latin-1"))
-        with pytest.raises(ValueError, match=f"{file} (is not valid JSON|holds a list)"):
-            read_tokenizer(path)
+        refuses(f"{file} (is not valid JSON|holds a list)", read_tokenizer, path)
 
 
 def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path):
@@ -58,16 +55,14 @@ def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path):
     path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
     for model in (None, 3, {}, {"type": "BPE"}, {"type": "WordLevel", "vocab": 3}):
         rewrite(path / "tokenizer.json", model=model)
-        with pytest.raises(ValueError, match=f"{path}: its tokenizer cannot be read by transformers"):
-            read_tokenizer(path)
+        refuses(f"{path}: its tokenizer cannot be read by transformers", read_tokenizer, path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_files_that_may_not_be_read(tmp_path):
     path = write_hf(tmp_path / "hf", tiny())
     (path / "model.safetensors").chmod(0)
-    with pytest.raises(PermissionError, match=r"model\.safetensors"):
-        dj.load(path)
+    refuses(r"model\.safetensors", dj.load, path, error=PermissionError)
 
 
 FULL = """

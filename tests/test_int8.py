@@ -23,6 +23,7 @@ from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.training import TrainConfig, prepare
+from tests import refuses
 from tests.checkpoints import save_sharded, tiny, write_hf
 from tests.policy_cases import matrix
 
@@ -166,20 +167,15 @@ def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
     source = write_hf(tmp_path / "hf", tiny())
     converted = convert(source, tmp_path / "jax", weights="int8")
     for weights in ("bfloat16", "int4"):  # as users call, without checks of annotations
-        with pytest.raises(ValueError, match=f"weights='{weights}' must be None .* or 'int8'"):
-            dj.load(source, weights=weights)
+        refuses(f"weights='{weights}' must be None .* or 'int8'", dj.load, source, weights=weights)
         with pytest.raises(ValueError, match="jax holds int8: what rounding took cannot be given back"):
             dj.load(converted, weights=weights)
-        with pytest.raises(ValueError, match="must be None"):
-            convert(source, tmp_path / "other", weights=weights)
-        with pytest.raises(ValueError, match="must be None"):
-            dj.abstract(tiny(), weights=weights)
+        refuses("must be None", convert, source, tmp_path / "other", weights=weights)
+        refuses("must be None", dj.abstract, tiny(), weights=weights)
     with pytest.raises(ValueError, match=r"jax holds int8 matrices: a Hugging Face directory .* digits"):
         export(converted, tmp_path / "back")
-    with pytest.raises(ValueError, match="model holds int8 matrices"):
-        save_hf(dj.load(converted), tmp_path / "back")
-    with pytest.raises(ValueError, match="weights='int8' cannot be trained"):
-        prepare(dj.load(converted), TrainConfig(steps=1000))
+    refuses("model holds int8 matrices", save_hf, dj.load(converted), tmp_path / "back")
+    refuses("weights='int8' cannot be trained", prepare, dj.load(converted), TrainConfig(steps=1000))
     assert not (tmp_path / "back").exists()
     assert not (tmp_path / "other").exists()
 
@@ -191,16 +187,13 @@ def test_what_has_no_scale_is_refused_by_name(tmp_path, bad):
     name = "model.transformer.blocks.1.up_proj.weight"
     weights[name][3, 4] = bad
     save_sharded(source, weights)
-    with pytest.raises(ValueError, match=rf"NaN or infinite values, .* in {name}"):
-        dj.load(source, weights="int8")
-    with pytest.raises(ValueError, match=name):
-        convert(source, tmp_path / "jax", weights="int8")
+    refuses(rf"NaN or infinite values, .* in {name}", dj.load, source, weights="int8")
+    refuses(name, convert, source, tmp_path / "jax", weights="int8")
     weights[name][3, 4] = 0
     weights["model.transformer.wte.weight"][0, 0] = bad  # kept as it is, unless somebody asks
     save_sharded(source, weights)
     dj.load(source, weights="int8")
-    with pytest.raises(ValueError, match=r"values in model\.transformer\.wte\.weight"):
-        dj.load(source, weights="int8", check_finite=True)
+    refuses(r"values in model\.transformer\.wte\.weight", dj.load, source, weights="int8", check_finite=True)
 
 
 def test_damaged_and_mixed_directories(tmp_path):
@@ -213,26 +206,24 @@ def test_damaged_and_mixed_directories(tmp_path):
     assert json.loads((plain / "spec.json").read_text())["format"] == 3
     assert json.loads((ours / "provenance.json").read_text())["weights"] == "int8"
 
-    def refused(match: str, **changes):
-        file.write_text(json.dumps({k: v for k, v in (written | changes).items() if v != "absent"}))
-        with pytest.raises(ValueError, match=match):
-            dj.load(ours)
-        file.write_text(json.dumps(written))
-
-    refused("format=5 is not supported; supported: 3 or 4", format=5)
-    refused("weights='int8' is not supported; supported: null", format=3)
-    refused('weights is missing; supported: "int8"', weights="absent")
-    refused("weights='int4' is not supported", weights="int4")
-    refused(r"layer_000 holds .*'q.values'.* but spec\.json describes .*'q'", format=3, weights="absent")
+    plain_of = lambda **changes: {k: v for k, v in (written | changes).items() if k != "weights"}
+    for content, message in (
+        (written | {"format": 5}, "format=5 is not supported; supported: 3 or 4"),
+        (written | {"format": 3}, "weights='int8' is not supported; supported: null"),
+        (plain_of(), 'weights is missing; supported: "int8"'),
+        (written | {"weights": "int4"}, "weights='int4' is not supported"),
+        (plain_of(format=3), r"layer_000 holds .*'q.values'.* but spec\.json describes .*'q'"),
+    ):
+        file.write_text(json.dumps(content))
+        refuses(message, dj.load, ours)
+    file.write_text(json.dumps(written))
 
     # A layer of floats among int8 ones, and the other way around.
     (ours / "params" / "layer_001").rename(tmp_path / "kept")
     (plain / "params" / "layer_001").rename(ours / "params" / "layer_001")
-    with pytest.raises(ValueError, match=r"layer_001 holds .*'q': .* but spec\.json describes .*'q.values'"):
-        dj.load(ours)
+    refuses(r"layer_001 holds .*'q': .* but spec\.json describes .*'q.values'", dj.load, ours)
     (tmp_path / "kept").rename(plain / "params" / "layer_001")
-    with pytest.raises(ValueError, match=r"layer_001 holds .*'q.values'"):
-        dj.load(plain)
+    refuses(r"layer_001 holds .*'q.values'", dj.load, plain)
 
 
 def test_verify_compares_int8_as_it_is(tmp_path):

@@ -14,10 +14,10 @@ from tests.checkpoints import tiny, write_hf
 START = """
 import sys
 import jax
-process, port, *paths = sys.argv[1:]
+process, address, *paths = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+jax.distributed.initialize(address, 2, int(process))
 assert jax.device_count() == 8 and jax.local_device_count() == 4
 """
 DECODE = """
@@ -164,18 +164,28 @@ def test_each_process_reads_what_its_devices_hold_and_one_writes(tmp_path):
 
 def run_in_two(program: str, *arguments: Path):
     """Runs a program in two processes, which must print "done" in the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    command = lambda process: [sys.executable, "-c", program, str(process), port, *map(str, arguments)]
-    run = lambda process: subprocess.Popen(command(process), **pipes)
-    processes = [run(0), run(1)]
+    address = free_address()
+    processes = [start(program, rank, address, *arguments) for rank in range(2)]
     try:
-        said = [process.communicate(timeout=300) for process in processes]
+        assert [output(process)[-1] for process in processes] == ["done"] * 2
     finally:
         for process in processes:
             process.kill()
-    for process, (out, error) in zip(processes, said, strict=True):
-        assert process.returncode == 0, error[-3000:]
-        assert out.splitlines()[-1] == "done"
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(program: str, *arguments) -> subprocess.Popen:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], **pipes)
+
+
+def output(process: subprocess.Popen) -> list[str]:
+    """The lines that it prints; it must end well, and in time."""
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error[-3000:]
+    return out.splitlines()

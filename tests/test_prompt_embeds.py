@@ -9,6 +9,7 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.testing.runs import assert_same_run, of_sequence
+from tests import refuses
 from tests.models import FAMILIES, families, random_tokens, tiny
 from tests.policy_cases import EVERY, KEY, daily, matrix, short, suited
 from tests.test_watch import data
@@ -128,10 +129,8 @@ def test_what_a_trace_of_such_prompts_tells():
     ids, mask = prompts(model)
     given, rows = embedded(model, ids, mask)
     out = dj.generate(model, given, prompt_mask=mask, prompt_embeds=rows, **OPTIONS)
-    with pytest.raises(ValueError, match="does not keep what was passed as prompt_embeds="):
-        dj.capture(model, out, prompt_mask=mask)
-    with pytest.raises(ValueError, match=r"run.tokens holds id -1.*prompt_embeds"):
-        dj.trajectory_log_probs(model, out, prompt_mask=mask)
+    refuses("does not keep what was passed as prompt_embeds=", dj.capture, model, out, prompt_mask=mask)
+    refuses(r"run.tokens holds id -1.*prompt_embeds", dj.trajectory_log_probs, model, out, prompt_mask=mask)
     (panel,) = data(out.to_html())
     assert panel["pieces"]["-1"] == ["▦", False]
     record = Recording.of(out.trace, 0)
@@ -167,7 +166,5 @@ def test_what_does_not_fit_is_refused(unannotated):
         ([[1, -1]], np.zeros((1, 2, 32), np.int32), "prompt_embeds of dtype int32"),
         ([[1, -1]], "text", "prompt_embeds='text' must be floats"),
     ):
-        with pytest.raises(ValueError, match=message):
-            dj.generate(tiny("llada"), prompt, prompt_embeds=embeds, length=4)
-    with pytest.raises(ValueError, match="embeds of dtype float32"):
-        dj.forward(tiny("llada"), np.array([[1, -1]]), embeds=floats(1, 2, 3))
+        refuses(message, dj.generate, tiny("llada"), prompt, prompt_embeds=embeds, length=4)
+    refuses("embeds of dtype float32", dj.forward, tiny("llada"), np.array([[1, -1]]), embeds=floats(1, 2, 3))

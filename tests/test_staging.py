@@ -12,6 +12,7 @@ import dllm_jax as dj
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.staging import atomic_directory
+from tests import refuses
 from tests.checkpoints import tiny, write_hf
 from tests.test_convert import run_script
 
@@ -36,8 +37,7 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path, files):
 
 def test_two_runs_do_not_write_one_directory(tmp_path):
     with atomic_directory(tmp_path / "t"):
-        with pytest.raises(FileExistsError, match="t is being written by another process"):
-            write(tmp_path / "t", "2")
+        refuses("t is being written by another process", write, tmp_path / "t", "2", error=FileExistsError)
         write(tmp_path / "other", "3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "t"]
     assert not list((tmp_path / "t").iterdir())
@@ -53,8 +53,7 @@ def test_a_failed_second_rename_puts_the_old_one_back(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="Input/output error"):
-        write(tmp_path / "t", "new", overwrite=True)
+    refuses("Input/output error", write, tmp_path / "t", "new", overwrite=True, error=OSError)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
     assert (tmp_path / "t" / "config.json").read_text() == "old"
 
@@ -74,8 +73,7 @@ def test_everything_is_on_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
 def test_destinations_in_a_circle(tmp_path):
     for name, other in ("ab", "ba"):
         (tmp_path / name).symlink_to(tmp_path / other)
-    with pytest.raises(ValueError, match="a is a link in a circle"):
-        write(tmp_path / "a", "1")
+    refuses("a is a link in a circle", write, tmp_path / "a", "1")
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +104,12 @@ def test_a_flipped_bit_in_any_file_is_found(converted, originals, capsys, unanno
     for number, file in enumerate((*files, converted / "spec.json")):
         name = file.relative_to(converted)
         flip(file, number)
-        with pytest.raises(ValueError, match=f"1 files are not as written\n  damaged: {name}$"):
-            check_integrity(converted)
+        refuses(f"1 files are not as written\n  damaged: {name}$", check_integrity, converted)
         if number == 0:
             assert run_script("verify", converted) == 2
             assert f"damaged: {name}" in capsys.readouterr().err
         shutil.copyfile(originals / "jax0" / name, file)
-    with pytest.raises(ValueError, match="verify='yes' must be True or False"):
-        dj.load(converted, verify="yes")
+    refuses("verify='yes' must be True or False", dj.load, converted, verify="yes")
 
 
 def test_lost_and_added_files(converted, originals):
@@ -124,19 +120,16 @@ def test_lost_and_added_files(converted, originals):
     shutil.move(lost, converted.parent / "elsewhere")
     (converted / "params" / "head" / "more").write_text("")
     name = lost.relative_to(converted).as_posix()
-    with pytest.raises(ValueError, match=f"missing: {name}\n  not of this conversion: params/head/more$"):
-        check_integrity(converted)
+    refuses(f"missing: {name}\n  not of this conversion: params/head/more$", check_integrity, converted)
     lost.symlink_to(converted.parent / "elsewhere")
-    with pytest.raises(ValueError, match="outside of the checkpoint's directory"):
-        check_integrity(converted)
+    refuses("outside of the checkpoint's directory", check_integrity, converted)
 
     # A whole unit of the same shape and name, but of another conversion: only hashes tell.
     lost.unlink()
     shutil.move(converted.parent / "elsewhere", lost)
     shutil.copytree(originals / "jax1/params/norm", converted / "params/norm", dirs_exist_ok=True)
     dj.load(converted)
-    with pytest.raises(ValueError, match="params/norm"):
-        dj.load(converted, verify=True)
+    refuses("params/norm", dj.load, converted, verify=True)
 
 
 @pytest.mark.parametrize("kept", [None, 3, [], {"spec.json": 3}, {"../hf0/config.json": {}}])
@@ -145,6 +138,5 @@ def test_directories_whose_hashes_are_not_known(converted, kept):
     history = json.loads((converted / "provenance.json").read_text())
     (converted / "provenance.json").write_text(json.dumps(history | {"written": kept}))
     message = "are not as written" if isinstance(kept, dict) else "holds no hashes of what was written"
-    with pytest.raises(ValueError, match=message):
-        dj.load(converted, verify=True)
+    refuses(message, dj.load, converted, verify=True)
     assert dj.load(converted).spec == tiny(layers=2)

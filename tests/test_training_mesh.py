@@ -1,11 +1,8 @@
 """Training on meshes of eight virtual devices, and by two processes of four, in processes of their own."""
 
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.test_processes import free_address, output, start
 
 COMMON = """
 import sys
@@ -160,30 +157,17 @@ print(*(entry["loss"] for entry in run.log))
 """
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen:
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    return subprocess.Popen([sys.executable, "-c", COMMON + program, *arguments], **pipes)
-
-
-def output(process: subprocess.Popen) -> list[str]:
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return out.splitlines()
-
-
 def test_every_mesh_has_the_curve_of_one_device(tmp_path, pytestconfig):
     """Every day on the last of the meshes; with --exhaustive on all, and going on elsewhere."""
     skipped, parts = (0, 8) if pytestconfig.getoption("exhaustive") else (3, 3)
-    assert len(output(start(MESHES, str(tmp_path), str(skipped)))) == parts
+    assert len(output(start(COMMON + MESHES, tmp_path, skipped))) == parts
 
 
 @pytest.mark.exhaustive
 def test_two_processes_train_as_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    pair = [start(PROCESSES, str(tmp_path / "pair"), address, str(rank)) for rank in range(2)]
-    (alone,) = output(start(PROCESSES, str(tmp_path / "alone"), "alone", "0"))
+    address, program = free_address(), COMMON + PROCESSES
+    pair = [start(program, tmp_path / "pair", address, rank) for rank in range(2)]
+    (alone,) = output(start(program, tmp_path / "alone", "alone", 0))
     expected = [float(loss) for loss in alone.split()]
     for process in pair:
         losses = [float(loss) for loss in output(process)[-1].split()]

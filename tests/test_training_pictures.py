@@ -14,6 +14,7 @@ from dllm_jax.tasks import ReadNumbers, encode_batch, examples
 from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train
 from dllm_jax.training.loss import draw
 from dllm_jax.vision import Processor, tower
+from tests import refuses
 from tests.models import tiny
 from tests.test_vision import picture
 
@@ -109,5 +110,4 @@ def test_a_tower_from_nothing_has_the_published_shapes_and_its_signal_neither_di
     pixels = np.random.default_rng(0).integers(0, 256, (2, 30, 30, 3), np.uint8)
     features = tower.view_embeddings(vision, spec.vision, pixels, 2)
     assert 0.1 < float(jnp.std(features)) < 3
-    with pytest.raises(ValueError, match="has no vision tower"):
-        tower.initialise(tiny("llada").spec, jax.random.key(0))
+    refuses("has no vision tower", tower.initialise, tiny("llada").spec, jax.random.key(0))

@@ -17,6 +17,7 @@ from dllm_jax.training import (
     prepare,
     train,
 )
+from tests import refuses
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
 
@@ -92,8 +93,7 @@ def resumed(four_steps, where, **changes):
     ],
 )  # fmt: skip
 def test_a_changed_configuration_is_refused_by_name(four_steps, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        resumed(four_steps, tmp_path / "a", **changes)
+    refuses(message, resumed, four_steps, tmp_path / "a", **changes)
 
 
 def test_another_optimizer_is_refused_by_its_numbers(tmp_path):
@@ -113,8 +113,7 @@ def test_another_optimizer_is_refused_by_its_numbers(tmp_path):
         with pytest.raises(ValueError, match=r"configuration: optimizer='\w{64}' then, .* now\. "):
             run(optimizer=make(another), directory=tmp_path / name)
     for other in (optax.adamw(1e-3), None):
-        with pytest.raises(ValueError, match=r"optimizer='\w{64}' then, .* now\. "):
-            run(optimizer=other, directory=tmp_path / "schedule")
+        refuses(r"optimizer='\w{64}' then, .* now\. ", run, optimizer=other, directory=tmp_path / "schedule")
     other = dict(optimizer=optax.sgd(1e-3, momentum=0.9), allow_changes=["optimizer"])
     with pytest.raises(ValueError, match=r"holds another model, optimizer or trainable: moments.* absent"):
         run(**other, directory=tmp_path / "schedule")
@@ -138,8 +137,7 @@ def test_frozen_parameters_of_another_model_are_refused(tmp_path):
     options = {"directory": tmp_path, "trainable": ONLY, "progress": False}
     run = lambda each: train(each, Counting(), TrainConfig(steps=2, review_every=2, save_every=2), **options)
     assert run(model).log == run(model).log
-    with pytest.raises(ValueError, match=r"frozen=\d+ then, \d+ now"):
-        run(other)
+    refuses(r"frozen=\d+ then, \d+ now", run, other)
     assert abstract_state(model, prepare(model, CONFIG, trainable=ONLY)).params["head"] is None
 
 
@@ -157,8 +155,7 @@ def test_options_that_do_not_go_together_are_refused():
         ({"warmup": None, "decay": 11}, "warmup=0 and decay=11 must fit into steps=10"),
         ({"save_every": 3}, "save_every=3 must be a multiple of review_every=2"),
     ):
-        with pytest.raises(ValueError, match=message):
-            TrainConfig(**options | changes)
+        refuses(message, TrainConfig, **options | changes)
 
 
 def test_the_warm_up_is_shorter_in_short_runs():

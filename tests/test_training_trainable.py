@@ -9,6 +9,7 @@ import pytest
 from dllm_jax.nn.model import Model
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
 from dllm_jax.training.config import optimiser, schedule
+from tests import refuses
 from tests.models import EXHAUSTIVE, cast, separate, tiny
 
 pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not checked
@@ -130,8 +131,7 @@ def test_any_transformation_of_optax_trains(make):
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        prepare(tiny("llada"), CONFIG, **({"optimizer": None} | options))
+    refuses(message, prepare, tiny("llada"), CONFIG, **{"optimizer": None} | options)
 
 
 def test_options_of_the_optimiser_that_is_replaced_are_refused():

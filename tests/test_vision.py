@@ -16,7 +16,7 @@ from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision import AnyRes, Pad, tower
 from dllm_jax.vision.images import open_image, views_of_config
 from dllm_jax.vision.prompt import PLACE, prompt_ids, rendered
-from tests import table
+from tests import refuses, table
 
 PUBLISHED = VisionSpec()
 # Width and height: canvas, rows and columns of the map after scaling, tokens.
@@ -56,10 +56,8 @@ def test_settings_are_read_from_the_config():
         ("anyres_max_4", [[384]], "here: image_grid_pinpoints: .*pairs"),
         ("anyres_max_4", [["a", 2]], "here: image_grid_pinpoints: "),
     ):
-        with pytest.raises(ValueError, match=message):
-            views_of_config(aspect, pinpoints, "here")
-    with pytest.raises(ValueError, match=r"\(100, 384\); expected multiples of 384"):
-        AnyRes(4, ((100, 384),)).canvas((5, 5), PUBLISHED)
+        refuses(message, views_of_config, aspect, pinpoints, "here")
+    refuses(r"\(100, 384\); expected multiples of 384", AnyRes(4, ((100, 384),)).canvas, (5, 5), PUBLISHED)
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +171,11 @@ def test_messages_that_do_not_match_their_images_are_refused():
         (of([{"type": "text", "text": "<image>"}]), "1 placeholders <image> and 0 images"),
         (of("<image>", images=3), "images=3 must be a list"),
     ):
-        with pytest.raises(ValueError, match=message):
-            rendered(messages)
+        refuses(message, rendered, messages)
 
 
 def test_an_image_needs_a_tower_and_a_place():
     text = dj.load(dj.embedded.path("tiny-llada"))
     with pytest.raises(ValueError, match=r"the model \(llada\) has no vision tower"):
         vision.Processor(Letters()).encode(text, [[{"role": "user", "content": "A"}]])
-    with pytest.raises(ValueError, match="1 places for 0 images"):
-        vision.processor.spliced([1, PLACE], [], [], PUBLISHED)
+    refuses("1 places for 0 images", vision.processor.spliced, [1, PLACE], [], [], PUBLISHED)
