@@ -25,8 +25,8 @@ def test_names_of_embedded_checkpoints():
 
 
 def test_no_path_at_all_and_homes_of_nobody():
-    for path, kind in (("", ValueError), (None, TypeError), (3, TypeError), ([], TypeError)):
-        refuses(r"path=.* must be a checkpoint's directory or a hub id", dj.load, path, error=kind)
+    for path in ("", None, 3, []):
+        refuses(r"path=.* must be a checkpoint's directory or a hub id", dj.load, path)
     refuses("~nobody-of-this-name", dj.load, "~nobody-of-this-name/x/y", error=FileNotFoundError)
 
 

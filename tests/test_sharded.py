@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
 from convert.verify import verify
-from dllm_jax.checkpoint import arrays, convert, save_hf
+from dllm_jax.checkpoint import convert, save_hf
+from dllm_jax.checkpoint.converted import piece
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.sharded import Stored, whole
 from dllm_jax.checkpoint.source import open_checkpoint, opened, read
@@ -88,7 +89,7 @@ def test_arrays_are_cut_where_meshes_split_them():
         ("mhd", (3584, 28, 128), (448, 1, 128)), ("mkd", (3584, 4, 128), (448, 1, 128)),  # Dream-7B
         ("m", (4096,), (4096,)), ("mf", (32, 48), (32, 48)), ("vm", (127, 4096), (127, 512)),  # small: whole
     ):  # fmt: skip
-        assert arrays.piece(axes, shape, 2) == expected, shape
+        assert piece(axes, shape, 2) == expected, shape
 
 
 @pytest.mark.parametrize("over", [None, (8,)])

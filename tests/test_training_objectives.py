@@ -245,7 +245,7 @@ UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
     [
         (lambda: estimate(model=3), "model=3 must be"),
         (lambda: estimate(batch=3), "batch=3 must be a Batch"),
-        (lambda: estimate(masks=3), "masks=3 must be Masks"),
+        (lambda: estimate(masks=3), "masks=3 must be a Masks, such as elbo_masks"),
         (lambda: estimate(chunk=0), "chunk=0 must be"),
         (lambda: estimate(remat=2), "remat=2 must be"),
         (lambda: estimate(batch=UNEQUAL), r"answer \(3, 3\); expected"),

@@ -56,12 +56,10 @@ def locate(path: str | os.PathLike[str]) -> Path:
     Raises:
       FileNotFoundError: neither; says what was tried.
       NotADirectoryError: a file.
-      TypeError, ValueError: no path, or an empty one.
+      ValueError: no path, or an empty one.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
-    if not str(path):
-        raise ValueError("path='' must be a checkpoint's directory or a hub id; '.' is the current directory")
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ValueError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
 
     # A directory comes before a hub id that is spelled alike: nothing is downloaded that is here.
     here = Path(path)

@@ -19,7 +19,7 @@ from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.training.loss import Batch, valid_tokens
 
 Probability = Annotated[float, Interval(ge=0, lt=1)]
@@ -148,8 +148,7 @@ def response_log_probs(
     check_argument("chunk", chunk, PositiveInt)
     check_argument("remat", remat, bool)
     shape = _learnt(batch).shape
-    if not isinstance(masks, Masks):
-        raise ValueError(f"masks={shown(masks)} must be Masks, such as elbo_masks(key, batch)")
+    check_argument("masks", masks, Masks, ", such as elbo_masks(key, batch)")
     # Masks of another batch would index and broadcast in silence.
     draws = masks.answer.shape[0] if masks.answer.ndim == 3 else 0
     expected = {"answer": (draws, *shape), "weight": (draws, shape[0])}
@@ -207,8 +206,7 @@ def until_end(answer: Int[Array, "b r"], eos_id: int, eot_id: int | None = None)
 
 def _learnt(batch: Any) -> Bool[Array, "b r"]:
     """Answer tokens that count."""
-    if not isinstance(batch, Batch):
-        raise ValueError(f"batch={shown(batch)} must be a Batch(prompt, answer, ..)")
+    check_argument("batch", batch, Batch, "(prompt, answer, ..)")
     prompt, answer = jnp.shape(batch.prompt), jnp.shape(batch.answer)
     if len(prompt) != 2 or len(answer) != 2 or prompt[0] != answer[0] or not answer[0] * answer[1]:
         raise ValueError(f"prompt has shape {prompt}, answer {answer}; expected [b, p] and [b, r]")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import check_argument
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
@@ -85,10 +85,8 @@ def train(
       TypeError: an optimizer that is none.
       FloatingPointError: the loss is not finite.
     """
-    if isinstance(source, type) or not isinstance(source, Source):
-        raise ValueError(f"source={shown(source)} must be a Source, such as Batches(lambda step: batch)")
-    if directory is not None and not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory={shown(directory)} must be a path, or None")
+    check_argument("source", source, Source, ", such as Batches(lambda step: batch)")
+    check_argument("directory", directory, str | os.PathLike | None)
     check_argument("progress", progress, bool)
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
     record = record_of(model, setup, trainable, optimizer is not None)

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import check_argument
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
 from dllm_jax.training.source import Memory
 from dllm_jax.training.state import TrainState
@@ -186,9 +186,8 @@ def check_names(allowed: Any, record: Record) -> tuple[str, ...]:
     Raises:
       ValueError: they are no names, or not of what a configuration holds.
     """
-    if isinstance(allowed, str) or not isinstance(allowed, Collection):
-        raise ValueError(f"allow_changes={shown(allowed)} must be names of options, such as ('steps',)")
-    names = check_argument("allow_changes", tuple(allowed), tuple[str, ...])
+    listed = sorted(allowed) if isinstance(allowed, set | frozenset) else allowed
+    names = check_argument("allow_changes", listed, tuple[str, ...])
     if unknown := sorted(set(names) - set(record)):
         raise ValueError(f"allow_changes={unknown} must be among {', '.join(record)}")
     return names
