@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.samplers import Confidence, Sampler
@@ -184,10 +185,7 @@ def _plain_ids(tokenizer: Any, conversation: list[Message], special: list[str]) 
 def check_tokenizer(tokenizer: Any):
     """Raises ValueError if a tokenizer is none of transformers' kind."""
     needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "decode"
-    if not all(hasattr(tokenizer, name) for name in needed):
-        raise ValueError(
-            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
-        )
+    recording.check_tokenizer(tokenizer, *needed)
 
 
 def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:

@@ -176,7 +176,8 @@ class Intervention:
         # Each axis of the value has the full length or 1: NumPy's broadcasting, without its missing axes.
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]
-        full = chosen, batch, across, *_shape_of(self.place, spec)
+        width = (spec.kv_heads, spec.head) if self.place in ("k", "v") else (spec.width,)
+        full = chosen, batch, across, *width
         fits = self.value.ndim == len(full) and all(
             found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)
         )
@@ -213,11 +214,6 @@ def _floats(name: str, value: Any) -> Float[Held, "..."]:
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise ValueError(f"{name}={shown(value)} must be numbers")
     return array.astype(jnp.float32)
-
-
-def _shape_of(place: Place, spec: ModelSpec) -> tuple[int, ...]:
-    """The shape of what stands at one position."""
-    return (spec.kv_heads, spec.head) if place in ("k", "v") else (spec.width,)
 
 
 def checked(

@@ -71,7 +71,8 @@ class Kernels:
             part,
             in_specs=tuple(specs),
             out_specs=(first, *others) if others else first,
-            axis_names=_axes(mesh, split),
+            # Axes that are not left to the partitioner: all of them, if heads are not.
+            axis_names=set(mesh.axis_names if "h" in split else split["b"]),
             check_vma=False,  # kernels do not say over which axes their results differ
         )(*arrays)
 
@@ -89,11 +90,6 @@ def _split(
                 length[letter] = max(length[letter], size)
     heads = rules.axes(mesh, "k", length["k"])
     return {"b": rules.axes(mesh, "b", length["b"]), "k": heads, "h": heads}
-
-
-def _axes(mesh: AbstractMesh, split: dict[str, tuple[str, ...]]) -> set[str]:
-    """Axes of the mesh that are not left to the partitioner: all of them, if heads are not."""
-    return set(mesh.axis_names) if "h" in split else set(split["b"])
 
 
 def _spec(axes: str, split: dict[str, tuple[str, ...]], shape: tuple[int, ...] = ()) -> PartitionSpec:

@@ -156,13 +156,17 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     ids = [i for i in ids if i != EMBEDDED]
     if tokenizer is None:
         return given | {i: Piece(str(i), False) for i in ids}
-    needed = "decode", "convert_ids_to_tokens", "all_special_ids"
+    check_tokenizer(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")
+    special = set(tokenizer.all_special_ids)
+    return given | {i: Piece(_text(tokenizer, i), i in special) for i in ids}
+
+
+def check_tokenizer(tokenizer: Any, *needed: str):
+    """Raises ValueError if a tokenizer is none of transformers' kind, whose members these are."""
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
         raise ValueError(
             f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
         )
-    special = set(tokenizer.all_special_ids)
-    return given | {i: Piece(_text(tokenizer, i), i in special) for i in ids}
 
 
 def _text(tokenizer: Any, token: int) -> str:
