@@ -47,8 +47,8 @@ class RunDirectory:
         handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
         handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
         self._root, self._record = root, record
-        folder = root.absolute() / "checkpoints"
-        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        self._folder = root.absolute() / "checkpoints"
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
         self._log = root / "log.jsonl"
 
     def __enter__(self) -> "RunDirectory":
@@ -103,12 +103,20 @@ class RunDirectory:
                     f"{self._root} holds another model, optimizer or trainable: {name} is {there} there, "
                     f"{here} here"
                 )
-        items = {name: ocp.args.JsonRestore() for name in (SOURCE, LOG)}
+        # Checkpoints of 0.2.0 hold no log: its lines are in the file.
+        within = (self._folder / str(done) / LOG).exists()
+        items = {name: ocp.args.JsonRestore() for name in ((SOURCE, LOG) if within else (SOURCE,))}
         restored = read(**{STATE: ocp.args.StandardRestore(wanted), **items})
         saved = restored[STATE]
         key = jax.random.wrap_key_data(saved["key"])
         state = TrainState(**(saved | {"key": key}), frozen=like.frozen)
-        return state, restored[SOURCE], restored[LOG]["entries"]
+        return state, restored[SOURCE], restored[LOG]["entries"] if within else self._lines(done)
+
+    def _lines(self, done: int) -> list[LogEntry]:
+        """The entries of `log.jsonl` up to a step; a line that a killed run did not end is left out."""
+        lines = self._log.read_text(encoding="utf-8").splitlines(keepends=True)
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [entry for entry in entries if entry["step"] <= done]
 
     def write_log(self, entries: list[LogEntry], mode: Literal["w", "a"]):
         """Writes entries to `log.jsonl`, a line each: in place of what is there ("w"), or behind it ("a")."""
