@@ -55,6 +55,7 @@ REST = [
     ({"dtype": None}, 'dtype=None is not supported; supported: "float32" or "bfloat16"'),
     ({"dtype": "bfloat16"}, "layer_000.* describes|embed.* describes"),
     ({"spec": 3}, "spec=3 must be an object"),
+    ({"more": 1}, "unknown keys more"),
     ({"spec": {}}, "missing .* 'family', 'layers'"),
     ({"spec.shifted": "false"}, "spec.json: shifted='false'"),
     ({"spec.family": "gpt"}, "spec.json: family='gpt'"),

@@ -226,6 +226,20 @@ def test_damaged_and_mixed_directories(tmp_path):
     refuses(r"layer_001 holds .*'q.values'", dj.load, plain)
 
 
+def test_scales_that_no_conversion_writes(tmp_path, monkeypatch):
+    source, scale = write_hf(tmp_path / "hf", tiny(layers=1)), 1.0
+
+    def damaged(array, axes, outputs):
+        found = quantise(array, axes, outputs)
+        found.scale.flat[-1] = scale if outputs == "v" else 1
+        return found
+
+    monkeypatch.setattr("dllm_jax.checkpoint.sharded.quantise", damaged)
+    for scale in (0.0, -1.0, np.nan, np.inf):
+        ours = convert(source, tmp_path / f"jax{scale}", weights="int8")
+        refuses(r"head: head\.scale holds numbers that are not positive and finite", dj.load, ours)
+
+
 def test_verify_compares_int8_as_it_is(tmp_path):
     source = write_hf(tmp_path / "hf", tiny())
     a, b = (convert(source, tmp_path / name, weights="int8") for name in "ab")

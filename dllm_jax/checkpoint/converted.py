@@ -37,6 +37,7 @@ from dllm_jax.nn.sharding import WIDE, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 FORMATS: dict[int, Weights | None] = {3: None, 4: "int8"}  # and how they hold matrices
+KEYS = ("format", "dtype", "weights", "spec")
 UNIT = "unit"  # the key of a unit's name
 FILE = 64 * 2**20  # bytes; larger ones are buffered whole in memory
 LEAST = 64 * 2**10  # bytes of a piece: smaller ones cost more to find than to read
@@ -55,7 +56,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: another format, or a value outside of its range, by name.
+      ValueError: another format, other keys than that format has, or a value outside of its range, by name.
     """
     config = read_config(folder / SPEC)
     dtypes = {str(dtype): dtype for dtype in SUPPORTED}
@@ -64,6 +65,8 @@ def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
     weights = FORMATS[written["format"]]
     # The number says it already, so that a reader that knows no int8 stops at the number.
     config.check((Requirement("weights", (weights,), needed=weights is not None),))
+    if unknown := sorted(written.keys() - {*KEYS}):
+        raise ValueError(f"{config.where}: unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
     try:
         if not isinstance(fields := written.get("spec"), dict):
             raise TypeError(f"spec={fields!r} must be an object with the fields of ModelSpec")
@@ -163,9 +166,18 @@ def _named(leaf: str, parameter: Any) -> dict[str, Any]:
 
 
 def _as_parameter(where: Path, leaf: str, is_int8: bool) -> StoredParameter:
+    """A parameter of a unit; the scales of int8 matrices are looked at when they are read."""
     if not is_int8:
         return open_array(where, leaf)
-    return Int8Matrix(*(open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale"))))
+    values, scale = (open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale")))
+
+    def read(ranges: Ranges) -> np.ndarray:
+        part = scale.read(ranges)
+        if not (np.isfinite(part) & (part > 0)).all():
+            raise ValueError(f"{where}: {leaf}.scale holds numbers that are not positive and finite")
+        return part
+
+    return Int8Matrix(values, dataclasses.replace(scale, read=read))
 
 
 def write_arrays(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
