@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import as_llama, llada, llada2_moe, llada_v
+from dllm_jax.checkpoint.names import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, llada_v, sdar
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
@@ -12,8 +12,8 @@ from dllm_jax.nn.spec import ModelSpec
 FAMILIES = {
     family.name: family
     for family in (
-        *(llada.FAMILY, as_llama.DREAM, llada_v.FAMILY, llada.FAMILY_MOE, llada2_moe.FAMILY),
-        *(as_llama.SDAR, as_llama.SDAR_MOE, as_llama.FAST_DLLM_V2),
+        *(llada.FAMILY, dream.FAMILY, llada_v.FAMILY, llada_moe.FAMILY, llada2_moe.FAMILY),
+        *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY),
     )
 }
 

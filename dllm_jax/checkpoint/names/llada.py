@@ -1,9 +1,8 @@
-"""LLaDA (8B-Base, 8B-Instruct, 1.5) and LLaDA-MoE (7B-A1B-*): tensor names and config.json."""
+"""LLaDA checkpoints (8B-Base, 8B-Instruct, 1.5): tensor names and config.json."""
 
 from typing import Any
 
-from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.config import Requirement
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
@@ -85,56 +84,4 @@ FAMILY = Family(
     defaults={"qkv_bias": False, "rope_in_f32": True},
     tokens={126464: (None, 126348)},
     template=template,
-)
-
-# LLaDA-MoE has LLaDA's model type, and an architecture of its own: full attention, queries and keys normed,
-# experts in every layer for which `moe_layer_freq` has a 1; tensors are named as Llama's. The sources are the
-# published config.json and arXiv:2509.24389.
-EXPERT_KEYS = {
-    "count": "num_experts",
-    "per_token": "num_experts_per_tok",
-    "hidden": "expert_intermediate_size",
-    "renormalised": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-}
-REQUIREMENTS_MOE = (
-    *as_llama.REQUIREMENTS,
-    Requirement("qk_layernorm", (True,), needed=True),
-    Requirement("attention_bias", (False,)),
-    Requirement("clip_qkv", (None,)),
-    Requirement("moe_router_enable_expert_bias", (False, None)),
-    Requirement("moe_router_score_function", ("softmax",)),
-    Requirement("partial_rotary_factor", (1, None)),
-    Requirement("router_num_group", (None,)),
-    Requirement("router_topk_group", (None,)),
-    Requirement("shared_expert_intermediate_size", (None,)),
-)
-
-
-def _experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    frequency, layers = config.values.get("moe_layer_freq"), fields["layers"]
-    if not isinstance(frequency, list) or len(frequency) != layers or {*map(str, frequency)} - {"0", "1"}:
-        wanted = f"a list of {layers} numbers, 1 for a layer with experts and 0 for one without"
-        raise ValueError(f"{config.where}: moe_layer_freq={frequency!r} must be {wanted}")
-    dense = tuple(layer for layer, sparse in enumerate(frequency) if not sparse)
-    return {"experts": config.experts(EXPERT_KEYS, dense=dense)}
-
-
-# Row i predicts token i; tables of angles are cast before they rotate; padding is masked as keys only.
-FAMILY_MOE = Family(
-    name="llada-moe",
-    model_type="llada",
-    names=as_llama.NAMES,
-    keys=as_llama.KEYS | {"hidden": "dense_intermediate_size"},
-    expert_keys=EXPERT_KEYS,
-    requirements=REQUIREMENTS_MOE,
-    fixed=as_llama.SDAR.fixed,
-    own=_experts,
-    more=lambda spec: {"moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.layers)]},
-    template=lambda spec: {
-        "architectures": ["LLaDAMoEModelLM"],
-        "attention_dropout": 0.0,
-        "pad_token_id": spec.eos_id,
-        "use_cache": False,
-    },
 )

@@ -81,15 +81,14 @@ def _more(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-# Row i predicts token i; cos and sin are cast before they rotate; padding is masked as keys only.
 FAMILY = Family(
     name="llada2-moe",
     model_type="llada2_moe",
     names=NAMES,
-    keys=as_llama.SDAR.keys,
+    keys=as_llama.BLOCK_KEYS,
     expert_keys=EXPERT_KEYS,
     requirements=(*as_llama.REQUIREMENTS, *OWN),
-    fixed=as_llama.SDAR.fixed,
+    fixed=as_llama.NORMED,
     defaults={"block_size": 32},
     own=_own,
     more=_more,

@@ -1,0 +1,39 @@
+"""Fast-dLLM v2 checkpoints (Efficient-Large-Model/Fast_dLLM_v2_*): config.json; tensors are named as Llama's.
+
+Qwen2.5's decoder under block-causal attention, its head shifted (arXiv:2509.26328).
+"""
+
+import dataclasses
+import functools
+import warnings
+
+from dllm_jax.checkpoint.config import Config, MaskTokenWarning
+from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.options import PositiveInt
+
+
+def _with_a_mask(config: Config) -> Config:
+    """A config.json that names the mask token, or has the vocabulary of a published model."""
+    vocab = config.read("vocab_size", PositiveInt)
+    if config.values.get("mask_token_id") is not None or vocab in FAMILY.tokens:
+        return config
+    message = f"{config.where} names no mask_token_id: the last id, {vocab - 1}, stands in for it; "
+    message += "model.replace_spec(mask_id=...) sets another"
+    warnings.warn(message, MaskTokenWarning, stacklevel=2)
+    return dataclasses.replace(config, values=config.values | {"mask_token_id": vocab - 1})
+
+
+# Row i of the raw logits predicts token i + 1, across the beginnings of blocks too; cos and sin are cast
+# before they rotate. No published config.json names the mask token, |<MASK>| of Qwen's tokenizer.
+FAMILY = Family(
+    name="fast-dllm-v2",
+    model_type="Fast_dLLM_Qwen",
+    names=as_llama.NAMES,
+    keys=as_llama.KEYS | {"block_size": "bd_size"},
+    requirements=as_llama.REQUIREMENTS,
+    fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": True},
+    tokens={152064: (151665, 151645), 151936: (151665, 151645)},
+    adjusted=_with_a_mask,
+    template=functools.partial(as_llama.template, "Fast_dLLM_QwenForCausalLM"),
+)
