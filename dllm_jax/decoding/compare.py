@@ -103,7 +103,8 @@ def compare(
       ValueError: as `generate`; no policies, or something else in their place.
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
-    runs = [compiled(model, prompt, *one) for one in _named(policies, options)]
+    named = _named(policies, options)
+    runs = [compiled(model, prompt, own) for _, own in named]
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
 
     # In turns, so that what slows the machine for a while slows all of them; the median leaves out the rest.
@@ -116,7 +117,7 @@ def compare(
     return Comparison(
         tuple(
             Compared(
-                name=run.name,
+                name=name,
                 equal=_equal(run, output, runs[0], outputs[0]),
                 nfe=mean(output.stats.nfe),
                 computed=mean(output.stats.computed),
@@ -126,7 +127,7 @@ def compare(
                 memory=run.memory,
                 output=output,
             )
-            for run, output, own in zip(runs, outputs, seconds, strict=True)
+            for (name, _), run, output, own in zip(named, runs, outputs, seconds, strict=True)
         )
     )
 
@@ -134,7 +135,6 @@ def compare(
 class Run(NamedTuple):
     """A program that is ready, and what it takes."""
 
-    name: str
     placed: Placed
     program: jax.stages.Compiled
     seconds: float  # that it took to compile
@@ -154,12 +154,12 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     return [(title(name, own), {**options, **own}) for name, own in both]
 
 
-def compiled(model: Model, prompt: Any, name: str, options: dict[str, Any]) -> Run:
+def compiled(model: Model, prompt: Any, options: dict[str, Any]) -> Run:
     """A generation's program, compiled for the shapes of a prompt."""
     placed = place(model, prepare(model, prompt, **options), prompt)
     start = time.perf_counter()
     program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
-    return Run(name, placed, program, time.perf_counter() - start, temporary_bytes(program))
+    return Run(placed, program, time.perf_counter() - start, temporary_bytes(program))
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
