@@ -255,21 +255,53 @@ def test_what_cannot_be_shown_is_refused():
     refuses("outside of jit", jax.jit(lambda out: out.to_html()), out)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
-def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
-    file = tmp_path / "page.html"
-    texts = [text.replace("\ud800", "") for text in HOSTILE]  # halves of pairs are in no dump of the DOM
-    file.write_text(dj.side_by_side({HOSTILE[3]: recorded()}, Named(*texts)), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    run = subprocess.run([*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
+def drawn(tmp_path, page: str, view: str = "") -> Parts:
+    """The page as Chromium draws it; fails on any message in the browser's console."""
+    (file := tmp_path / "page.html").write_text(page, encoding="utf-8")
+    command = "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"
+    logged = "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"
+    run = subprocess.run(
+        [*command, *logged, file.as_uri() + view], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
-    parts = Parts(run.stdout)
+    assert "CONSOLE" not in run.stderr, run.stderr
+    return Parts(run.stdout)
+
+
+def notes(parts: Parts) -> list[str]:
+    return [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
+
+
+needs_a_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+
+
+@needs_a_browser
+def test_a_browser_draws_layers_and_left_out_positions_and_runs_nothing_of_the_data(tmp_path):
+    texts = [text.replace("\ud800", "") for text in HOSTILE]  # halves of pairs are in no dump of the DOM
+    page = dj.side_by_side({HOSTILE[3]: recorded(), "b": recorded()}, Named(*texts))
+    parts = drawn(tmp_path, page)
     assert len(parts.of("script")) == 2
     assert not parts.of("img")
     assert HOSTILE[3] in parts.text  # the name, as text
     assert "step 3 of 3" in parts.text
     maps = [attrs["aria-label"].split(":")[0] for attrs, _ in parts.of("canvas")]
-    assert maps == [f"Map of positions and {what}" for what in ("steps", "layers")]
+    assert maps == 2 * [f"Map of positions and {what}" for what in ("steps", "layers")]
     assert "Layers at step 3" in parts.text
-    notes = [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
-    assert notes[1] == f"position 3: “{HOSTILE[4]}”, step 1, confidence 0.500"
+    assert "neither computed nor attended to" in parts.text
+    assert notes(parts)[1] == f"position 3: “{HOSTILE[4]}”, step 1, confidence 0.500"
+
+
+@needs_a_browser
+def test_a_browser_draws_candidates_of_a_step_that_the_address_names(tmp_path):
+    # A prompt with a placeholder of an image, which is no token of any tokenizer.
+    ids = np.where(TOKENS == 2, dj.EMBEDDED, TOKENS)
+    out = recorded(ids)
+    whole = out._replace(trace=out.trace._replace(read=out.trace.read | True))
+    parts = drawn(tmp_path, whole.to_html(LETTERS), "#step=1&colour=confidence&candidates=1")
+    assert "step 1 of 3" in parts.text
+    assert "attended to" not in parts.text
+    assert "▦" in parts.text
+    assert [note.split(";")[-1].strip() for note in notes(parts)] == [
+        "candidate “e”, confidence 0.750", "position 3: “d”, step 1, confidence 0.500", "position 4: masked",
+    ]  # fmt: skip
+    assert "token candidate" in [attrs.get("class") for attrs, _ in parts.of("span")]

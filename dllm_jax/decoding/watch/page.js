@@ -1,10 +1,18 @@
 "use strict";
 // Text of the data reaches the page through textContent alone, never as HTML.
+const LEFT_OUT = -2; // in the place of an age: neither computed nor attended to
 const panels = JSON.parse(document.getElementById("data").textContent).panels.map(prepared);
 const byId = (id) => document.getElementById(id);
 const last = Math.max(...panels.map((panel) => panel.steps.length));
 const oldest = Math.max(1, ...panels.flatMap((panel) => panel.ages.map((row) => Math.max(...row))));
-const view = { step: last, colour: "step", candidates: false, timer: null };
+// The address may name a view: answer.html#step=3&colour=confidence&candidates=1
+const asked = new URLSearchParams(location.hash.slice(1));
+const view = {
+  step: Math.min(last, Math.max(0, Math.trunc(Number(asked.get("step") ?? last)) || 0)),
+  colour: asked.get("colour") === "confidence" ? "confidence" : "step",
+  candidates: asked.has("candidates"),
+  timer: null,
+};
 
 function element(kind, className, text) {
   const made = document.createElement(kind);
@@ -14,8 +22,6 @@ function element(kind, className, text) {
 }
 
 // -- data ---------------------------------------------------------------------------------------------------
-
-const LEFT_OUT = -2; // in the place of an age: neither computed nor attended to
 
 // The positions of a set that is given as its runs of neighbours.
 function inRuns(runs, length) {
@@ -41,7 +47,6 @@ function prepared(panel) {
   });
   // Where layers differ, some compute every position, though few were selected.
   panel.widens = panel.steps.some(({ widened }) => widened.length && (widened[0] > 0 || widened[1] < panel.layers));
-  panel.leavesOut = panel.ages.some((row) => row.includes(LEFT_OUT));
   panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask ? [i] : []));
   return panel;
 }
@@ -186,8 +191,8 @@ function layerNote(panel, event) {
 
 function ageInWords(age) {
   if (age === 0) return "computed";
-  if (age === LEFT_OUT) return "left out: neither computed nor read";
-  return age < 0 ? "never computed so far" : `read from ${age} step${age > 1 ? "s" : ""} ago`;
+  if (age === LEFT_OUT) return "neither computed nor attended to";
+  return age < 0 ? "not computed yet" : `cached ${age} step${age > 1 ? "s" : ""} ago`;
 }
 
 function mapNote(panel, event) {
@@ -198,7 +203,7 @@ function mapNote(panel, event) {
   const age = panel.ages[step - 1][position];
   const token = panel.states[step][position];
   const what = token.token === panel.mask ? "masked" : inWords(panel, token.token);
-  const decoded = token.step === step && token.token !== panel.mask ? ", decoded now" : "";
+  const decoded = token.step === step && token.token !== panel.mask ? ", unmasked now" : "";
   return { step, text: `step ${step}, position ${position}: ${what}${decoded}\n${ageInWords(age)}` };
 }
 
@@ -206,10 +211,10 @@ function mapNote(panel, event) {
 
 function statistics(panel) {
   const s = panel.stats;
-  const parts = [`${s.nfe} forwards`, `${s.computed} positions computed`];
-  if (s.widened > 0) parts.push(`${s.widened.toFixed(1)} more by layers that widened`);
+  const parts = [`${s.nfe} forward passes`, `${s.computed} computed tokens`];
+  if (s.widened > 0) parts.push(`${s.widened.toFixed(1)} more in layers that recompute all tokens`);
   if (s.cache_ratio !== null) parts.push(`cache ratio ${s.cache_ratio.toFixed(3)}`);
-  parts.push(`${s.refreshes} full`, `${s.answer} answer tokens`);
+  parts.push(`${s.refreshes} full step${s.refreshes === 1 ? "" : "s"}`, `${s.answer} answer tokens`);
   if (!s.finite) parts.push("ended by NaN or infinite logits");
   return parts.join(" · ");
 }
@@ -244,11 +249,11 @@ function build(panel) {
     answer.append(node);
     return [first + i, node];
   });
-  section.append(answer, element("h3", "", "Computed positions and age of the cache (across: positions, down: steps)"));
+  section.append(answer, element("h3", "", "Computed tokens and age of the cache (across: positions, down: steps)"));
   const map = element("div", "map");
   panel.canvas = element("canvas");
   panel.canvas.setAttribute("role", "img");
-  panel.canvas.setAttribute("aria-label", "Map of positions and steps: computed, or read from how many steps ago");
+  panel.canvas.setAttribute("aria-label", "Map of positions and steps: computed, or cached how many steps ago");
   panel.cursor = element("div", "cursor");
   map.append(panel.canvas, panel.cursor);
   map.addEventListener("mousemove", (event) => tip(event, mapNote(panel, event)?.text));
@@ -258,14 +263,15 @@ function build(panel) {
     if (found) go(found.step);
   });
   const legend = element("div", "legend");
+  const has = (test) => panel.ages.some((row) => row.some(test));
   const entries = [
-    ["now", "computed"],
-    ["ages", oldest > 1 ? `read from 1 to ${oldest} steps ago` : "read from 1 step ago"],
-    ["never", "never computed so far"],
-    ["decoded", "decoded by this step"],
-    ...(panel.leavesOut ? [["out", "left out: neither computed nor read"]] : []),
+    ["now", "computed in this step", true],
+    ["ages", oldest > 1 ? `cached 1 to ${oldest} steps ago` : "cached 1 step ago", has((age) => age > 0)],
+    ["never", "not computed yet", has((age) => age === -1)],
+    ["decoded", "unmasked in this step", true],
+    ["out", "neither computed nor attended to", has((age) => age === LEFT_OUT)],
   ];
-  for (const [name, text] of entries) {
+  for (const [name, text] of entries.filter(([, , occurs]) => occurs)) {
     const entry = element("span");
     entry.append(element("i", name), text);
     legend.append(entry);
@@ -275,7 +281,7 @@ function build(panel) {
     panel.layerTitle = element("h3");
     panel.layerCanvas = element("canvas");
     panel.layerCanvas.setAttribute("role", "img");
-    panel.layerCanvas.setAttribute("aria-label", "Map of positions and layers: computed, or read from how many steps ago");
+    panel.layerCanvas.setAttribute("aria-label", "Map of positions and layers: computed, or cached how many steps ago");
     const layers = element("div", "map layers");
     layers.append(panel.layerCanvas);
     layers.addEventListener("mousemove", (event) => tip(event, layerNote(panel, event)));
@@ -329,6 +335,8 @@ function tip(event, text) {
 panels.forEach(build);
 panels.forEach(drawMap);
 byId("step").max = last;
+byId("candidates").checked = view.candidates;
+document.querySelector(`input[value=${view.colour}]`).checked = true;
 byId("step").addEventListener("input", (event) => (pause(), go(Number(event.target.value))));
 byId("play").addEventListener("click", () => (view.timer === null ? play() : pause()));
 byId("candidates").addEventListener("change", (event) => ((view.candidates = event.target.checked), render()));
