@@ -22,6 +22,7 @@ from dllm_jax.decoding.watch.recording import Recording
 from tests import refuses
 from tests.models import tiny
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MASK = 9
 # A prompt of two tokens and three masks. The second sequence waits in step 2, and revokes a token in step 3.
 TOKENS = np.array(
@@ -258,7 +259,7 @@ def test_what_cannot_be_shown_is_refused():
 def drawn(tmp_path, page: str, view: str = "") -> Parts:
     """The page as Chromium draws it; fails on any message in the browser's console."""
     (file := tmp_path / "page.html").write_text(page, encoding="utf-8")
-    command = "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"
+    command = BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"
     logged = "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"
     run = subprocess.run(
         [*command, *logged, file.as_uri() + view], capture_output=True, text=True, timeout=120
@@ -272,7 +273,7 @@ def notes(parts: Parts) -> list[str]:
     return [attrs["data-note"] for attrs, _ in parts.of("span") if "data-note" in attrs]
 
 
-needs_a_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+needs_a_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
 
 
 @needs_a_browser
