@@ -196,10 +196,10 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
         ({"requests": [1]}, r"tasks-Policy\.json: requests\[0\] is no object"),
         ({"requests": [{"id": "0"}]}, r"requests\[0\] lacks 'key'"),
         ({"requests": [row | {"score": "x"}]}, r"requests\[0\]: score='x' is no float"),
-        ({"requests": [{k: v for k, v in row.items() if k != "cold"}]}, r"requests\[0\] lacks 'cold'"),
+        ({"requests": [{k: v for k, v in row.items() if k != "widened"}]}, r"requests\[0\] lacks 'widened'"),
         ({"requests": {}}, r"requests=\{\} is no list"),
         ({"decoding": None}, "decoding=None is no dict"),
-        ({"format": 1}, "is not a result of dllm_jax.eval, format 3"),
+        ({"format": 1}, "is not a result of dllm_jax.eval, format 4: format=1"),
         ({"lm_eval_version": "0.4.13"}, r"tasks-Policy\.json is a result of lm_eval"),
     ):
         path.write_text(json.dumps(whole | change))

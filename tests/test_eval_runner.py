@@ -50,28 +50,37 @@ def test_answers_come_in_order_and_are_measured(lm, asked):
         assert entry["tokens_with_eos"] >= entry["tokens"]
         assert entry["computed"] > entry["widened"] == 0
     assert (cut("one two three", ("three", "two")), cut("one", ("x", ""))) == ("one ", "one")
-    assert sorted(e["cold"] for e in entries) == [False, True, True]
     assert totals(entries)["tokens_per_second"] > 0
-    assert totals([entry for entry in entries if entry["cold"]])["tokens_per_second"] is None
+    assert totals([])["tokens_per_second"] is None
 
 
-def test_with_a_warm_up_no_answer_is_cold(lm, asked, monkeypatch):
-    calls, generate = [], runner_module.generate_many
-    spy = lambda *args, **options: calls.append(1) or generate(*args, **options)
-    monkeypatch.setattr(runner_module, "generate_many", spy)
-    ready = dataclasses.replace(runner(lm), warm_up=True)
+def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm, asked, monkeypatch):
+    # Every call takes ten seconds to compile, and every answer one; a whole batch is ready at once.
+    now, calls = [0.0], []
+
+    def generate_many(model, prompts, slots, **options):
+        calls.append(requests := list(prompts))
+        now[0] += 10 if len(calls) == 1 else 0
+        for i, out in generate_as_before(model, requests, slots=slots, **options):
+            now[0] += slots if i % slots == 0 else 0
+            yield i, out
+
+    generate_as_before = runner_module.generate_many
+    monkeypatch.setattr(runner_module, "generate_many", generate_many)
+    monkeypatch.setattr(runner_module.time, "perf_counter", lambda: now[0])
+    ready = runner(lm)
     entries = ready.run(asked)
-    assert (answers(entries), len(calls), ready.compiled) == (ANSWERS, 2, {(4, 64)})  # the first one twice
-    entries += ready.run(asked)
-    assert len(calls) == 3
-    assert not any(entry["cold"] for entry in entries)
+    assert (answers(entries), list(map(len, calls)), ready.compiled) == (ANSWERS, [1, 3], {(4, 64)})
+    assert sorted(entry["seconds"] for entry in entries) == [1, 1, 2]  # the last one had two slots
+    ready.run(asked)
+    assert len(calls) == 3, "compiled once"
 
 
 def test_positions_that_single_layers_computed_count(lm, asked):
     counts = dict(nfe=3, computed=12, executed=12.0, widened=2.5, cache_ratio=0.0, refreshes=1, decoded=4)
     stats = Stats(*(np.asarray([value]) for value in (*counts.values(), 2, True)))
     out = SimpleNamespace(stats=stats, tokens=np.zeros((1, 9), np.int32))
-    found = runner(lm)._entry("key", asked[0], out, 0.25, cold=False)
+    found = runner(lm)._entry("key", asked[0], out, 0.25)
     assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)
     assert (found["tokens"], found["tokens_with_eos"], found["seconds"]) == (2, 4, 0.25)
     assert totals([found])["computed"] == 14.5
@@ -89,9 +98,11 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypat
     path, generate = tmp_path / "journal.jsonl", runner_module.generate_many
     sliding = runner(lm, block=Sliding(2))
 
-    def interrupted(*args, **options):
-        yield from itertools.islice(generate(*args, **options), 2)
-        raise KeyboardInterrupt
+    def interrupted(model, requests, **options):
+        warm_up = isinstance(requests, list)
+        yield from itertools.islice(generate(model, requests, **options), 1 if warm_up else 2)
+        if not warm_up:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(runner_module, "generate_many", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -50,7 +50,7 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
         patch.setattr(runner_module, "generate_many", spy)
         assert tuned(lm, journal=path) == whole
     assert sorted(Journal(path).entries) == sorted(json.loads(line)["key"] for line in lines[1:])
-    assert len(calls) == 22
+    assert len(calls) == 22 + 3  # of each setting the first one twice, for its program
 
     # Nothing is answered a third time, nor by more questions or other policies of the same run.
     with monkeypatch.context() as patch:
@@ -75,12 +75,12 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
     assert set(asked) == set(QUESTIONS)
 
 
-def test_measured_time_is_of_answers_without_compilation(lm, tmp_path):
-    path = tmp_path / "journal.jsonl"
-    found = tuned(lm, objective="time", journal=path)
-    assert not any(entry["cold"] for entry in Journal(path).entries.values())
+def test_a_setting_of_half_the_steps_takes_less_time_in_batches(lm):
+    found = tuned(lm, policies=[Candidate(steps=2)], objective="time", batch=4)
     assert found.exact.cost == (1, 1, 1)
-    assert all(0 < row.cost.low <= row.cost.value <= row.cost.high for row in found.rows)
+    fewer = found.rows[1].cost
+    assert 0 < fewer.low <= fewer.value <= fewer.high
+    assert fewer.value < 0.9
 
 
 def test_a_model_in_memory_has_the_identity_of_its_parameters(lm):

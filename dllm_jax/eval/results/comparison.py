@@ -11,7 +11,12 @@ from dllm_jax.eval.results.record import changed
 from dllm_jax.eval.results.schema import Record
 from dllm_jax.options import check_argument
 
-COSTS = {"forwards": "forwards", "computed": "positions computed", "tokens": "tokens", "seconds": "seconds"}
+COSTS = {
+    "forwards": "forwards",
+    "computed": "positions computed",
+    "tokens": "tokens",
+    "seconds": "seconds, without compilation",
+}
 
 
 class Difference(NamedTuple):

@@ -19,7 +19,7 @@ PACKAGES = (
     *("dllm-jax", "jax", "jaxlib", "flax", "numpy", "pillow", "transformers", "tokenizers"),
     *("rouge", "rouge_score", "rapidfuzz", "lm_eval"),
 )
-FORMAT = 3
+FORMAT = 4
 FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
 
 
@@ -48,15 +48,12 @@ def provenance(runner: Runner) -> Provenance:
 
 
 def totals(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over the decoded requests that did not fail, and speeds of warm batches; None without any."""
-    # Batches whose time includes compilation say nothing about speed.
+    """Sums over the decoded requests that did not fail, and speeds, which are None without any."""
     good: list[Any] = [entry for entry in entries if entry["error"] is None]
-    warm = [entry for entry in good if not entry["cold"]]
-    time = sum(entry["seconds"] for entry in warm)
-    names = ("tokens", "tokens_with_eos")
-    sums = {name: sum(entry[name] for entry in good) for name in names}
-    speeds = {f"{name}_per_second": sum(e[name] for e in warm) / time if warm else None for name in names}
-    return {**cost_totals(entries), **sums, "warm_seconds": time, **speeds}
+    costs = cost_totals(entries)
+    sums = {name: sum(entry[name] for entry in good) for name in ("tokens", "tokens_with_eos")}
+    speeds = {f"{name}_per_second": n / costs["seconds"] if good else None for name, n in sums.items()}
+    return {**costs, **sums, **speeds}
 
 
 def cost_totals(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -168,7 +165,10 @@ def read(path: Path) -> Record:
         reason = "it holds scores of tasks, not of requests that could be paired"
         raise ValueError(f"{path} is a result of lm_eval: {reason}")
     if fields.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a result of dllm_jax.eval, format {FORMAT}")
+        raise ValueError(
+            f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={fields.get('format')!r}. "
+            "Run the evaluation again; its journal keeps the answers"
+        )
     _check_fields(fields, Record, f"{path}")
     for i, row in enumerate(fields["requests"]):
         _check_fields(row, Row, f"{path}: requests[{i}]")

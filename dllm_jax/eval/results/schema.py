@@ -27,11 +27,10 @@ class Costs(TypedDict):
     Attributes:
       forwards: passes through the network.
       computed: positions computed, summed over forwards; includes `widened`.
-      seconds: the batch's wall time over its requests.
+      seconds: Wall time of the requests that ran together, divided by their number, without compilation.
       widened: positions that only some layers computed, averaged over layers.
       tokens: decoded before the first end-of-text.
       tokens_with_eos: all decoded tokens.
-      cold: the batch's time includes compilation.
     """
 
     forwards: int
@@ -40,7 +39,6 @@ class Costs(TypedDict):
     widened: float
     tokens: int
     tokens_with_eos: int
-    cold: bool
 
 
 class Decoded(Entry, Costs):

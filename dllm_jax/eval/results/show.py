@@ -59,7 +59,7 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(f"{100 * r['average']:.2f}" for r in records.values()))
     shown.add_section()
-    # Costs: what failed has none, and speeds are of warm batches.
+    # Failed requests have no costs.
     ratio = lambda value, by: f"{value / by:.1f}" if by else "-"
     speed = lambda value: "-" if value is None else f"{value:.0f}"
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -69,7 +69,7 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
         "positions per answer token": lambda t: ratio(t["computed"], t["tokens"]),
         "tokens/s": lambda t: speed(t["tokens_per_second"]),
         "tokens/s after end-of-text too": lambda t: speed(t["tokens_with_eos_per_second"]),
-        "seconds, compilation included": lambda t: f"{t['seconds']:.1f}",
+        "seconds, without compilation": lambda t: f"{t['seconds']:.1f}",
     }
     for label, line in lines.items():
         shown.add_row(label, *(line(record["totals"]) for record in records.values()))

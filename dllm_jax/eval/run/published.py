@@ -124,9 +124,9 @@ class Session:
     manager: Any
 
     def runner(self, preset: Preset) -> Runner:
-        """Answers as a preset says. Nothing is cold: the first request of each shape runs twice."""
+        """Answers with the settings of a preset."""
         decoding = Decoding(batch=self.asked.batch, **preset.options())
-        return Runner(self.lm, decoding, sys.stderr.isatty(), warm_up=True)
+        return Runner(self.lm, decoding, sys.stderr.isatty())
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Accuracy with its interval, and costs, of all that a cell averages."""

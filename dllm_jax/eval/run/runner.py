@@ -4,7 +4,6 @@ Prompts are padded on the left to a multiple of `bucket` tokens, so that few pro
 sequence has its own random key: an answer does not depend on what is in flight beside it.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -86,12 +85,10 @@ class Runner(Answering[Request]):
     go through the tower, while answers before them are decoded.
 
     Attributes:
-      warm_up: the first request of each shape runs twice, and the second time counts: no answer is cold.
       processor: makes prompts of questions about images; see `with_images`.
-      compiled: shapes of requests that have been decoded, in which no time is of compilation any more.
+      compiled: Shapes of requests whose programs are compiled.
     """
 
-    warm_up: bool = False
     processor: Processor | None = None
     compiled: set[tuple[Any, ...]] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
@@ -174,28 +171,29 @@ class Runner(Answering[Request]):
             nonfinite="ignore",  # each such sequence becomes a failure, below
             **{name: self.decoding.options()[name] for name in ("policy", "sampler", "stop_at_eos")},
         )
-        # Where times matter, the first request of each shape compiles its programs before the clock starts.
-        new = {shape: i for i, shape in enumerate(shapes) if shape not in self.compiled}
-        if self.warm_up:
-            for i in new.values():
+        # The first request of each shape compiles its programs before the clock starts, and runs again.
+        for shape, i in dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True)).items():
+            if shape not in self.compiled:
                 list(answer([self._asked(*pairs[i])]))
-            new = {}
+                self.compiled.add(shape)
 
-        # An answer's seconds are those since the one before: together, those that all took. The first ones in
-        # the slots have waited for their program.
-        start, found, count = time.perf_counter(), list[Entry](), collections.Counter[Any]()
+        # Sequences of a batch end together: the first one's time alone would be the whole batch's. So as many
+        # as there are slots share the time that they took.
+        start, answered = time.perf_counter(), list[tuple[int, Any]]()
         for i, out in answer(self._asked(key, request) for key, request in pairs):
-            (key, request), shape, now = pairs[i], shapes[i], time.perf_counter()
-            count[shape] += 1
-            cold = shape in new and count[shape] <= at_once
-            found.append(self._entry(key, request, out, now - start, cold))
-            start = now
-            if len(found) == at_once:
-                yield found
-                found = []
-        self.compiled.update(shapes)
-        if found:
-            yield found
+            answered.append((i, out))
+            if len(answered) == at_once:
+                now = time.perf_counter()
+                yield self._entries(pairs, answered, now - start)
+                start, answered = now, []
+        if answered:
+            yield self._entries(pairs, answered, time.perf_counter() - start)
+
+    def _entries(
+        self, pairs: list[tuple[str, Request]], answered: list[tuple[int, Any]], seconds: float
+    ) -> list[Entry]:
+        """The entries of outputs, each by its pair's index, that took so many seconds together."""
+        return [self._entry(*pairs[i], out, seconds / len(answered)) for i, out in answered]
 
     def _refusal(self, request: Request) -> ValueError | None:
         """Why these settings cannot answer a request."""
@@ -226,7 +224,7 @@ class Runner(Answering[Request]):
             asked["stop"] = [encode(text) for text in request.stop]
         return asked
 
-    def _entry(self, key: str, request: Request, out: Any, seconds: float, cold: bool) -> Entry:
+    def _entry(self, key: str, request: Request, out: Any, seconds: float) -> Entry:
         """The entry of a request: its answer and costs, or why there is none."""
         if isinstance(out, Exception):
             return failure(key, out)
@@ -243,7 +241,6 @@ class Runner(Answering[Request]):
             tokens_with_eos=of("decoded"),
             computed=of("computed") + of("widened"),
             seconds=seconds,
-            cold=cold,
         )
 
     def _text(self, request: Request, response: np.ndarray) -> str:

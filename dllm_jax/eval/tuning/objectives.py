@@ -26,7 +26,8 @@ class Objective(abc.ABC):
 
     Attributes:
       unit: of the cost, for tables and axes.
-      timed: the answers' `seconds` are read, so compilation must not be among them.
+      timed: Whether `cost` reads the answers' `seconds`. The rows are then those of whole runs over the same
+        questions, by all settings in turns; `seconds` is a run's wall time over its questions.
     """
 
     unit: str
@@ -46,10 +47,9 @@ class Objective(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredTime(Objective):
-    """Wall time of an answer on this device over that of the exact decoder, whatever else the machine does.
+    """Measures the wall time on this device, relative to the exact decoder's for the same questions.
 
-    The value is the median of the ratios of single questions that both answered with compiled programs; its
-    range is that of the ratios.
+    The value is the median of the ratios of runs that took turns; its range is that of the ratios.
     """
 
     unit: str = "time over the exact decoder's"
@@ -57,12 +57,8 @@ class MeasuredTime(Objective):
 
     @override
     def cost(self, candidate: Candidate, answered: Answered, exact: Answered) -> Estimate:
-        # Question by question: the machine's load and the answer's length are alike for both.
-        pairs = [(a, b) for a, b in zip(answered, exact, strict=True) if not (a["cold"] or b["cold"])]
-        ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
-        if not ratios:
-            reason = "the journal's times of these answers include compilation: choose another journal"
-            raise ValueError(f"candidate {candidate}: {reason}")
+        # Rows of a pair are of one turn, in which the machine's load was alike.
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(answered, exact, strict=True)]
         return Estimate(statistics.median(ratios), min(ratios), max(ratios))
 
 

@@ -43,6 +43,7 @@ from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.sliding import Blocks, positions
 from dllm_jax.tasks import Example
 
+TURNS = 2  # timed runs of each setting in a round
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
 RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or have "prompt" and "answer"'
@@ -127,7 +128,7 @@ class Search(Options):
             setting.check(lm.model, exact, width)
         objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
         runners = {
-            setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress, objective.timed)
+            setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress)
             for setting in (Candidate().filled(exact), *settings)
         }
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
@@ -152,6 +153,7 @@ class Search(Options):
         """
         reference, *others = runners
         answers: Answers = {setting: [] for setting in runners}
+        timed: Answers = {setting: [] for setting in runners}
         rounds, dropped, costs = self.rounds(len(requests)), dict[Candidate, str](), {}
         console = rich.console.Console(stderr=True, quiet=not runners[reference].progress)
         for asked in rounds:
@@ -170,7 +172,12 @@ class Search(Options):
                 if failed := _failure(answers[reference]):
                     question = f"question {failed['id']}: {failed['error']}"
                     raise RuntimeError(f"the exact decoder failed on {question}")
-                costs[setting] = _cost(objective, setting, answers)
+            if objective.timed:
+                able = {s: runners[s] for s in active if not _failure(answers[s])}
+                for setting, rows in _in_turns(able, requests[: rounds[0]]).items():
+                    timed[setting].extend(rows)
+            for setting in active:
+                costs[setting] = _cost(objective, setting, timed if objective.timed else answers)
             # Every setting is compared with the exact decoder and every rival, in every round: what may go
             # wrong is shared among all these one-sided bounds (Bonferroni).
             bounds = len(rounds) * len(others) ** 2
@@ -222,9 +229,21 @@ def _difference(own: list[schema.Row], others: list[schema.Row], quantile: float
 
 def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimate | None:
     """What a setting costs, by the answers that it did not fail to give; None if it gave none."""
-    pairs = zip(answers[setting], next(iter(answers.values())), strict=True)
+    # A setting that failed takes part in no further timed runs.
+    pairs = zip(answers[setting], next(iter(answers.values())), strict=not objective.timed)
     answered = [(own, exact) for own, exact in pairs if own["error"] is None]
     return objective.cost(setting, *zip(*answered, strict=True)) if answered else None
+
+
+def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[Request]) -> Answers:
+    """Answers requests again by all settings in turns; `seconds` of a row is its run's, over its requests."""
+    found: Answers = {setting: [] for setting in runners}
+    for _ in range(TURNS):
+        for setting, runner in runners.items():
+            rows = record.scored(requests, runner.run(requests))
+            seconds = sum(row.get("seconds", 0.0) for row in rows) / len(rows)
+            found[setting].extend(row | {"seconds": seconds} for row in rows)
+    return found
 
 
 def _failure(rows: Sequence[schema.Row]) -> schema.Row | None:
