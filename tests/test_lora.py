@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax import lora
@@ -238,8 +238,10 @@ def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written
     shutil.copyfile(written / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors")
     for changes, message in (
         (dict(peft_type="IA3"), "peft_type='IA3' is not supported"),
-        (dict(use_dora=True), "use_dora=True is not supported"),
-        (dict(bias="all"), "bias='all' is not supported"),
+        (
+            dict(use_dora=True, bias="all"),
+            r"bias='all' is not .*merge_and_unload.*\n.*use_dora=True is not ",
+        ),
         (dict(rank_pattern={"q_proj": 4}), "rank_pattern="),
         (dict(modules_to_save=["lm_head"]), "modules_to_save="),
         (dict(r=4), r"misshaped: .*q_proj.lora_A.weight is \[3, 32\], expected \[4, 32\]"),
@@ -259,5 +261,33 @@ def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing of the kind")
     refuses("is not a complete safetensors file", lora.load, tiny("llada"), tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError):
-        lora.load(tiny("llada"), tmp_path)
+    # What is there instead of an adapter is said.
+    missing = lambda message: refuses(message, lora.load, tiny("llada"), tmp_path, error=FileNotFoundError)
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    missing(r"adapter_model\.bin would need torch and is not read: save the model as safetensors")
+    (tmp_path / "adapter_config.json").rename(tmp_path / "config.json")
+    (tmp_path / "adapter_model.bin").rename(tmp_path / "model.safetensors")
+    missing(r"adapter_config\.json does not exist; the directory is a Hugging Face checkpoint")
+
+
+def test_names_in_adapters_of_other_writers(written, tmp_path):
+    """Prefixes that wrappers leave are in tests/campaigns/adapters.py."""
+    shutil.copyfile(written / "adapter_config.json", tmp_path / "adapter_config.json")
+    factors = stored(written)
+    first = "base_model.model.model.transformer.blocks.0.q_proj.lora_A.weight"
+    expert = "base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight"
+    for more, message in (
+        ({f"module.{first}": factors[first]}, r"tensors are .*q_proj\.lora_A\.weight without the prefixes"),
+        (
+            {first.replace("model.model.model", "model.model"): factors[first]},
+            "are both .*without their prefix",
+        ),
+        (
+            {first.replace("A.w", "A.a.w"): factors[first], first.replace("A.w", "A.b.w"): factors[first]},
+            "holds several adapters: a, b",
+        ),
+        ({expert: factors[first]}, r"1 tensors update experts or routers .*Merge it with PEFT"),
+        ({f"{first}.{i}": factors[first] for i in range(130)}, "and 115 more"),
+    ):
+        save_file(factors | more, tmp_path / "adapter_model.safetensors")
+        refuses(message, lora.load, tiny("llada"), tmp_path)

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +19,28 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from dllm_jax.checkpoint.config import Requirement, read_config
+from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.families import family_of
 from dllm_jax.checkpoint.files import file_inside
 from dllm_jax.checkpoint.hf import safetensors
+from dllm_jax.checkpoint.messages import listed, named, what_else
+from dllm_jax.checkpoint.names.spelling import WRAPPERS, spelled
 from dllm_jax.checkpoint.names.table import TensorName, mismatches, units
+from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.staging import atomic_directory
 from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, factor_shapes, options_of
+from dllm_jax.lora.variants import MERGE, check_targets, read_scale
 from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
+from dllm_jax.options import check_argument
 from dllm_jax.state import host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 Place = tuple[str, int | None]  # a matrix and its layer, None for the head
-REQUIREMENTS = (
-    Requirement("peft_type", ("LORA",), needed=True),
-    Requirement("bias", ("none",)),
-    Requirement("fan_in_fan_out", (False, None)),
-    Requirement("use_rslora", (False, None)),
-    Requirement("use_dora", (False, None)),
-    Requirement("lora_bias", (False, None)),
-    Requirement("modules_to_save", (None, [])),
-    Requirement("rank_pattern", ({}, None)),
-    Requirement("alpha_pattern", ({}, None)),
-    Requirement("layer_replication", (None,)),
-    Requirement("trainable_token_indices", (None,)),
-    Requirement("target_parameters", (None, [])),
-)
 
 
 def save(
@@ -94,34 +86,39 @@ def save(
 def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """The model with the adapters of a directory that PEFT or `save` wrote, in the dtype they are stored in.
 
-    Dropout is of no consequence and not read. Other variants (DoRA, rsLoRA, biases, ranks per module, extra
-    modules) are refused by name, and so is an adapter of some layers only.
+    Rank-stabilised adapters (rsLoRA) are read, alpha then being sqrt(rank) times the file's. Dropout is of no
+    consequence. Every other key that changes the update (DoRA, ranks per module, initialisations that change
+    the base weights, ...) is refused by name, unknown keys too, and so is an adapter of some layers only.
 
     Args:
       model: what the adapter was trained on, without adapters.
-      directory: with adapter_config.json and adapter_model.safetensors.
+      directory: with adapter_config.json and adapter_model.safetensors, or a hub id of one.
 
     Raises:
-      FileNotFoundError: one of the files is missing.
+      FileNotFoundError: one of the files is missing; says what the directory holds instead.
       ValueError: another variant, tensors that do not fit the model, or a model with adapters.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    path = Path(os.fspath(directory))
-    config = read_config(file_inside(path, CONFIG))
-    config.check(REQUIREMENTS)
-    alpha = config.read("lora_alpha", PositiveFloat)
-    found = _read(file_inside(path, WEIGHTS))
+    path = locate(directory)
+    config = read_config(_adapter_file(path, CONFIG))
+    rank, alpha = read_scale(config)
+    found = _read(_adapter_file(path, WEIGHTS), config)
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
     modules = _modules(model.spec, names)
+    expected = [f"{module}.lora_A.weight" for module in modules.values()]
+    ours = spelled(found, expected, str(path))
+    found = {f"{PREFIX}{ours[name]}": tensor for name, tensor in found.items()}
     # Which matrices: those of which the file has a factor; target_modules may be a pattern or a list.
     own = {name for (name, _), module in modules.items() if f"{PREFIX}{module}.lora_A.weight" in found}
     present: Any = tuple(name for name in names if name in own)
+    _refuse_experts(found, str(path))
     if not present:
         raise ValueError(
-            f"{path}: no tensor of {WEIGHTS} is named {PREFIX}{next(iter(modules.values()))}.lora_A..."
+            f"{path}: no tensor of {WEIGHTS} is named {PREFIX}{next(iter(modules.values()))}.lora_A..., as "
+            f"those of a {model.spec.family} model are; it has {named(found, 3) or 'none'}"
         )
     # All layers must have what one of them has, in the shapes of the rank that the config names.
-    lora = LoRA(rank=config.read("r", PositiveInt), alpha=alpha, matrices=present)
+    lora = LoRA(rank=rank, alpha=alpha, matrices=present)
     wanted = {place: module for place, module in modules.items() if place[0] in present}
     _compare(model.spec, lora, wanted, found, str(path))
 
@@ -130,6 +127,24 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
         return _to_ours(model.spec, name, found[f"{stem}_A.weight"], found[f"{stem}_B.weight"])
 
     return attach_factors(model, lora, factors)
+
+
+def _adapter_file(path: Path, name: str) -> Path:
+    """A file of an adapter's directory; raises FileNotFoundError that says what is there instead."""
+    try:
+        return file_inside(path, name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}{what_else(path, adapter=True)}") from None
+
+
+def _refuse_experts(found: Iterable[str], where: str):
+    """Raises ValueError if factors are of experts or their router, as "all-linear" adapters have them."""
+    of_experts = [name for name in found if re.search(r"\.(?:experts|shared_experts|gate)\.", name)]
+    if of_experts:
+        raise ValueError(
+            f"{where}: {len(of_experts)} tensors update experts or routers ({named(of_experts, 2)}), which "
+            f"take no updates here. {MERGE}"
+        )
 
 
 def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
@@ -144,7 +159,8 @@ def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
     if fused := [entry for _, entry in entries if entry.behind]:
         raise ValueError(
             f"{fused[0].name} of {spec.family} holds several of {', '.join(names)}: PEFT's files have one "
-            "update of it, and this library one of each; save the merged model (lora.merge, save_hf)"
+            "update of it, and this library one of each. Save, or load, the merged model (lora.merge, "
+            "save_hf; PEFT's merge_and_unload)"
         )
     return {(entry.leaf, layer): entry.name.removesuffix(".weight") for layer, entry in entries}
 
@@ -192,12 +208,25 @@ def _targets(spec: ModelSpec, lora: LoRA) -> list[str] | str:
     return "|".join(pattern(entry.name) for entry in entries if not entry.leaf.endswith("_bias"))
 
 
-def _read(file: Path) -> dict[str, np.ndarray]:
-    """All tensors of a safetensors file; those in float16 become float32, which holds them."""
+def _read(file: Path, config: Config) -> dict[str, np.ndarray]:
+    """All tensors of a safetensors file by their names in the model; float16 becomes float32, which holds it.
+
+    Raises:
+      ValueError: several adapters in one file, or factors of modules that the config leaves out.
+    """
     with safetensors(file) as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    # What PEFT calls an adapter, "default", stands behind the factor while it is part of a model.
+    bare = {name: re.sub(WRAPPERS, "", name).removeprefix(PREFIX) for name in tensors}
+    split = {name: re.fullmatch(r"(.*\.lora_[AB])\.([^.]+)\.weight", bare[name]) for name in tensors}
+    if len(adapters := {match[2] for match in split.values() if match}) > 1:
+        raise ValueError(f"{file} holds several adapters: {named(sorted(adapters))}. Save one of them alone")
+    short = {name: f"{match[1]}.weight" if match else bare[name] for name, match in split.items()}
+    if twice := [name for name, times in Counter(short.values()).items() if times > 1]:
+        raise ValueError(f"{file}: several tensors are {named(twice, 3)} without the prefixes of wrappers")
+    check_targets(config, sorted({n.split(".lora_")[0] for n in short.values() if ".lora_" in n}))
     widened = lambda tensor: tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
-    return {name: widened(tensor) for name, tensor in tensors.items()}
+    return {short[name]: widened(tensor) for name, tensor in tensors.items()}
 
 
 def _compare(
@@ -210,9 +239,9 @@ def _compare(
         (*inputs, rank), (_, *outputs) = factor_shapes(spec, name, lora.rank)
         expected[f"{PREFIX}{module}.lora_A.weight"] = rank, math.prod(inputs)
         expected[f"{PREFIX}{module}.lora_B.weight"] = math.prod(outputs), rank
-    lines = mismatches(expected, {name: tensor.shape for name, tensor in found.items()})
+    faults = mismatches(expected, {name: tensor.shape for name, tensor in found.items()})
     known = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
-    lines += [f"dtype {tensor.dtype}: {name}" for name, tensor in found.items() if tensor.dtype not in known]
-    if lines:
-        message = f"{where}: {len(lines)} tensors do not fit an adapter of rank {lora.rank} of this model"
-        raise ValueError("\n  ".join([message, *lines]))
+    other = [f"dtype {tensor.dtype}: {name}" for name, tensor in found.items() if tensor.dtype not in known]
+    if count := sum(map(len, (*faults, other))):
+        message = f"{where}: {count} tensors do not fit an adapter of rank {lora.rank} of this model"
+        raise ValueError(listed(message, *faults, other))

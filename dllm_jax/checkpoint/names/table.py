@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dllm_jax.checkpoint.messages import listed
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.sharding import AXES, VISION, in_layer, leaves, sizes, within_layer
@@ -215,7 +216,7 @@ def check(spec: ModelSpec, table: tuple[TensorName, ...], found: Mapping[str, tu
       where: the checkpoint, for the message.
 
     Raises:
-      ValueError: listing every missing, misshaped and unmapped tensor with its shapes.
+      ValueError: listing the first missing, misshaped and unmapped tensors with their shapes.
     """
     if (layers := layers_in_all(spec)) > len(found):  # before a list of that many layers is made
         raise ValueError(
@@ -226,19 +227,20 @@ def check(spec: ModelSpec, table: tuple[TensorName, ...], found: Mapping[str, tu
     head = {e.name: hf_shape(spec, e) for e in table if spec.tied and e.leaf == "head"}
     known = {name: shape for name, shape in found.items() if head.get(name) != shape}
     known = {n: shape for n, shape in known.items() if n in expected or not re.fullmatch(IGNORED, n)}
-    if lines := mismatches(expected, known):
-        message = f"{where}: {len(lines)} tensors do not fit the {spec.family} layout its config describes"
-        raise ValueError("\n  ".join([message, *lines]))
+    if count := sum(map(len, faults := mismatches(expected, known))):
+        message = f"{where}: {count} tensors do not fit the {spec.family} layout its config describes"
+        raise ValueError(listed(message, *faults))
 
 
-def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+def mismatches(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> tuple[list[str], list[str], list[str]]:
     """A line for every tensor that is missing, misshaped or unmapped, from shapes by name."""
-    lines = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
-    lines += [
+    missing = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
+    misshaped = [
         f"misshaped: {name} is {list(found[name])}, expected {list(expected[name])}"
         for name in expected
         if name in found and found[name] != expected[name]
     ]
-    return lines + [
-        f"unmapped: {name} {list(found[name])}" for name in sorted(found.keys() - expected.keys())
-    ]
+    extra = sorted(found.keys() - expected.keys())
+    return missing, misshaped, [f"unmapped: {name} {list(found[name])}" for name in extra]

@@ -1,0 +1,67 @@
+"""Messages about files: lists that end, and what a file or directory is that was taken for another."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+LINES = 16  # of the lists of one message, its title aside
+WIDTH = 300  # characters of a line: names of tensors are text that anyone may have written
+POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull`, or download the file again"
+PAGE = "is an HTML page in the place of the file: download the file itself, such as with `hf download`"
+PICKLE = "is a PyTorch file, which is never read: save it as safetensors (`save_pretrained` does)"
+FIRST_BYTES = {
+    b"version https://git-lfs": POINTER,
+    b"<!doctype html": PAGE,
+    b"<html": PAGE,
+    b"gguf": "is a GGUF file, which is not read: use the model's safetensors",
+    b"pk\3\4": PICKLE,
+    b"\x80\x02": PICKLE,
+}
+TORCH = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def listed(title: str, *groups: Sequence[str]) -> str:
+    """A title and a line for each fault; of long lists the first ones of each group, and how many more."""
+    present = [group for group in groups if group]
+    most = max(2, LINES // max(1, len(present)))
+    lines = [title]
+    for group in present:
+        shown = group if len(group) <= most else [*group[: most - 1], f"and {len(group) - most + 1} more"]
+        lines += [line[:WIDTH] for line in shown]
+    return "\n  ".join(lines)
+
+
+def named(names: Iterable[object], most: int = 8) -> str:
+    """Names in one line, "a, b and 118 more"."""
+    every = [str(name)[:WIDTH] for name in names]
+    if len(every) <= most:
+        return ", ".join(every)
+    return f"{', '.join(every[: most - 1])} and {len(every) - most + 1} more"
+
+
+def taken_for_another(file: Path) -> str:
+    """What a file is by its first bytes, as a message goes on behind its name; "" if that tells nothing."""
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    return next((what for first, what in FIRST_BYTES.items() if start.lower().startswith(first)), "")
+
+
+def what_else(folder: Path, adapter: bool = False) -> str:
+    """What a directory holds instead of a model, or of an adapter, as a message ends; "" if nothing known."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if "adapter_config.json" in names and not adapter:
+        return (
+            "; the directory is a LoRA adapter: dllm_jax.lora.load(model, directory) adds it to the model "
+            "that it was trained on"
+        )
+    if "spec.json" in names and "params" in names:
+        return "; the directory is a converted one: dj.load(directory) reads it, export writes it back"
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return f"; {named(found, 3)}: GGUF is not read, use the model's safetensors"
+    if found := [name for name in names if name.endswith(TORCH)]:
+        return (
+            f"; {named(found, 3)} would need torch and is not read: save the model as safetensors "
+            "(`save_pretrained` does)"
+        )
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return "; the directory is a Hugging Face checkpoint: dj.load(directory) reads it"
+    return ""
