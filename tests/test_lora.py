@@ -272,7 +272,8 @@ def test_adapters_of_other_kinds_and_models_and_broken_files_are_refused(written
 
 def test_names_in_adapters_of_other_writers(written, tmp_path):
     """Prefixes that wrappers leave are in tests/campaigns/adapters.py."""
-    shutil.copyfile(written / "adapter_config.json", tmp_path / "adapter_config.json")
+    config = json.loads((written / "adapter_config.json").read_text()) | {"target_modules": "all-linear"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     factors = stored(written)
     first = "base_model.model.model.transformer.blocks.0.q_proj.lora_A.weight"
     expert = "base_model.model.model.layers.0.mlp.experts.3.gate_proj.lora_A.weight"
