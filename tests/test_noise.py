@@ -7,8 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dllm_jax as dj
+from dllm_jax import lora
+from dllm_jax.nn.keys import one_key, seeded, typed_key
+from dllm_jax.nn.modules import initialise
 from dllm_jax.samplers import KeyNoise, RecordedNoise
-from tests.models import canvas
+from dllm_jax.training import (
+    Batch,
+    TrainConfig,
+    begin,
+    elbo_masks,
+    masked_diffusion_loss,
+    one_step_masks,
+    prepare,
+)
+from tests import refuses
+from tests.models import canvas, tiny
 
 V = 5
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -86,3 +100,63 @@ def test_what_was_not_recorded_cannot_be_drawn():
     for draw in draws.values():
         with pytest.raises(ValueError, match="does not hold"):
             draw(nothing, at(1), positions(1, 3))
+
+
+# Legacy keys are their words.
+OTHERS = {
+    "rbg": lambda seeds: jnp.stack([jax.random.key(seed, impl="rbg") for seed in seeds]),
+    "unsafe_rbg": lambda seeds: jnp.stack([jax.random.key(seed, impl="unsafe_rbg") for seed in seeds]),
+    "legacy rbg": lambda seeds: jnp.stack([jax.random.PRNGKey(seed, impl="rbg") for seed in seeds]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_rows_draw_by_their_own_keys_of_every_implementation(kind):
+    keys, noise = OTHERS[kind]((5, 6, 7)), KeyNoise
+    draw = jax.jit(draws["uniform"])
+    both = draw(noise(keys[:2]), at(2), positions(2, 3, 5))
+    np.testing.assert_array_equal(both[1], draw(noise(keys[1:2]), at(1), positions(1, 3, 5))[0])
+    changed = draw(noise(keys[::2]), at(2), positions(2, 3, 5))
+    np.testing.assert_array_equal(changed[0], both[0])
+    assert (changed[1] != both[1]).all()
+
+
+def test_keys_of_every_implementation_become_threefry_keys():
+    same = lambda a, b: np.array_equal(jax.random.key_data(a), jax.random.key_data(b))
+    assert same(typed_key(KEYS), KEYS)  # bit for bit
+    assert same(typed_key(jax.random.key_data(KEYS)), KEYS)
+    words = OTHERS["legacy rbg"](range(50))
+    found = typed_key(words)
+    assert len({tuple(each) for each in jax.random.key_data(found).tolist()}) == 50
+    for again in (jax.jit(typed_key)(words), jax.vmap(typed_key)(words), typed_key(OTHERS["rbg"](range(50)))):
+        assert same(again, found)
+    with jax.default_prng_impl("rbg"):
+        assert same(typed_key(jax.random.key_data(KEYS)), KEYS)
+        assert same(typed_key(words[3]), found[3])
+        assert same(seeded(0), jax.random.key(0, impl="threefry2x32"))
+    for wrong in (words[:, :3], words.astype(jnp.int32), jnp.uint32(3), 3):
+        refuses("key.* must be a random key", typed_key, wrong)
+    refuses(r"key has shape \(3,\); expected one key", one_key, KEYS)
+
+
+def test_functions_that_draw_do_so_by_threefry_whatever_the_default_is():
+    """One of each door; a key of another kind gives what its threefry key gives."""
+    model, other = tiny("llada"), jax.random.key(4, impl="unsafe_rbg")
+    batch, ids = Batch([[1, 2, 3]] * 2, [[4, 5, 6]] * 2), dict(answer=[[4, 5, 6]] * 2, draws=4, strata=2)
+    dropping = dj.policies.SuffixDropout(dj.policies.Policy(), dj.policies.UniformDropout(4, 2))
+    seeds = dict(length=8, block=2, policy=dropping, sampler=dj.samplers.RandomOrder())
+    calls = {
+        "generate": lambda key: dj.generate(model, [[1, 2]] * 2, key=key, **seeds).tokens,
+        "likelihood": lambda key: dj.log_likelihood(model, [[1, 2, 3]] * 2, key=key, **ids),
+        "masks": lambda key: elbo_masks(key, batch, 2),
+        "one step": lambda key: one_step_masks(key, batch),
+        "loss": lambda key: masked_diffusion_loss(model, batch, key),
+        "lora": lambda key: lora.attach(model, lora.LoRA(rank=2), key).params,
+        "state": lambda key: jax.random.key_data(begin(model, prepare(model, TrainConfig(steps=1))).key),
+        "parameters": lambda key: initialise(model.spec, key),
+    }
+    for name, call in calls.items():
+        expected = call(typed_key(other))
+        with jax.default_prng_impl("rbg"):
+            ours = call(other)
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), ours, expected)), name

@@ -18,15 +18,9 @@ from dllm_jax.training import (
     response_log_probs,
     train,
 )
-from dllm_jax.training.loss import (
-    T_MIN,
-    draw,
-    draw_blocks,
-    draw_masks,
-    isolation_mask,
-    masked_loss,
-    model_blocks,
-)
+from dllm_jax.training import loss as losses
+from dllm_jax.training.batch import T_MIN, checked
+from dllm_jax.training.loss import draw_blocks, draw_masks, isolation_mask, masked_loss, model_blocks
 from tests import refuses
 from tests.models import FAMILIES, families, tiny
 
@@ -37,6 +31,10 @@ gradient_of = jax.jit(jax.value_and_grad(masked_diffusion_loss, has_aux=True), s
 def batch_of(rows: int = 3, prompt: int = 5, answer: int = 6) -> Batch:
     ids = np.random.default_rng(0).integers(0, 30, (rows, prompt + answer)).astype(np.int32)
     return Batch(jnp.asarray(ids[:, :prompt]), jnp.asarray(ids[:, prompt:]))
+
+
+def draw(batch: Batch, key, spec, *isolating, **blocks) -> losses.Masked:
+    return losses.draw(checked(batch, spec), key, spec, *isolating, **blocks)
 
 
 def by_the_book(model: Model, batch: Batch, key) -> float:
@@ -221,7 +219,7 @@ def test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block(case):
 
 def test_every_block_of_the_model_has_a_noise_level_of_its_own():
     batch, described = unequal(), tiny("sdar", block_size=4).spec
-    blocks = np.asarray(model_blocks(batch, described))
+    blocks = np.asarray(model_blocks(checked(batch, described), described))
     places = np.arange(ANSWER) + PROMPT - np.array(PADS)[:, None]
     np.testing.assert_array_equal(blocks, places // 4 - places[:, :1] // 4)
     t = np.asarray(draw(batch, jax.random.key(0), described).t)

@@ -248,7 +248,7 @@ UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
         (lambda: estimate(masks=3), "masks=3 must be a Masks, such as elbo_masks"),
         (lambda: estimate(chunk=0), "chunk=0 must be"),
         (lambda: estimate(remat=2), "remat=2 must be"),
-        (lambda: estimate(batch=UNEQUAL), r"answer \(3, 3\); expected"),
+        (lambda: estimate(batch=UNEQUAL), "prompt has 2 sequences, answer has 3"),
         (
             lambda: estimate(masks=Masks(None, TRUE(1, 2, 4), TRUE(1, 2))),
             r"masks.answer has shape \(1, 2, 4\)",

@@ -12,6 +12,7 @@ import dllm_jax as dj
 from dllm_jax.nn.parameters import separate
 from dllm_jax.tasks import ReadNumbers, encode_batch, examples
 from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train
+from dllm_jax.training.batch import checked
 from dllm_jax.training.loss import draw
 from dllm_jax.vision import Processor, tower
 from tests import refuses
@@ -60,7 +61,7 @@ def test_image_tokens_in_the_loss_are_those_of_the_decoder(model, processor):
 
 
 def test_the_loss_is_that_of_the_decoder_s_logits(model, processor, batch):
-    drawn = draw(batch, jax.random.key(3), model.spec)
+    drawn = draw(checked(batch, model.spec), jax.random.key(3), model.spec)
     made = processor.encode(model, [e.messages for e in examples(ReadNumbers(digits=1), 1, 2, 2, "train")])
     embeds = jnp.pad(made.embeds, ((0, 0), (0, 3), (0, 0)))
     logits = dj.forward(model, drawn.tokens, embeds=embeds)[:, -3:]
@@ -98,7 +99,7 @@ def test_every_part_of_the_tower_learns(model, batch):
 
 def test_a_model_without_a_tower_refuses_images(batch):
     model = tiny("llada")
-    with pytest.raises(ValueError, match=r"the batch has images, but the model \(llada\) has no vision"):
+    with pytest.raises(ValueError, match=r"batch has images, but the model \(llada\) has no vision"):
         masked_diffusion_loss(model, batch, jax.random.key(0))
 
 

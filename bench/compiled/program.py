@@ -22,8 +22,8 @@ from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
+from dllm_jax.training.batch import T_MIN, Checked
 from dllm_jax.training.config import TrainConfig
-from dllm_jax.training.loss import Batch
 from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
@@ -129,7 +129,7 @@ def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
     assert setup.placement is not None
     split = setup.placement.sequences
     ids = lambda width: jax.ShapeDtypeStruct((case.batch, width), jnp.int32, sharding=split)
-    batch = Batch(ids(case.prompt), ids(case.length))  # pyright: ignore[reportArgumentType] (abstract)
+    batch = Checked(ids(case.prompt), ids(case.length), None, None, T_MIN, None)  # pyright: ignore[reportArgumentType] (abstract)
     state = abstract_state(model, setup)
     with setup.scope():
         return step.trace(state._replace(frozen=None), state.frozen, batch, setup)

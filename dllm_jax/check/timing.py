@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dllm_jax.check.weights import drawn
 from dllm_jax.nn.arithmetic import precision
+from dllm_jax.nn.keys import seeded
 from dllm_jax.roofline import Hardware
 
 
@@ -95,7 +96,7 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
 
 
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return drawn(jax.random.key(len(shape)), 64, shape, dtype)
+    return drawn(seeded(len(shape)), 64, shape, dtype)
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.nn.int8 import Int8Matrix, Weights, is_int8
+from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.modules import INIT_STD
 from dllm_jax.nn.parameters import abstract, form_of_layers
@@ -34,7 +35,7 @@ def random_model(spec: ModelSpec, dtype: Any, gain: float = 1.0, weights: Weight
     apart = stacked and form_of_layers(spec, None, default_device().platform)
     described = abstract(spec, jnp.dtype(dtype), weights)
     paths, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_int8)
-    keys = jax.random.split(jax.random.key(0), len(paths))
+    keys = jax.random.split(seeded(0), len(paths))
     leaves = []
     for (path, leaf), key in zip(paths, keys, strict=True):
         stack = stacked and path[0].key == "layers"

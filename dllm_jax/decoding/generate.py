@@ -9,9 +9,10 @@ from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.nonfinite import NonFinite, report
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, place
-from dllm_jax.decoding.request import Keys, Request, Stops, prepare, prepare_infill
+from dllm_jax.decoding.request import Request, Stops, prepare, prepare_infill
 from dllm_jax.decoding.stream import watched
 from dllm_jax.nn.intervention import Intervention
+from dllm_jax.nn.keys import Keys
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy

@@ -20,9 +20,10 @@ from jaxtyping import Array, Key
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.nonfinite import NonFinite, report
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.request import GenerateOptions, Keys, Request, prepare, typed_key
+from dllm_jax.decoding.request import GenerateOptions, Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
+from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, shown
 
@@ -92,6 +93,7 @@ def generate_many(
         iterator goes on after it; "return" yields the error in the place of an output.
       buckets: as in `generate`; None compiles a program for each length of prompts.
       key: a jax.random key; request i draws by `jax.random.fold_in(key, i)` unless it has a key of its own.
+        Keys of other implementations become threefry keys first, see `dllm_jax.nn.keys`.
       progress: draw a bar on standard error.
       **options: of `generate`, for all requests, but for `prompt_mask`, `prompt_embeds` and `noise`.
 
@@ -117,13 +119,13 @@ def generate_many(
     options |= {"buckets": buckets}
     # What no request could ask for is refused here, by the shortest of prompts.
     draws = GenerateOptions(**options).sampler.draws
-    prepare(model, [[model.spec.eos_id]], **options, **({"key": jax.random.key(0)} if draws else {}))
+    prepare(model, [[model.spec.eos_id]], **options, **({"key": seeded(0)} if draws else {}))
     return Answers(
         model,
         iter(prompts),
         check_argument("slots", slots, PositiveInt),
         check_argument("errors", errors, Errors),
-        None if key is None else typed_key(key),
+        None if key is None else one_key(key),
         options,
         _bar(prompts) if check_argument("progress", progress, bool) else None,
     )

@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
-from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.arithmetic import guided
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
@@ -226,10 +226,7 @@ def _drawn(estimator: Estimator, shape: tuple[int, int], real) -> Bool[Array, "d
     check_argument("strata", strata, PositiveInt)
     if draws % strata:
         raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
-    key = typed_key(estimator.key)
-    if key.ndim:
-        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
-    return _all_masks(key, real, shape, draws, strata)
+    return _all_masks(one_key(estimator.key), real, shape, draws, strata)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "draws", "strata"))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from annotated_types import MinLen
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.block_schedule import check_schedule
@@ -25,6 +25,7 @@ from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.shadow import check_policy
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.intervention import Intervention, checked, moved
+from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
@@ -37,7 +38,6 @@ from dllm_jax.state.sliding import Sliding
 from dllm_jax.traced import fixed_at
 
 Stops = Sequence[Sequence[int]]
-Keys = Key[Array, "..."] | UInt32[Array, "..."]  # typed, or legacy key data
 
 
 class Request(NamedTuple):
@@ -279,7 +279,7 @@ def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, voc
     if isinstance(noise, RecordedNoise):
         noise.check(sampler.max_steps(layout), batch, layout.length, vocab)
     if isinstance(noise, KeyNoise):
-        sequence_keys(noise.keys, batch, "noise.keys")
+        noise = KeyNoise(sequence_keys(noise.keys, batch, "noise.keys"))
 
     # A wrong key is refused even where the sampler draws nothing.
     keys = None if key is None else sequence_keys(key, batch)
@@ -289,7 +289,7 @@ def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, voc
 
 
 def sequence_keys(key: Keys, batch: int, name: str = "key") -> Key[Array, "b"]:
-    """One typed key per sequence, split from a single key or taken as they are; uint32 keys are wrapped.
+    """One threefry key per sequence, split from a single key or of one each, see `typed_key`.
 
     Args:
       key: one key, or one per sequence.
@@ -305,24 +305,3 @@ def sequence_keys(key: Keys, batch: int, name: str = "key") -> Key[Array, "b"]:
     if key.shape != (batch,):
         raise ValueError(f"{name} has shape {key.shape}; expected one key, or one per sequence: ({batch},)")
     return key
-
-
-def typed_key(key: Any, name: str = "key") -> Key[Array, "..."]:
-    """A random key, or several, as an array of typed keys; uint32 keys are wrapped.
-
-    Raises:
-      ValueError: no random key.
-    """
-    rule = "must be a random key, such as jax.random.key(seed)"
-    if isinstance(key, np.ndarray):
-        key = jnp.asarray(key)
-    if not isinstance(key, jax.Array):
-        raise ValueError(f"{name}={shown(key)} {rule}")
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    try:
-        if key.dtype != jnp.uint32:
-            raise TypeError(f"dtype {key.dtype}")
-        return jax.random.wrap_key_data(key)
-    except TypeError as error:
-        raise ValueError(f"{name} of dtype {key.dtype} and shape {key.shape} {rule}") from error

@@ -12,8 +12,8 @@ from annotated_types import MinLen
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Key, PyTree
 
-from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.int8 import is_int8
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, is_low_rank
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
@@ -72,8 +72,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("lora", lora, LoRA, ", such as LoRA(rank=8)")
-    if (key := typed_key(key)).ndim:
-        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
+    key = one_key(key)
     with number_modes():
         draw = functools.partial(_first_factors, model, lora, key, dtype or model.dtype)
         return attach_factors(model, lora, draw)

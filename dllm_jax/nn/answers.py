@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mask import Mask, block_start
 from dllm_jax.nn.model import LayerPass, Model, encode
-from dllm_jax.nn.shift import first_predictor
+from dllm_jax.nn.shift import first_predictor, predictors
 from dllm_jax.nn.spec import ModelSpec
 
 
@@ -32,7 +32,8 @@ def answer_logits(
       model: differentiable.
       tokens: prompt and noised answer.
       answer: the answer as it is, which block-causal models see of earlier blocks.
-      valid: False at padding; None means none.
+      valid: False at padding and at answer tokens that do not count, which are predictors of no token;
+        None means none.
       remat: see `encode`.
       layer_pass: see `encode`.
       within: see `encode`; None for block-causal models.
@@ -43,8 +44,12 @@ def answer_logits(
     else:
         hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
         # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
-        first = first_predictor(tokens.shape[1] - answer.shape[1], model.spec)
-        hidden = hidden[:, jnp.maximum(jnp.arange(first, first + answer.shape[1]), 0)]
+        if valid is None or not model.spec.shifted:
+            first = first_predictor(tokens.shape[1] - answer.shape[1], model.spec)
+            hidden = hidden[:, jnp.maximum(jnp.arange(first, first + answer.shape[1]), 0)]
+        else:
+            source = predictors(valid, model.spec)[:, -answer.shape[1] :]
+            hidden = jnp.take_along_axis(hidden, source[..., None], axis=1)
     return unembed(model.params, model.spec, hidden).astype(jnp.float32)
 
 
@@ -62,11 +67,12 @@ def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embed
         return hidden[:, -r:]
 
     # Of a shifted head, the left neighbour of a block's first token is the end of a finished block, which is
-    # clean, as in decoding; that of other tokens is noisy. A canvas's first token predicts itself.
+    # clean, as in decoding; that of other tokens is noisy. A token without a left neighbour predicts itself.
     position = jnp.broadcast_to(jnp.arange(length - r, length), (b, r))
     begins = block_start(position, valid, spec) == position
-    noisy = position + length - first
-    source = jnp.where(begins, jnp.where(position > 0, position - 1, noisy), noisy - 1)
+    all_valid = jnp.ones((b, length), bool) if valid is None else valid
+    left, noisy = predictors(all_valid, spec)[:, -r:], position + length - first
+    source = jnp.where(begins & (left < position), left, noisy + left - position)
     return jnp.take_along_axis(hidden, source[..., None], axis=1)
 
 

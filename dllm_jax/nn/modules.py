@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PRNGKeyArray
 
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.sharding import AXES, OUTPUTS, WIDE, in_layer, leaves, shape, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
@@ -79,7 +80,7 @@ def initialise(
       dtype: of all of them but a router's bias.
       gain: above 1 for narrow models, which learn slowly from so small matrices.
     """
-    rngs = nnx.Rngs(params=key)
+    rngs = nnx.Rngs(params=one_key(key))
     params = nnx.to_pure_dict(nnx.state(Decoder(spec, jnp.dtype(dtype), rngs, gain), nnx.Param))
     if spec.layers_differ:
         params["layers"] = [params["layers"][layer] for layer in range(spec.layers)]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from dllm_jax.nn.keys import typed_key
 from dllm_jax.options import shown
 from dllm_jax.state.canvas import Canvas
 
@@ -51,7 +52,7 @@ class KeyNoise(NamedTuple):
     """Draws from one key per sequence.
 
     Attributes:
-      keys: typed keys, one per sequence of the batch.
+      keys: one per sequence of the batch; draws are those of `typed_key(keys)`.
     """
 
     keys: Key[Array, "b"]
@@ -79,7 +80,7 @@ class KeyNoise(NamedTuple):
 
         # Positions count from the end of the canvas, so that left padding changes no draw.
         over_positions = jax.vmap(at, in_axes=(None, None, 0))
-        return jax.vmap(over_positions)(self.keys, canvas.step, canvas.layout.length - index)
+        return jax.vmap(over_positions)(typed_key(self.keys), canvas.step, canvas.layout.length - index)
 
 
 class RecordedNoise(NamedTuple):

@@ -23,6 +23,10 @@ from dllm_jax.state.host import AnyArray
 Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[AnyArray]  # Int[b p], Int[p], or lists
 Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
 EMBEDDED = -1  # in the place of a token id: the input is a row of `prompt_embeds`
+HINTS = {
+    EMBEDDED: "; -1 is for inputs of prompt_embeds=, or images= of a Batch",
+    -100: "; -100 marks answer tokens that training leaves out. Leave out padding of a prompt by prompt_mask",
+}
 Side = Literal["left", "right"]
 
 
@@ -73,7 +77,7 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
 def padded_ids(
     tokens: Ids,
     mask: ArrayLike | None,
-    spec: ModelSpec,
+    spec: ModelSpec | None,
     name: str,
     *,
     side: Side = "left",
@@ -85,7 +89,7 @@ def padded_ids(
     Args:
       tokens: Int[b p] with a mask, or sequences of any lengths without; one sequence may come as [p].
       mask: False (or 0) at the padding of `tokens`; None means none.
-      spec: the model.
+      spec: the model; None where it is not known: padding is 0 then, and no id is outside of a vocabulary.
       name: what the user calls the tokens; its mask is `prompt_mask` of `prompt`, `token_mask` of `tokens`.
       side: on which padding stands.
       least: smallest id that is allowed.
@@ -98,7 +102,7 @@ def padded_ids(
       ValueError: no such ids or mask, sequences without tokens, or a mask beside sequences of different
         lengths.
     """
-    lengths = _lengths(tokens)
+    lengths = lengths_of(tokens)
 
     # Lists of one length are as good as an array, and may have a mask.
     if lengths is not None and (len(set(lengths)) > 1 or 0 in lengths):
@@ -106,14 +110,21 @@ def padded_ids(
             raise ValueError(
                 f"{name} has sequences of lengths {lengths}, which are padded for you: pass no mask"
             )
-        if 0 in lengths and not empty:
-            raise ValueError(f"{name}[{lengths.index(0)}] is empty: give it at least one token")
-        tokens, mask = padded_together(tokens, spec.eos_id, side=side)
+        if not empty:
+            no_empty(tokens, name)
+        tokens, mask = padded_together(tokens, 0 if spec is None else spec.eos_id, side=side)
     ids = token_ids(tokens, spec, name, least)
     return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
 
 
-def _lengths(tokens: Any) -> list[int] | None:
+def no_empty(tokens: Any, name: str):
+    """Raises if one of several sequences has no tokens."""
+    lengths = lengths_of(tokens)
+    if lengths is not None and 0 in lengths:
+        raise ValueError(f"{name}[{lengths.index(0)}] is empty: give it at least one token")
+
+
+def lengths_of(tokens: Any) -> list[int] | None:
     """How long each of several sequences is; None of what is one sequence, or an array with columns."""
     # An array without columns is a batch of empty prompts, not one empty sequence.
     if getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] == 0 and not host.stays_on_devices(tokens):
@@ -146,12 +157,12 @@ def padded_together(
     return np.asarray(rows), mask
 
 
-def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[AnyArray, "b p"]:
+def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) -> Int[AnyArray, "b p"]:
     """Tokens as int32 [b p]; a single sequence may come as [p].
 
     Args:
       tokens: what the user passed.
-      spec: the model.
+      spec: the model; None where it is not known.
       name: what the user calls it.
       least: smallest value that is allowed, `EMBEDDED` where inputs may stand in the place of ids.
 
@@ -172,23 +183,29 @@ def token_ids(tokens: Ids, spec: ModelSpec, name: str, least: int = 0) -> Int[An
 
     # Of traced ids nothing is known: inside of jit only shapes and dtypes are checked.
     if (known := host.readable(tokens)) is not None:
-        outside = (known < least) | (known >= spec.vocab)
+        vocab = 2**31 if spec is None else spec.vocab
+        outside = (known < least) | (known >= vocab)
         if outside.any():
             found = known[outside][0]
-            hint = "; -1 is for inputs of prompt_embeds=" if found == EMBEDDED else ""
-            raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {spec.vocab}){hint}")
+            hint = HINTS.get(int(found), "")
+            raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {vocab}){hint}")
     return tokens.astype(np.int32)
 
 
-def no_masks(tokens: Int[AnyArray, "b p"], spec: ModelSpec, name: str = "prompt"):
-    """Raises if a prompt or an answer holds mask ids, which only `infill` fills."""
+def no_masks(
+    tokens: Int[AnyArray, "b p"],
+    spec: ModelSpec,
+    name: str = "prompt",
+    fix: str = "use infill() to fill masks anywhere",
+):
+    """Raises if a prompt or an answer holds mask ids, which only `infill` fills; `fix` says what to do."""
     if (known := host.readable(tokens)) is None:
         return
     sequence, position = np.nonzero(known == spec.mask_id)
     if sequence.size:
         raise ValueError(
             f"{name}[{sequence[0]}, {position[0]}] is the mask id {spec.mask_id}: the {name} must be fully "
-            "decoded; use infill() to fill masks anywhere"
+            f"decoded; {fix}"
         )
 
 

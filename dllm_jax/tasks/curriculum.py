@@ -13,7 +13,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt
 from dllm_jax.tasks.base import Example, Task, examples
 from dllm_jax.tasks.scoring import accuracy, prompt_arrays
-from dllm_jax.training.loss import T_MIN, Batch
+from dllm_jax.training.batch import T_MIN, Batch
 from dllm_jax.training.source import Memory, Source
 from dllm_jax.vision.processor import Processor
 

@@ -1,5 +1,6 @@
 """Training and fine-tuning with LLaDA's masked-diffusion loss; resumable."""
 
+from dllm_jax.training.batch import Batch as Batch
 from dllm_jax.training.config import TrainConfig as TrainConfig
 from dllm_jax.training.estimators import Masks as Masks
 from dllm_jax.training.estimators import elbo_masks as elbo_masks
@@ -8,7 +9,6 @@ from dllm_jax.training.estimators import response_log_probs as response_log_prob
 from dllm_jax.training.estimators import until_end as until_end
 from dllm_jax.training.loop import Run as Run
 from dllm_jax.training.loop import train as train
-from dllm_jax.training.loss import Batch as Batch
 from dllm_jax.training.loss import Metrics as Metrics
 from dllm_jax.training.loss import masked_diffusion_loss as masked_diffusion_loss
 from dllm_jax.training.objectives import PolicyMetrics as PolicyMetrics

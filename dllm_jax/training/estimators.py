@@ -11,16 +11,19 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import Interval
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.decoding.request import typed_key
 from dllm_jax.nn.answers import answer_logits, passes_at_once
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
-from dllm_jax.training.loss import Batch, valid_tokens
+from dllm_jax.state import host
+from dllm_jax.state.inputs import token_ids
+from dllm_jax.training.batch import IGNORED, Batch, Checked, checked
 
 Probability = Annotated[float, Interval(ge=0, lt=1)]
 
@@ -49,21 +52,21 @@ def one_step_masks(key: Key[Array, ""], batch: Batch, prompt_masking: float = 0.
 
     Args:
       key: draws the prompt's masks.
-      batch: prompts and answers; padding and what `answer_mask` leaves out are never masked.
+      batch: prompts and answers; padding and answer tokens that do not count are never masked.
       prompt_masking: probability in [0, 1), p_mask of the paper (0.15 there).
 
     Raises:
       ValueError: no batch, no key, or a probability out of range.
     """
-    learnt = _learnt(batch)
+    ours = checked(batch, None)
     check_argument("prompt_masking", prompt_masking, Probability)
-    key = _one_key(key)
+    key = one_key(key)
     prompt = None
     with number_modes():
         if prompt_masking:
-            hidden = jax.random.uniform(key, jnp.shape(batch.prompt)) < prompt_masking
-            prompt = (hidden if batch.prompt_mask is None else hidden & jnp.asarray(batch.prompt_mask))[None]
-        return Masks(prompt, learnt[None], jnp.ones((1, len(learnt)), jnp.float32))
+            hidden = jax.random.uniform(key, ours.prompt.shape) < prompt_masking
+            prompt = (hidden if ours.prompt_mask is None else hidden & ours.prompt_mask)[None]
+        return Masks(prompt, ours.learnt[None], jnp.ones((1, len(ours.answer)), jnp.float32))
 
 
 def elbo_masks(key: Key[Array, ""], batch: Batch, draws: int = 8, masks_per_level: int = 1) -> Masks:
@@ -84,19 +87,24 @@ def elbo_masks(key: Key[Array, ""], batch: Batch, draws: int = 8, masks_per_leve
 
     Args:
       key: draws levels and masks, for each example its own.
-      batch: prompts and answers; what `answer_mask` leaves out is never masked and not among the r tokens.
+      batch: prompts and answers; tokens that do not count are never masked and not among the r tokens. An
+        answer without any has masks of weight 0.
       draws: the budget n, a multiple of `masks_per_level`; n = 8 in the paper.
       masks_per_level: n_y.
 
     Raises:
       ValueError: no batch, no key, or draws that do not divide.
     """
-    learnt = _learnt(batch)
+    return draw_levels(one_key(key), checked(batch, None), draws, masks_per_level)
+
+
+def draw_levels(key: Key[Array, ""], batch: Checked, draws: int, masks_per_level: int) -> Masks:
+    """`elbo_masks` of a batch that was checked."""
     check_argument("draws", draws, PositiveInt)
     check_argument("masks_per_level", masks_per_level, PositiveInt)
     if draws % masks_per_level:
         raise ValueError(f"draws={draws} must be a multiple of masks_per_level={masks_per_level}")
-    return _elbo_masks(_one_key(key), learnt, draws, masks_per_level)
+    return _elbo_masks(key, batch.learnt, draws, masks_per_level)
 
 
 @functools.partial(jax.jit, static_argnames=("draws", "masks_per_level"))
@@ -132,8 +140,8 @@ def response_log_probs(
     Args:
       model: policy or reference; wrap the latter's result in `jax.lax.stop_gradient` where both share
         parameters.
-      batch: prompts and answers. `answer_mask` leaves out tokens of shorter answers, which are not attended
-        to either; to weigh tokens only, leave it None and weigh the result. `t_min` has no meaning here.
+      batch: prompts and answers. Tokens that do not count (`answer_mask`, -100) are not attended to either;
+        to weigh tokens only, let all count and weigh the result. `t_min` has no meaning here.
       masks: of this batch.
       chunk: draws evaluated at once; memory grows with b * chunk.
       remat: recompute each layer in the backward pass instead of keeping its activations.
@@ -145,39 +153,68 @@ def response_log_probs(
       ValueError: arguments that are none, or masks of another batch.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    ours = checked(batch, model.spec)
+    if ours.images is not None:
+        raise ValueError("batch.images are not supported by response_log_probs: it reads text alone")
+    _check_masks(masks, ours)
+    return log_probs(model, ours, masks, chunk=chunk, remat=remat)
+
+
+def log_probs(
+    model: Model, batch: Checked, masks: Masks, *, chunk: int = 1, remat: bool = False
+) -> Float[Array, "b r"]:
+    """`response_log_probs` of a batch and masks that were checked."""
+    check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("chunk", chunk, PositiveInt)
     check_argument("remat", remat, bool)
-    shape = _learnt(batch).shape
-    check_argument("masks", masks, Masks, ", such as elbo_masks(key, batch)")
-    # Masks of another batch would index and broadcast in silence.
-    draws = masks.answer.shape[0] if masks.answer.ndim == 3 else 0
-    expected = {"answer": (draws, *shape), "weight": (draws, shape[0])}
-    if masks.prompt is not None:
-        expected["prompt"] = (draws, *jnp.shape(batch.prompt))
-    for name, wanted in expected.items():
-        found = getattr(masks, name).shape
-        if not draws or found != wanted:
-            raise ValueError(f"masks.{name} has shape {found}; expected {('draws', *wanted[1:])}")
     return _mean(model, batch._replace(t_min=0.0), masks, chunk, remat)
 
 
+def _check_masks(masks: Any, batch: Checked):
+    """Refuses masks of another batch, which would index and broadcast silently, and weights that are none."""
+    check_argument("masks", masks, Masks, ", such as elbo_masks(key, batch)")
+    shape = jnp.shape(masks.answer)
+    draws = shape[0] if len(shape) == 3 else 0
+    expected = {"answer": (draws, *batch.answer.shape), "weight": (draws, len(batch.answer))}
+    if masks.prompt is not None:
+        expected["prompt"] = (draws, *batch.prompt.shape)
+    for name, wanted in expected.items():
+        found = getattr(masks, name)
+        if not draws or jnp.shape(found) != wanted:
+            raise ValueError(f"masks.{name} has shape {jnp.shape(found)}; expected {('draws', *wanted[1:])}")
+    for name in expected:
+        found = getattr(masks, name)
+        kind, word = (jnp.floating, "floats") if name == "weight" else (jnp.bool_, "booleans")
+        if not jnp.issubdtype(jnp.result_type(found), kind):
+            raise ValueError(f"masks.{name} has dtype {jnp.result_type(found)}; expected {word}")
+    if any(map(host.stays_on_devices, (masks.answer, masks.weight, batch.learnt))):
+        return
+    answer, weight, learnt = map(host.values, (masks.answer, masks.weight, batch.learnt))
+    if (beyond := np.argwhere(answer & ~learnt)).size:
+        raise ValueError(f"masks.answer{beyond[0].tolist()} masks a token that does not count in the batch")
+    if (wrong := np.argwhere(~(np.isfinite(weight) & (weight >= 0)))).size:
+        at = tuple(wrong[0])
+        raise ValueError(f"masks.weight{wrong[0].tolist()}={weight[at]} must be finite and at least 0")
+
+
 @functools.partial(jax.jit, static_argnames=("chunk", "remat"))
-def _mean(model: Model, batch: Batch, masks: Masks, chunk: int, remat: bool) -> Float[Array, "b r"]:
+def _mean(model: Model, batch: Checked, masks: Masks, chunk: int, remat: bool) -> Float[Array, "b r"]:
     mesh = current_mesh((model, batch))
     split = () if mesh is None else model.rules.axes(mesh, "b", len(batch.answer))
     mean = functools.partial(_mean_over_draws, chunk=chunk, remat=remat)
     return over_mesh(mean, model, batch, masks, out=PartitionSpec(split or None))
 
 
-def _mean_over_draws(model: Model, batch: Batch, masks: Masks, chunk: int, remat: bool):
-    mask_id, valid = model.spec.mask_id, valid_tokens(batch)
-    answer = batch.answer.astype(jnp.int32)
+def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, remat: bool):
+    mask_id, valid, answer = model.spec.mask_id, batch.valid, jnp.asarray(batch.answer)
 
     # One draw of the sum: the answer (and for d1 the prompt) noised, its masked tokens weighed by r / m.
     def one_draw(draw: Masks) -> Float[Array, "b r"]:
         prompt = batch.prompt if draw.prompt is None else jnp.where(draw.prompt, mask_id, batch.prompt)
         noised = jnp.concatenate([prompt, jnp.where(draw.answer, mask_id, answer)], axis=1)
-        logits = answer_logits(model, noised.astype(jnp.int32), answer, valid, remat)
+        logits = answer_logits(model, noised, answer, valid, remat)
+        # Tokens that are not masked count in no gradient, whatever the head says there.
+        logits = jnp.where(draw.answer[..., None], logits, 0.0)
         # The log-softmax of the true tokens alone: the others' [b r v] are never stored.
         truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
         log_prob = truth - jax.nn.logsumexp(logits, axis=-1)
@@ -196,29 +233,12 @@ def until_end(answer: Int[Array, "b r"], eos_id: int, eot_id: int | None = None)
     These are the ones an objective counts (d1's completion mask).
 
     Args:
-      answer: token ids.
+      answer: token ids; -100 at tokens that do not count.
       eos_id: end-of-text.
       eot_id: end-of-turn, or None.
     """
-    end = answer == eos_id if eot_id is None else (answer == eos_id) | (answer == eot_id)
-    return jnp.cumsum(end, axis=1) - end == 0
-
-
-def _learnt(batch: Any) -> Bool[Array, "b r"]:
-    """Answer tokens that count."""
-    check_argument("batch", batch, Batch, "(prompt, answer, ..)")
-    prompt, answer = jnp.shape(batch.prompt), jnp.shape(batch.answer)
-    if len(prompt) != 2 or len(answer) != 2 or prompt[0] != answer[0] or not answer[0] * answer[1]:
-        raise ValueError(f"prompt has shape {prompt}, answer {answer}; expected [b, p] and [b, r]")
-    for name, shape in (("prompt", prompt), ("answer", answer)):
-        mask = getattr(batch, f"{name}_mask")
-        if mask is not None and (jnp.shape(mask) != shape or jnp.asarray(mask).dtype.kind != "b"):
-            raise ValueError(f"{name}_mask has shape {jnp.shape(mask)}; expected Bool{list(shape)}")
-    return batch.learnt
-
-
-def _one_key(key: Any) -> Key[Array, ""]:
-    key = typed_key(key)
-    if key.ndim:
-        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
-    return key
+    ids = token_ids(answer, None, "answer", IGNORED)
+    with number_modes():
+        answer = jnp.asarray(ids)
+        end = answer == eos_id if eot_id is None else (answer == eos_id) | (answer == eot_id)
+        return (jnp.cumsum(end, axis=1) - end == 0) & (answer >= 0)

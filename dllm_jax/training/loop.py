@@ -15,12 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
+from dllm_jax.training.batch import Checked
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
 from dllm_jax.training.source import Memory, Source
-from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
+from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, step_on
 
 
 class Run(NamedTuple):
@@ -120,9 +121,9 @@ def _run(
     task = bar.add_task("training", total=config.steps, completed=first, note="")
     window, tokens, start = [], 0, time.monotonic()
     for step in range(first, config.steps):
-        batch = source.batch(memory, step)
+        batch = _batch(source, memory, step, setup)
         tokens += batch.prompt.size + batch.answer.size
-        state, metrics = train_step(state, batch, setup)
+        state, metrics = step_on(state, batch, setup)
 
         # Metrics stay on the devices until a review: to read them here would be to wait for every step.
         window.append(metrics)
@@ -139,12 +140,29 @@ def _run(
     return Run(model_of(model, state, setup), memory, entries)
 
 
+def _batch(source: Source, memory: Memory, step: int, setup: Setup) -> Checked:
+    """The batch of a step, checked; errors name the step."""
+    given = source.batch(memory, step)
+    try:
+        return setup.batch(given)
+    except ValueError as error:
+        raise ValueError(f"the batch of step {step}: {error}") from error
+
+
 def _entry(
     step: int, window: list[Metrics], tokens: int, seconds: float, memory: Memory, entries: list[LogEntry]
 ) -> LogEntry:
-    loss, accuracy = (float(np.mean(values)) for values in zip(*jax.device_get(window), strict=True))
+    losses, accuracies = (np.asarray(values) for values in zip(*jax.device_get(window), strict=True))
+    loss, accuracy = float(np.mean(losses)), float(np.mean(accuracies))
     if not math.isfinite(loss):
-        raise FloatingPointError(f"the mean loss is {loss} at step {step}: try a lower learning_rate")
+        first = step - len(window) + int(np.argmin(np.isfinite(losses))) + 1
+        fix = "Try a lower learning_rate or clip"
+        if first == 1:
+            fix = "No update came before it: weights or activations of the model are not finite"
+        raise FloatingPointError(
+            f"the loss is {losses[first - 1 - step]} at step {first}. Its batch was checked: ids are in the "
+            f"vocabulary, masks are 0 or 1, padding is on its side. {fix}"
+        )
 
     # Totals go on from the entry before, which may be that of a process that was killed.
     before = entries[-1] if entries else {"tokens": 0, "seconds": 0.0}

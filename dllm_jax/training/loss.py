@@ -3,51 +3,25 @@
 For block-causal models it is the block-diffusion objective (arXiv:2503.09573): a noise level for each block.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import MinLen
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.answers import answer_logits
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mask import Mask, block_start, require_full_attention
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Fraction, PositiveInt, check_argument
+from dllm_jax.training.batch import T_MIN, Batch, Checked, checked
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
+Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
-T_MIN = 1e-3  # keeps the weight 1/t finite, as in LLaDA's guidelines
-
-
-class Batch(NamedTuple):
-    """Prompts with the answers to learn.
-
-    LLaDA pads the answers of a batch with end-of-text and *trains on that padding*, which is how the model
-    learns to stop; leave `answer_mask` None for it. With p = 0 this is the pre-training loss.
-
-    Attributes:
-      prompt: ids, never masked; left-padded if lengths differ.
-      answer: ids, right-padded if lengths differ.
-      prompt_mask: False at the prompt's padding; None means none.
-      answer_mask: False at answer positions that are neither learnt nor attended to; None means none.
-      t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
-        masks and large weights, which carry most of the gradient's variance and, where an answer follows
-        from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
-      images: of prompts that hold `dllm_jax.EMBEDDED` (-1) in the place of image tokens
-        (`dllm_jax.vision.Processor.batch`); None of text alone.
-    """
-
-    prompt: Int[Array, "b p"]
-    answer: Int[Array, "b r"]
-    prompt_mask: Bool[Array, "b p"] | None = None
-    answer_mask: Bool[Array, "b r"] | None = None
-    t_min: float | Float[Array, ""] = T_MIN
-    images: PromptImages | None = None
-
-    @property
-    def learnt(self) -> Bool[Array, "b r"]:
-        """The answer's positions that are learnt and attended to: `answer_mask`, or all of them."""
-        return _mask_of(self.answer, self.answer_mask)
 
 
 class Metrics(NamedTuple):
@@ -105,6 +79,7 @@ class Counts(NamedTuple):
         return Metrics(loss, self.right / jnp.maximum(self.masked, 1))
 
 
+@number_modes()
 def masked_diffusion_loss(
     model: Model,
     batch: Batch,
@@ -126,7 +101,8 @@ def masked_diffusion_loss(
 
     Args:
       model: differentiable; cross entropy is in float32 whatever its dtype.
-      batch: see `Batch`; answers must not hold the mask id.
+      batch: prompts and answers, see `Batch`. Ids, masks and padding are checked; inside of jit, where values
+        are not known, shapes and dtypes alone.
       key: draws t and the masks.
       remat: recompute layers in the backward pass instead of keeping their activations.
       prompt_isolation: probability, for each example, that its prompt's rows attend to the prompt alone,
@@ -143,15 +119,20 @@ def masked_diffusion_loss(
       the loss, twice (alone for `jax.grad`, and among the metrics).
 
     Raises:
-      ValueError: `prompt_isolation` or `blocks` for a block-causal model.
+      ValueError: an argument out of range, a batch that does not fit the model, or `prompt_isolation` or
+        `blocks` for a block-causal model.
     """
-    drawn = draw(batch, key, model.spec, prompt_isolation, blocks)
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("remat", remat, bool)
+    check_argument("prompt_isolation", prompt_isolation, Fraction)
+    blocks = check_argument("blocks", blocks, Blocks | None)
+    drawn = draw(checked(batch, model.spec), one_key(key), model.spec, prompt_isolation, blocks)
     loss, counts = masked_loss(model, drawn, remat)
     return loss, counts.metrics()
 
 
 def draw(
-    batch: Batch,
+    batch: Checked,
     key: Key[Array, ""],
     spec: ModelSpec,
     prompt_isolation: float = 0.0,
@@ -163,8 +144,7 @@ def draw(
     `masked_diffusion_loss`.
     """
     check_objective(spec, prompt_isolation, blocks)
-    b, r = batch.answer.shape
-    learnt = batch.learnt
+    (b, r), answer, learnt = batch.answer.shape, jnp.asarray(batch.answer), batch.learnt
     # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
     t, masked = draw_masks(key, learnt, batch.t_min, model_blocks(batch, spec))
     hidden = masked
@@ -173,12 +153,12 @@ def draw(
         within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), b, r, blocks)
         learnt, masked = learnt & within, masked & within
         hidden = masked | behind
-    tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, spec.mask_id, batch.answer)], axis=1)
+    tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, spec.mask_id, answer)], axis=1)
     # A key of its own, so that noise levels and masks are those of a batch without isolation.
     isolated = None
     if prompt_isolation:
         isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
-    return Masked(tokens, batch.answer, t, masked, learnt, valid_tokens(batch), isolated, batch.images)
+    return Masked(tokens, answer, t, masked, learnt, batch.valid, isolated, batch.images)
 
 
 def masked_loss(
@@ -190,6 +170,8 @@ def masked_loss(
     embeds = image_embeddings(model, batch)
     logits = answer_logits(model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds)
 
+    # What the head says elsewhere counts in no gradient either, were it not finite.
+    logits = jnp.where(batch.masked[..., None], logits, 0.0)
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
     # An answer without tokens that count adds 0, not NaN.
@@ -204,7 +186,7 @@ def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | Non
     if batch.images is None:
         return None
     if model.vision is None or model.spec.vision is None:
-        raise ValueError(f"the batch has images, but the model ({model.spec.family}) has no vision tower")
+        raise ValueError(f"batch has images, but the model ({model.spec.family}) has no vision tower")
     embeds = prompt_embeddings(model.vision, model.spec.vision, batch.images)
     return jnp.pad(embeds, ((0, 0), (0, batch.answer.shape[1]), (0, 0)))
 
@@ -230,12 +212,12 @@ def draw_masks(
     return t, learnt & (jax.random.uniform(of_masks, learnt.shape) < t)
 
 
-def model_blocks(batch: Batch, spec: ModelSpec) -> Int[Array, "b r"] | None:
+def model_blocks(batch: Checked, spec: ModelSpec) -> Int[Array, "b r"] | None:
     """The number of each answer token's block, from 0; None for models whose attention has no blocks."""
     if not spec.block_size:
         return None
     (b, p), r = batch.prompt.shape, batch.answer.shape[1]
-    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), valid_tokens(batch), spec)
+    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), batch.valid, spec)
     return (start - start[:, :1]) // spec.block_size
 
 
@@ -274,15 +256,3 @@ def isolation_mask(isolated: Bool[Array, "b"], prompt: int, length: int) -> Mask
     """The block mask of `prompt_isolation`, [b 1 q s]: isolated prompts' rows attend to the prompt alone."""
     in_answer = jnp.arange(length) >= prompt
     return ~(isolated[:, None, None, None] & ~in_answer[:, None] & in_answer)
-
-
-def valid_tokens(batch: Batch) -> Bool[Array, "b l"] | None:
-    """Tokens of prompt and answer that are attended to; None means all."""
-    if batch.prompt_mask is None and batch.answer_mask is None:
-        return None
-    masks = _mask_of(batch.prompt, batch.prompt_mask), batch.learnt
-    return jnp.concatenate(masks, axis=1)
-
-
-def _mask_of(ids: Int[Array, "b l"], mask: Bool[Array, "b l"] | None) -> Bool[Array, "b l"]:
-    return jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask)

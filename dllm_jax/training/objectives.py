@@ -11,10 +11,11 @@ import numpy as np
 from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Key
 
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeFloat, PositiveFloat, PositiveInt, check_argument
-from dllm_jax.training.estimators import elbo_masks, response_log_probs
-from dllm_jax.training.loss import Batch
+from dllm_jax.training.batch import Batch, check_rows, checked
+from dllm_jax.training.estimators import draw_levels, log_probs
 
 ClipRange = Annotated[float, Interval(gt=0, lt=1)]
 
@@ -130,20 +131,23 @@ def vrpo_loss(
       ValueError: an argument out of range, or that does not fit the others.
     """
     check_argument("supervised", supervised, NonNegativeFloat)
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    ours = checked(chosen, model.spec, "chosen"), checked(rejected, model.spec, "rejected")
+    check_rows("chosen", ours[0].answer, "rejected", ours[1].answer)
     # Antithetic sampling: policy and reference see the same draws, so that their errors cancel.
     fixed = jax.lax.stop_gradient(reference)
     pairs = []
-    for batch, own in zip((chosen, rejected), jax.random.split(key), strict=True):
-        masks = elbo_masks(own, batch, draws, masks_per_level)
+    for batch, own in zip(ours, jax.random.split(one_key(key)), strict=True):
+        masks = draw_levels(own, batch, draws, masks_per_level)
         elbo = [
-            jnp.sum(response_log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
+            jnp.sum(log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
             for each in (model, fixed)
         ]
         pairs.append(elbo)
     (of_chosen, reference_chosen), (of_rejected, reference_rejected) = pairs
     loss, metrics = dpo_loss(of_chosen, of_rejected, reference_chosen, reference_rejected, beta)
     # The ELBO per token that counts, as a loss of its own: it keeps chosen responses likely.
-    loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(chosen.learnt, axis=1), 1))
+    loss -= supervised * jnp.mean(of_chosen / jnp.maximum(jnp.sum(ours[0].learnt, axis=1), 1))
     return loss, metrics._replace(loss=loss)
 
 

@@ -24,7 +24,7 @@ from dllm_jax.nn.model import exact_layer
 from dllm_jax.nn.parameters import Params, name_of
 from dllm_jax.nn.sharding import AXES, sizes, within_layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.training.loss import Batch
+from dllm_jax.training.batch import Checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def batch_on(placement: Placement, batch: Batch) -> Batch:
+def batch_on(placement: Placement, batch: Checked) -> Checked:
     """A batch on the mesh; of arrays of NumPy every process writes the part of its own devices."""
     split = placement.sequences
 

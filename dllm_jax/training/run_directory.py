@@ -18,6 +18,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
+from dllm_jax.nn.keys import THREEFRY
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
@@ -108,7 +109,7 @@ class RunDirectory:
         items = {name: ocp.args.JsonRestore() for name in ((SOURCE, LOG) if within else (SOURCE,))}
         restored = read(**{STATE: ocp.args.StandardRestore(wanted), **items})
         saved = restored[STATE]
-        key = jax.random.wrap_key_data(saved["key"])
+        key = jax.random.wrap_key_data(saved["key"], impl=THREEFRY)
         state = TrainState(**(saved | {"key": key}), frozen=like.frozen)
         return state, restored[SOURCE], restored[LOG]["entries"] if within else self._lines(done)
 

@@ -22,8 +22,9 @@ from dllm_jax.nn.sharding import warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
 from dllm_jax.training import placement as place
+from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
-from dllm_jax.training.loss import Batch, check_objective
+from dllm_jax.training.loss import check_objective
 from dllm_jax.training.placement import Placement
 
 TOWER = "vision"  # where the parameters of a vision tower stand in the tree of what can be trained
@@ -79,20 +80,22 @@ class Setup:
         layer_pass = functools.partial(place.layer_pass, self.placement, self.spec)
         return dataclasses.replace(model, params=ends), layer_pass
 
-    def batch(self, batch: Batch) -> Batch:
-        """The batch where the programs expect it.
+    def batch(self, batch: Batch) -> Checked:
+        """The batch, checked and padded, where the programs expect it.
 
         Raises:
-          ValueError: a number of examples that the mesh or `accumulate` does not divide.
+          ValueError: a batch that does not fit the model, or a number of examples that the mesh or
+            `accumulate` does not divide.
         """
+        ours = checked(batch, self.spec)
         ways = 1 if self.placement is None else self.placement.rules.batch_ways(self.placement.mesh)
-        examples, parts = len(batch.answer), ways * self.config.accumulate
+        examples, parts = len(ours.answer), ways * self.config.accumulate
         if examples % parts:
             raise ValueError(
                 f"a batch of {examples} examples must be a multiple of {parts}: accumulate="
                 f"{self.config.accumulate} micro-batches, each split over {ways} devices"
             )
-        return batch if self.placement is None else place.batch_on(self.placement, batch)
+        return ours if self.placement is None else place.batch_on(self.placement, ours)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context that programs are called in: the mesh's, whatever mesh the caller has set."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from typing_extensions import override
 
 from dllm_jax.nn.model import Model
-from dllm_jax.training.loss import Batch
+from dllm_jax.training.batch import Batch
 
 Memory = dict[str, Any]
 

@@ -9,9 +9,11 @@ import optax
 from jaxtyping import Array, Int, Key, PyTree
 from optax import microbatching
 
+from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.training import placement as place
-from dllm_jax.training.loss import Batch, Counts, Masked, Metrics, draw, masked_loss
+from dllm_jax.training.batch import Batch, Checked
+from dllm_jax.training.loss import Counts, Masked, Metrics, draw, masked_loss
 from dllm_jax.training.setup import Setup, on_mesh, parameters, with_parameters
 
 
@@ -61,7 +63,7 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
 
 def _first(setup: Setup, trained: PyTree[Array]) -> TrainState:
     params = setup.masters(trained)
-    key = jax.random.key(setup.config.seed)
+    key = seeded(setup.config.seed)
     return _distinct(TrainState(params, setup.optimizer.init(params), jnp.int32(0), key))
 
 
@@ -103,16 +105,22 @@ def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainStat
       setup: see `prepare`.
 
     Raises:
-      ValueError: another number of examples.
+      ValueError: another number of examples, or a batch that does not fit the model.
     """
-    batch = setup.batch(batch)
+    return step_on(state, setup.batch(batch), setup)
+
+
+def step_on(state: TrainState, batch: Checked, setup: Setup) -> tuple[TrainState, Metrics]:
+    """`train_step` with a batch that `Setup.batch` checked and placed."""
     with setup.scope():
         after, metrics = step(state._replace(frozen=None), state.frozen, batch, setup)
     return after._replace(frozen=state.frozen), metrics
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
-def step(state: TrainState, frozen: PyTree[Array], batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
+def step(
+    state: TrainState, frozen: PyTree[Array], batch: Checked, setup: Setup
+) -> tuple[TrainState, Metrics]:
     """The program of `train_step`."""
     # Masks depend on seed and step alone, so that a resumed run draws what the interrupted one would have.
     key = jax.random.fold_in(state.key, state.step)

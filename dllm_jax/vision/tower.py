@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.attention import attention
+from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.parameters import Params, abstract_vision
 from dllm_jax.nn.sharding import AXES, within_layer
@@ -58,7 +59,7 @@ def initialise(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     """
     tower_of(spec)
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract_vision(spec, dtype))
-    keys = jax.random.split(key, len(paths))
+    keys = jax.random.split(one_key(key), len(paths))
     drawn = [_drawn(path[-1].key, leaf, k) for (path, leaf), k in zip(paths, keys, strict=True)]
     return jax.tree.unflatten(tree, drawn)
 

@@ -20,6 +20,7 @@ from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering
 from dllm_jax.eval.run.settings import rounded_up
+from dllm_jax.nn.keys import seeded
 from dllm_jax.state.inputs import padded_together
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -109,6 +110,6 @@ class Likelihood(Answering[Pair]):
             return np.ones((1, 1), bool)
         text = json.dumps([self.decoding.seed, *pair])
         seed = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
-        keys = jax.random.split(jax.random.key(jnp.uint32(seed)), self.draws // self.strata)
+        keys = jax.random.split(seeded(jnp.uint32(seed)), self.draws // self.strata)
         drawn = jax.vmap(lambda key: stratified_masks(key, length, self.strata))(keys)
         return np.asarray(drawn).reshape(self.draws, length)

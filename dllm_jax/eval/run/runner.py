@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from typing_extensions import override
 
@@ -24,6 +23,7 @@ from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
+from dllm_jax.nn.keys import seeded
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
 
@@ -214,7 +214,7 @@ class Runner(Answering[Request]):
         asked = {name: options[name] for name in ("length", "block", "steps")} | {"prompt": request.prompt}
         # A random key from the request's hash, of which the seed is part.
         if self.decoding.sampler.draws:
-            asked["key"] = jax.random.key(np.uint32(int(key[:8], 16)))[None]
+            asked["key"] = seeded(np.uint32(int(key[:8], 16)))[None]
         if request.conversation is not None and self.processor is not None:
             ladder = Ladder((self._shape(request)[1],))
             made = self.processor.encode(self.lm.model, [request.conversation.messages], ladder)

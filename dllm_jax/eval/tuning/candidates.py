@@ -12,6 +12,7 @@ from dllm_jax import policies as p
 from dllm_jax.decoding.loop import begin
 from dllm_jax.decoding.request import prepare
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
@@ -73,7 +74,7 @@ class Candidate(Options):
         try:
             # A prompt of end-of-texts, of which the first is padding, goes as far as the first step's shapes.
             settings = dataclasses.replace(exact, **vars(self))
-            key = jax.random.key(0) if settings.sampler.draws else None
+            key = seeded(0) if settings.sampler.draws else None
             ids = np.full((1, prompt), model.spec.eos_id, np.int32)
             mask = np.arange(prompt)[None] > 0
             request = prepare(model, ids, prompt_mask=mask, key=key, **settings.options())

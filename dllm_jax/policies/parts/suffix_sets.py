@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.keys import seeded
 from dllm_jax.options import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -57,7 +58,7 @@ class Drawn(SuffixSet, abc.ABC):
 
     def draws(self, canvas: Canvas, distance: Int[Array, "b l"]) -> Float[Array, "b l"]:
         """Uniform [0, 1) draws of the block, at these distances; anything at negative ones."""
-        layout, key = canvas.layout, jax.random.key(self.seed)
+        layout, key = canvas.layout, seeded(self.seed)
         number = (canvas.block_start - layout.prompt) // layout.block
         of_block = lambda n: jax.random.uniform(jax.random.fold_in(key, n), (layout.response,))
         draws = jax.vmap(of_block)(number)
