@@ -1,6 +1,7 @@
 """What is passed by mistake is named for what it is, and errors of other libraries name our files."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import embedded
 from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from tests import refuses
 from tests.checkpoints import rewrite, tiny, write_hf
@@ -47,6 +49,37 @@ def test_broken_tokenizers_are_named(tmp_path, file):
     for content in ("", "{", "[]", '{"a":' + "[" * 100_000, "\xff"):
         (path / file).write_bytes(content.encode("latin-1"))
         refuses(f"{file} (is not valid JSON|holds a list)", read_tokenizer, path)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4932307584\n"
+MISTAKEN = {"Git LFS pointer": POINTER, "HTML page": "<!DOCTYPE html><html>", "GGUF file": "GGUF\0\0\0\3"}
+READ = {"config.json": dj.load, "model.safetensors": dj.load, "merges.txt": read_tokenizer}
+READ |= {"tokenizer.json": read_tokenizer, "tokenizer.model": read_tokenizer}
+
+
+@pytest.mark.parametrize("kind", MISTAKEN)
+def test_files_that_are_something_else_are_named(tmp_path, kind):
+    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    for name, read in READ.items():
+        kept = (path / name).read_bytes() if (path / name).exists() else None
+        (path / name).write_text(MISTAKEN[kind])
+        refuses(rf"{name} is an? {kind}", read, path)
+        (path / name).unlink() if kept is None else (path / name).write_bytes(kept)
+
+
+def test_directories_that_are_something_else_are_named(tmp_path):
+    adapter, model = tmp_path / "adapter", write_hf(tmp_path / "hf", tiny(layers=1))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    refuses(r"config\.json does not exist; .* LoRA adapter: .*lora\.load", dj.load, adapter, error=OSError)
+    shutil.copyfile(model / "model.safetensors", model / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match=r"is a LoRA adapter, which load does not apply"):
+        dj.load(model)
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.q4.gguf").touch()
+    refuses(r"model\.q4\.gguf: GGUF is not read", dj.load, tmp_path / "gguf", error=OSError)
+    refuses(r"holds no hashes .* is a Hugging Face checkpoint", check_integrity, model)
 
 
 def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path):

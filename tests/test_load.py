@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
@@ -155,6 +155,45 @@ def test_truncated_and_missing_files_are_named(tmp_path):
     (path / "model.safetensors.index.json").unlink()
     shutil.copyfile(path / "model-00001-of-00002.safetensors", path / "more.safetensors")
     refuses(r"is in both model-00001-.* and more\.safetensors", dj.load, path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "no model."])
+def test_prefixes_of_wrappers_are_removed(tmp_path, family, prefix):
+    path = write_hf(tmp_path / "hf", tiny(family, layers=1))
+    expected, weights = dj.load(path).params, load_file(path / "model.safetensors")
+    other = lambda name: name.removeprefix("model.") if prefix == "no model." else prefix + name
+    save_sharded(path, {other(name): tensor for name, tensor in weights.items()}, shards=2)
+    (path / "model.safetensors").unlink()
+    chex.assert_trees_all_equal(dj.load(path).params, expected, strict=True)
+
+    # Two tensors of one name, of which none is chosen.
+    name = next(name for name in weights if other(name) != name)
+    (path / "model.safetensors.index.json").unlink()
+    save_file({name: weights[name]}, path / "more.safetensors")
+    refuses("are both .* without their prefixes", dj.load, path)
+
+
+def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny(), shards=2)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    save_file({LN: np.full(32, 3, np.float32)}, path / "overlay.safetensors")
+    index["weight_map"][LN] = "overlay.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (np.asarray(dj.load(path).params["norm"]) == 3).all()
+
+    # A stale index beside a whole file says which of the two is asked for.
+    (path / "overlay.safetensors").rename(path / "model.safetensors")
+    asked = r"overlay\.safetensors does not exist, which .*index\.json asks for; model\.safetensors is there"
+    refuses(asked, dj.load, path, error=FileNotFoundError)
+
+
+def test_messages_end(tmp_path):
+    path = write_hf(tmp_path / "hf", tiny())
+    save_sharded(path, {f"x.{i}": np.ones(1, np.float32) for i in range(130)})
+    with pytest.raises(ValueError, match="and 123 more") as error:
+        dj.load(path)
+    assert len(str(error.value).splitlines()) <= 20
 
 
 def test_directories_without_a_checkpoint(tmp_path):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dllm_jax.checkpoint.files import read_object
+from dllm_jax.checkpoint.messages import listed
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, shown
 
 KINDS = get_type_hints(ModelSpec, include_extras=True)
 KINDS_OF_EXPERTS = get_type_hints(ExpertSpec, include_extras=True)
@@ -111,9 +112,9 @@ class Config:
                     lines.append(f"{key} is missing; supported: {supported}")
             # 1 == True in Python, but not in a config.
             elif not any(_same(self.values[key], value) for value in requirement.allowed):
-                lines.append(f"{key}={self.values[key]!r} is not supported; supported: {supported}")
+                lines.append(f"{key}={shown(self.values[key])} is not supported; supported: {supported}")
         if lines:
-            raise ValueError("\n  ".join([f"{self.where}: not what this library reads", *lines]))
+            raise ValueError(listed(f"{self.where}: not what this library reads", lines))
 
 
 def read_config(path: Path) -> Config:

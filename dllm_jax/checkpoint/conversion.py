@@ -10,11 +10,12 @@ import numpy as np
 from dllm_jax.checkpoint import files
 from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
-from dllm_jax.checkpoint.hf import open_hf, weight_files
+from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
+from dllm_jax.checkpoint.tensors import weight_files
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.provenance import now, versions
 

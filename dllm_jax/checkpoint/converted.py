@@ -30,6 +30,7 @@ from dllm_jax.checkpoint.config import Requirement, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
 from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree
+from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
@@ -66,7 +67,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
     # The number says it already, so that a reader that knows no int8 stops at the number.
     config.check((Requirement("weights", (weights,), needed=weights is not None),))
     if unknown := sorted(written.keys() - {*KEYS}):
-        raise ValueError(f"{config.where}: unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
+        raise ValueError(f"{config.where}: unknown keys {named(unknown)}; known: {', '.join(KEYS)}")
     try:
         if not isinstance(fields := written.get("spec"), dict):
             raise TypeError(f"spec={fields!r} must be an object with the fields of ModelSpec")
@@ -108,9 +109,9 @@ def open_converted(path: Path) -> Source:
     # The spec is a claim of a file: nothing is allocated before names, shapes and dtypes agree with it.
     units = units_of(spec)
     if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
-        raise ValueError(f"{params} lacks {', '.join(missing)}")
+        raise ValueError(f"{params} lacks {named(missing)}")
     if extra := sorted(found - {unit.name for unit in units}):
-        raise ValueError(f"{params} holds {', '.join(extra)}, which {SPEC} does not describe")
+        raise ValueError(f"{params} holds {named(extra)}, which {SPEC} does not describe")
     check_tree(path, PARAMS)
     for unit in units:
         described = unit.arrays(spec, dtype, weights)

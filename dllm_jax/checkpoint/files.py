@@ -15,6 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.checkpoint.messages import listed, taken_for_another, what_else
+
 SPEC, PARAMS = "spec.json", "params"  # of a converted directory
 INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with several files of weights
 PROVENANCE = "provenance.json"
@@ -118,10 +120,17 @@ def read_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{path} is not valid JSON: nested too deeply") from error
     except ValueError as error:
+        check_content(file)
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
     return values
+
+
+def check_content(file: Path):
+    """Raises ValueError if a file is a pointer, a page or a model in the place of another file."""
+    if what := taken_for_another(file):
+        raise ValueError(f"{file} {what}")
 
 
 def auxiliary_files(path: Path) -> tuple[Path, ...]:
@@ -183,7 +192,7 @@ def check_integrity(folder: Path):
     if not isinstance(kept, dict):
         raise ValueError(
             f"{folder / PROVENANCE} holds no hashes of what was written: known are those of directories that "
-            "`convert` writes since it keeps them; convert the original again"
+            f"`convert` writes since it keeps them; convert the original again{what_else(folder)}"
         )
     # Before anything is opened: a link may lead elsewhere, and a pipe waits for ever.
     check_tree(folder, PARAMS)
@@ -193,4 +202,4 @@ def check_integrity(folder: Path):
     faults += [f"not of this conversion: {name}" for name in found if name not in kept]
     faults += [f"damaged: {name}" for name in found if name in kept and found[name] != kept[name]]
     if faults:
-        raise ValueError("\n  ".join([f"{folder}: {len(faults)} files are not as written", *faults]))
+        raise ValueError(listed(f"{folder}: {len(faults)} files are not as written", faults))

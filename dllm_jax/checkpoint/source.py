@@ -14,6 +14,7 @@ import numpy as np
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
+from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
@@ -146,7 +147,7 @@ def require_finite(unit: Unit, arrays: Mapping[str, Any], finite: Callable[[Any]
     names = {entry.leaf: entry.name for entry in unit.entries}
     bad = [names[leaf] for leaf, array in arrays.items() if not (is_int8(array) or finite(array))]
     if bad:
-        raise ValueError(f"{source.path}: NaN or infinite values in {', '.join(bad)}")
+        raise ValueError(f"{source.path}: NaN or infinite values in {named(bad)}")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoint.files import file_inside, has_entry, read_object
+from dllm_jax.checkpoint.files import check_content, file_inside, has_entry, read_object
 
 CONFIG = "tokenizer_config.json"
 JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -55,6 +55,8 @@ def _checked(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     parsed = {name: read_object(folder / name) for name in JSON if has_entry(folder, name)}
     others = [file_inside(folder, name) for name in OTHERS if has_entry(folder, name)]
+    for file in others:
+        check_content(file)
     others += [file_inside(folder, f"{file.parent.name}/{file.name}") for file in folder.glob("*/*.jinja")]
     if not others and not parsed.keys() - {"config.json"}:
         raise FileNotFoundError(f"{folder} holds no tokenizer (no {CONFIG}, tokenizer.json, ...)")

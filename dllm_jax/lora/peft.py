@@ -22,12 +22,12 @@ from safetensors.numpy import save_file
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.families import family_of
 from dllm_jax.checkpoint.files import file_inside
-from dllm_jax.checkpoint.hf import safetensors
 from dllm_jax.checkpoint.messages import listed, named, what_else
 from dllm_jax.checkpoint.names.spelling import WRAPPERS, spelled
 from dllm_jax.checkpoint.names.table import TensorName, mismatches, units
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.staging import atomic_directory
+from dllm_jax.checkpoint.tensors import safetensors
 from dllm_jax.lora.adapter import Factors, LoRA, attach_factors, factor_shapes, options_of
 from dllm_jax.lora.variants import MERGE, check_targets, read_scale
 from dllm_jax.nn.low_rank import LowRankMatrix
