@@ -21,7 +21,10 @@ from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
-pytestmark = pytest.mark.filterwarnings("ignore::dllm_jax.checkpoint.config.MaskTokenWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::dllm_jax.checkpoint.config.{kind}")
+    for kind in ("MaskTokenWarning", "BlockSizeWarning")
+]
 
 
 def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: int = 1) -> Path:
@@ -108,7 +111,7 @@ REFUSED = {
     ],
     "fast-dllm-v2-tiny-tied": [
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types=.* must all be 'full_attention'"),
-        ({"bd_size": None}, "required key 'bd_size' is null"),
+        ({"block_length": 16}, "block_length=16 and bd_size=32 must be equal"),
     ],
 }
 

@@ -1,12 +1,19 @@
 """config.json -> ModelSpec: the published models, defaults, and everything refused by name."""
 
 import dataclasses
+import json
+import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dllm_jax.checkpoint.config import Config, read_config
-from dllm_jax.checkpoint.families import config_to_spec, spec_to_config
-from tests import refuses, table
+from dllm_jax.checkpoint.config import BlockSizeWarning, Config, read_config, read_model_config
+from dllm_jax.checkpoint.families import FAMILIES, config_to_spec, spec_to_config, spec_to_generation
+from dllm_jax.checkpoint.loading import scale_rope
+from dllm_jax.nn.rope import rope_of
+from dllm_jax.nn.spec import RopeScaling
+from tests import llada_v, refuses, table
 from tests.checkpoints import config, tiny
 
 
@@ -112,7 +119,7 @@ def test_values_that_make_no_model(changes, message):
 
 
 def test_missing_and_unsupported_keys_are_all_named():
-    for key in ("d_model", "n_layers", "embedding_size", "rope_theta", "mask_token_id", "weight_tying"):
+    for key in ("d_model", "n_layers", "embedding_size", "rope_theta", "mask_token_id", "eos_token_id"):
         values = config(tiny()) | {"vocab_size": None}
         del values[key]
         refuses(f"config.json: required key '{key}' is missing", spec_of, values)
@@ -127,3 +134,226 @@ def test_files_that_are_no_config(tmp_path):
     for text, message in (("{", "not valid JSON"), ("[]", "expected an object")):
         file.write_text(text)
         refuses(message, read_config, file)
+
+
+# -- what today's tools write, in every family ------------------------------------------------------------
+
+GOLDEN = Path(__file__).parent / "goldens" / "models"
+NAMES = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
+EVERY = {"llada": config(tiny()), "dream": config(tiny("dream")), "llada-v": llada_v.config()}
+for found in (json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES):
+    name = next(n for n, f in FAMILIES.items() if f.model_type == found["model_type"] and n != "llada")
+    EVERY[name] = found | {"mask_token_id": found.get("mask_token_id", 319)}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+EVERY["sdar-moe"] = EVERY["sdar"] | {"model_type": "sdar_moe"} | MOE
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def test_every_family_is_among_them():
+    assert EVERY.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_rope_in_both_spellings(name):
+    plain = spec_of(EVERY[name])
+    base = EVERY[name]["rope_theta"]
+    partial = {"partial_rotary_factor": 0.5} if name == "llada2-moe" else {}
+    newer = {"rope_type": "default", "rope_theta": base} | partial
+    absent = {k: v for k, v in EVERY[name].items() if not k.startswith(("rope_theta", "rope_sc", "partial_"))}
+    for values in (
+        absent | {"rope_parameters": newer},
+        absent | {"rope_parameters": {"full_attention": newer}},
+        EVERY[name]
+        | {"rope_parameters": newer, "rope_theta": 3.0, "rope_scaling": YARN, **partial},  # it wins
+        EVERY[name] | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": False},
+        EVERY[name] | {"rope_scaling": {"type": "default"}, "sliding_window": False, "layer_types": False},
+    ):
+        assert spec_of(values) == plain
+        # What is written is the spelling of the published files.
+        written = spec_to_config(plain, "float32", Config("here", values))
+        assert (written.get("rope_scaling") or {"type": "default"}, written["rope_theta"]) == (
+            {"type": "default"}, base
+        )  # fmt: skip
+        assert "rope_parameters" not in written
+        assert spec_of(written) == plain
+
+    scaled = spec_of(EVERY[name] | {"rope_scaling": YARN})
+    assert scaled.rope_scaling == RopeScaling("yarn", 4.0, 1024)
+    older = {"type": "yarn"} | {key: value for key, value in YARN.items() if key != "rope_type"}
+    assert scaled == spec_of(EVERY[name] | {"rope_scaling": older})
+    assert scaled == spec_of(absent | {"rope_parameters": YARN | newer | {"rope_type": "yarn"}})
+    assert scaled == spec_of(EVERY[name] | {"rope_parameters": {"rope_theta": base}, "rope_scaling": older})
+    assert spec_of(spec_to_config(scaled, "float32")) == scaled
+    assert spec_of(spec_to_config(scaled, "float32", Config("here", EVERY[name]))) == scaled
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not one of default, linear, yarn"),
+        ({"type": "longrope", "short_factor": [1.0]}, "rope_type='longrope' is not one of"),
+        ({"rope_type": "llama3"}, "rope_type='llama3' is not one of"),
+        ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\] is not one of"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "type and rope_type differ"),
+        ({"rope_type": "default", "factor": 2.0}, "factor=2.0 has no meaning with rope_type 'default'"),
+        ({"factor": 2.0}, "factor=2.0 has no meaning with rope_type 'default'"),
+        ({"rope_type": "linear"}, "rope_type 'linear' needs a factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_slow": 1}, "beta_slow=1 has no meaning"),
+        ({"rope_type": "linear", "factor": -1}, "factor=-1 must be a number"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}, "beta_fast=0.5 must be at least beta_slow"),
+        ({"rope_type": "yarn", "factor": 2.0, "short_factor": [1.0]}, r"unknown key short_factor=\[1.0\]"),
+        ("yarn", "it must be null or an object"),
+        ({"full_attention": 3}, "it must be null or an object"),
+    ],
+)
+def test_other_scalings_are_refused_by_name(scaling, message):
+    for name, key in (("llada", "rope_scaling"), ("sdar", "rope_parameters")):
+        refuses(f"{key}=.* is not supported: .*{message}", spec_of, EVERY[name] | {key: scaling})
+
+
+def test_half_heads_are_said_in_either_place():
+    whole = {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 600000}}
+    assert spec_of(EVERY["llada2-moe"] | whole | {"rotary_dim": None}).rope_width is None
+    refuses(
+        "partial_rotary_factor=0.5 is not supported", spec_of, EVERY["sdar"] | {"partial_rotary_factor": 0.5}
+    )
+
+
+def yarn_by_formula(d: int, theta: float, s: float, original: int, fast=32, slow=1, whole=True) -> np.ndarray:
+    """YaRN's frequencies as the paper has them, dimension by dimension in float64."""
+    c = lambda r: d * math.log(original / (2 * math.pi * r)) / (2 * math.log(theta))
+    low, high = (math.floor(c(fast)), math.ceil(c(slow))) if whole else (c(fast), c(slow))
+    low, high = max(low, 0), min(high, d - 1)
+    high += 0.001 * (low == high)
+    result = []
+    for j in range(d // 2):
+        f, ramp = theta ** (-2 * j / d), min(max((j - low) / (high - low), 0), 1)
+        result.append(f / s * ramp + f * (1 - ramp))
+    return np.array(result)
+
+
+LN = math.log(40)
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "formula", "attention"),
+    [
+        (1e6, dict(factor=16.0, mscale=1.0, mscale_all_dim=1.0), dict(), 1.0),
+        (1e9, dict(factor=16.0), dict(), 0.1 * math.log(16) + 1),
+        (1e6, dict(factor=0.25), dict(), 1.0),
+        (1e4, dict(factor=40.0, mscale=0.7, mscale_all_dim=1.0), dict(), (0.07 * LN + 1) / (0.1 * LN + 1)),
+        (1e4, dict(factor=8.0, attention_factor=1.5, beta_fast=64, beta_slow=2), dict(fast=64, slow=2), 1.5),
+        (1e4, dict(factor=8.0, truncate=False, mscale=0.5), dict(whole=False), 0.1 * math.log(8) + 1),
+    ],
+)  # fmt: skip
+def test_yarn_in_numbers(base, options, formula, attention):
+    scaling = RopeScaling("yarn", original=16384, **options)
+    rope = rope_of(tiny(head=128, rope_base=base, rope_scaling=scaling), 7)
+    angle = np.arange(8)[:, None] * yarn_by_formula(128, base, options["factor"], 16384, **formula)
+    np.testing.assert_allclose(rope.cos, attention * np.cos(angle), atol=2e-6)
+    np.testing.assert_allclose(rope.sin, attention * np.sin(angle), atol=2e-6)
+
+
+def test_linear_scaling_in_numbers_and_the_published_ramp():
+    rope = rope_of(tiny(rope_base=1e4, rope_scaling=RopeScaling("linear", 4.0)), 40)
+    angle = np.arange(41)[:, None] / 4 * 1e4 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(rope.sin, np.sin(angle), atol=2e-6)
+    for base, low, high in ((1e6, 20, 37), (1e9, 13, 25)):
+        plain, scaled = (yarn_by_formula(128, base, s, 16384) for s in (1.0, 16.0))
+        changed = np.flatnonzero(~np.isclose(plain, scaled))
+        divided = np.flatnonzero(np.isclose(plain / 16, scaled))
+        assert (changed[0], divided[0]) == (low + 1, high)
+
+
+def test_contexts_that_were_stretched():
+    values = EVERY["dream"] | {"rope_scaling": YARN}
+    assert spec_of(values | {"max_position_embeddings": 1024}).positions == 4096
+    assert spec_of(values | {"max_position_embeddings": 8192}).positions == 8192
+    without = values | {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 512}
+    assert (spec_of(without).positions, spec_of(without).rope_scaling) == (
+        2048,
+        RopeScaling("yarn", 4.0, 512),
+    )
+    del without["max_position_embeddings"]
+    refuses("needs original_max_position_embeddings, or max_position_embeddings", spec_of, without)
+    assert scale_rope(spec_of(values), 1.0) == spec_of(values)
+    refuses(r"rope_factor=2.0 .* scaled already \(yarn, factor 4\)", scale_rope, spec_of(values), 2.0)
+    refuses("rope_base=1.0 must be above 1", spec_of, values | {"rope_theta": 1})
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_ids_in_lists_and_in_generation_config(name):
+    original = EVERY[name] | {"eos_token_id": [7, 8, 9]}
+    original.pop("eot_token_id", None)
+    spec = spec_of(original)
+    assert (spec.eos_id, spec.eot_id, spec.ends) == (7, 8, (7, 8, 9))
+    assert spec_to_config(spec, str(original.get("torch_dtype")), Config("here", original)) == original
+    assert spec_of(spec_to_config(spec, "float32")) == spec
+    absent = {key: value for key, value in original.items() if key not in ("eos_token_id", "mask_token_id")}
+    listed = {"eos_token_id": [7, 8, 9], "mask_token_id": spec.mask_id}
+    assert config_to_spec(Config("here", absent, listed)) == spec
+    # Both files: config.json says which is end-of-text, and all of them end a response.
+    both = Config("here", original | {"eos_token_id": 9, "eot_token_id": 10}, listed)
+    assert (config_to_spec(both).ends, config_to_spec(both).eot_id) == ((9, 7, 8), 10)
+    assert spec_of(original | {"eos_token_id": [7]}).ends == (7,)
+    assert spec_of(original | {"eot_token_id": None}).eot_id is None
+
+    # A changed spec comes back from both files.
+    other = dataclasses.replace(spec, eos_id=4, stop_ids=())
+    source = Config("here", absent, listed)
+    written = Config("here", spec_to_config(other, "float32", source), spec_to_generation(other, source))
+    assert config_to_spec(written) == other
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_defaults_of_the_classes_and_false_for_null(name):
+    plain = spec_of(EVERY[name])
+    tie = "weight_tying" if name == "llada" else "tie_word_embeddings"
+    absent = {k: v for k, v in EVERY[name].items() if k not in ("hidden_act", tie, "torch_dtype")}
+    absent |= {"rope_scaling": False, "sliding_window": False, "quantization_config": False}
+    absent |= {"num_experts": False} if plain.experts is None else {}
+    assert spec_of(absent | {"dtype": "float32"}) == dataclasses.replace(plain, tied=name == "llada")
+    assert (
+        spec_to_config(plain, "bfloat16", Config("here", EVERY[name] | {"dtype": "float32"}))["dtype"]
+        == "bfloat16"
+    )
+
+
+PUBLISHED = {"llada-8b": 126081, "dream-7b": 151643, "llada2-mini": 156892, "fast-dllm-v2-7b": 151645}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_end_of_text_of_published_vocabularies(name):
+    values = json.loads((Path("configs/models") / f"{name}.json").read_text())
+    del values["eos_token_id"]
+    assert spec_of(values).eos_id == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "default"), [("sdar", 4), ("sdar-moe", 4), ("fast-dllm-v2", 32)])
+def test_block_sizes(name, default):
+    absent = {key: value for key, value in EVERY[name].items() if key not in ("block_size", "bd_size")}
+    with pytest.warns(BlockSizeWarning, match=f"block_size={default}, the default of .*replace_spec"):
+        assert spec_of(absent).block_size == default
+    for key in ("block_size", "block_length", "bd_size"):
+        assert spec_of(absent | {key: 64}).block_size == 64
+        refuses(f"{key}=-1 must be|_size=-1 must be", spec_of, absent | {key: -1})
+    refuses(
+        "block_size=4 and block_length=8 must be equal",
+        spec_of,
+        absent | {"block_size": 4, "block_length": 8},
+    )
+
+
+def test_generation_config_is_read_beside_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EVERY["dream"]))
+    assert read_model_config(tmp_path).generation == {}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [61, 5]}')
+    assert config_to_spec(read_model_config(tmp_path)).ends == (61, 5)
+    (tmp_path / "generation_config.json").write_text("[")
+    refuses("generation_config.json is not valid JSON", read_model_config, tmp_path)
+
+
+@pytest.mark.parametrize("older", [{"type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 2}])
+def test_a_scaling_that_did_not_change_stays_as_it_came(older):
+    values = EVERY["dream"] | {"rope_scaling": older, "torch_dtype": "float32"}
+    assert spec_to_config(spec_of(values), "float32", Config("here", values)) == values

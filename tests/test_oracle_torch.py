@@ -6,6 +6,7 @@ import pytest
 
 import dllm_jax as dj
 from bench.peer_torch.twin import twin
+from dllm_jax.nn.spec import RopeScaling
 from dllm_jax.samplers.transfer import dream_times
 from tests.models import random_tokens, tiny
 
@@ -17,6 +18,8 @@ CASES = [  # family, spec changes
     ("llada", {"kv_heads": 1, "head": 16, "rope_base": 5e5 * 14}),  # LongLLaDA's NTK base
     ("llada", {"tied": True}), ("dream", {}), ("dream", {"heads": 7, "kv_heads": 1, "head": 10}),
     ("dream", {"rope_base": 5e6}),
+    ("dream", {"rope_scaling": RopeScaling("yarn", 4.0, original=16, beta_fast=4)}),
+    ("llada", {"rope_scaling": RopeScaling("linear", 3.0)}),
 ]  # fmt: skip
 
 

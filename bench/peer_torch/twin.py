@@ -15,6 +15,7 @@ import transformers
 import dllm_jax as dj
 from dllm_jax.checkpoint.exporting import in_memory
 from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.names.rope import written_scaling
 from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
 from dllm_jax.checkpoint.source import read
 
@@ -102,7 +103,8 @@ class Twin:
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     """A torch model of these shapes with random weights of this dtype; rotary frequencies are float32."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
+    scaling = written_scaling(spec, "rope_type") or {"rope_type": "default"}
+    rope: dict[str, Any] = scaling | {"rope_theta": spec.rope_base}
     described = CONFIGS[spec.family](
         vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
         num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,

@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dllm_jax.checkpoint.files import read_object
+from dllm_jax.checkpoint.files import has_entry, read_object
 from dllm_jax.checkpoint.messages import listed
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import check_argument, shown
 
+GENERATION = "generation_config.json"
 KINDS = get_type_hints(ModelSpec, include_extras=True)
 KINDS_OF_EXPERTS = get_type_hints(ExpertSpec, include_extras=True)
 
 
 class MaskTokenWarning(UserWarning):
     """A config.json names no mask token, and none is known of a model of its size."""
+
+
+class BlockSizeWarning(UserWarning):
+    """The config.json of a block-causal model names no block size: the default of its family is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +46,17 @@ class Config:
     Attributes:
       where: the file, for messages.
       values: the parsed object.
+      generation: the object of the generation_config.json beside it, {} if there is none.
     """
 
     where: str
     values: dict[str, Any]
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """The value at a key that holds no truth value; None of an absent key, null and false."""
+        value = self.values.get(key)
+        return None if value is False else value
 
     def read(self, key: str, kind: Any, default: Any = None) -> Any:
         """The value at a key, of a kind and range that `dllm_jax.options` lists.
@@ -59,7 +71,8 @@ class Config:
         """
         # null is as good as absent: the reference takes n_heads for null n_kv_heads, vocab_size for null
         # embedding_size.
-        value = default if self.values.get(key) is None else self.values[key]
+        value = self.values.get(key) if kind is bool else self.get(key)
+        value = default if value is None else value
         try:
             return check_argument(key, value, kind)
         except ValueError as error:
@@ -77,7 +90,7 @@ class Config:
         Raises:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
         """
-        others = {"kv_heads": self.values.get(keys["heads"]), "vocab": self.values.get("vocab_size")}
+        others = {"kv_heads": self.get(keys["heads"]), "vocab": self.get("vocab_size")}
         defaults = others | defaults
         found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
         width, heads = found["width"], found["heads"]
@@ -110,7 +123,9 @@ class Config:
             if key not in self.values:
                 if requirement.needed:
                     lines.append(f"{key} is missing; supported: {supported}")
-            # 1 == True in Python, but not in a config.
+            # 1 == True in Python, but not in a config; false is as good as null.
+            elif self.get(key) is None and None in requirement.allowed:
+                continue
             elif not any(_same(self.values[key], value) for value in requirement.allowed):
                 lines.append(f"{key}={shown(self.values[key])} is not supported; supported: {supported}")
         if lines:
@@ -125,6 +140,18 @@ def read_config(path: Path) -> Config:
       ValueError: it is not a JSON object, see `dllm_jax.checkpoint.files.read_object`.
     """
     return Config(str(path), read_object(path))
+
+
+def read_model_config(folder: Path) -> Config:
+    """Parses the config.json of a checkpoint, and the generation_config.json beside it if there is one.
+
+    Raises:
+      FileNotFoundError: there is no config.json.
+      ValueError: one of them is not a JSON object, see `dllm_jax.checkpoint.files.read_object`.
+    """
+    config = read_config(folder / "config.json")
+    generation = read_object(folder / GENERATION) if has_entry(folder, GENERATION) else {}
+    return dataclasses.replace(config, generation=generation)
 
 
 def _same(value, allowed) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dllm_jax.checkpoint.config import read_config
+from dllm_jax.checkpoint.config import GENERATION, read_model_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
-from dllm_jax.checkpoint.families import spec_to_config, units_of
+from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
 from dllm_jax.checkpoint.files import INDEX, copy_auxiliary_files
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
@@ -190,17 +190,23 @@ def _write(
 ):
     """Writes the directory: the small files of `kept`, its config.json as far as it still holds, weights."""
     spec, dtype = source.spec, _one_dtype(source)
-    config = None if kept is None else kept / "config.json"
-    original = read_config(config) if config is not None and config.is_file() else None
+    original = None if kept is None or not (kept / "config.json").is_file() else read_model_config(kept)
     with atomic_directory(target, overwrite) as partial:
         if kept is not None:
             copy_auxiliary_files(kept, partial)
         # Bytes of an unchanged config.json stay as they came.
         values = spec_to_config(spec, str(dtype), original)
         if original is None or values != original.values:
-            (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            _write_json(partial / "config.json", values)
+        generation = {} if original is None else spec_to_generation(spec, original)
+        if original is not None and generation != original.generation:
+            _write_json(partial / GENERATION, generation)
         _write_shards(partial, _plan(source, dtype, shard_bytes), tensors)
         next(tensors, None)  # all are written; this lets the last unit count as done
+
+
+def _write_json(file: Path, content: Mapping[str, Any]):
+    file.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
 def _tensors(source: Source, advance: Callable[[], None]) -> Iterator[np.ndarray]:

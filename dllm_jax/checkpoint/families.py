@@ -1,6 +1,7 @@
 """The checkpoint layouts this library reads and writes."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
@@ -9,6 +10,7 @@ from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
+PADDING = ("pad_token_id", "bos_token_id")
 FAMILIES = {
     family.name: family
     for family in (
@@ -50,7 +52,7 @@ def config_to_spec(config: Config) -> ModelSpec:
     config.check((quantised, Requirement("model_type", types, needed=True)))
     of_type = [f for f in FAMILIES.values() if f.model_type == config.values["model_type"]]
     # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
-    has_experts = config.values.get("num_experts") is not None
+    has_experts = config.get("num_experts") is not None
     family = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
     try:
         return family.read(config)
@@ -73,19 +75,56 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
     """
     family = family_of(spec)
     if original is None:
-        values = family.made(spec) | {"torch_dtype": dtype}
+        values, generation = family.made(spec) | {"torch_dtype": dtype}, {}
     else:
-        values = dict(original.values)
+        values, generation = dict(original.values), original.generation
 
-        # An unchanged spec leaves the original as it is: keys left to their defaults stay absent.
-        if differences(spec, config_to_spec(original)):
-            values |= family.written(spec)
+        # An unchanged spec leaves the original as it is: keys left to their defaults stay absent. But code of
+        # the families that reads rope_parameters is not published.
+        before = config_to_spec(original)
+        if differences(spec, before):
+            values = fitting(values | family.written(spec), spec, before.vocab)
+            generation = spec_to_generation(spec, original)
+        if original.get("rope_parameters") is not None:
+            values |= family.rope(spec)
+            values.pop("rope_parameters", None)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     # What was written is read again: what does not come back cannot be said in this family's keys.
-    lost = differences(spec, config_to_spec(Config(f"a {family.model_type} config.json", values)))
+    again = Config(f"a {family.model_type} config.json", values, generation)
+    lost = differences(spec, config_to_spec(again))
     if lost:
         raise ValueError(f"a {family.model_type} config.json cannot hold this spec: {'; '.join(lost)}")
     return values
+
+
+def fitting(values: dict[str, Any], spec: ModelSpec, before: int) -> dict[str, Any]:
+    """A config.json or generation_config.json that the authors' classes accept beside keys of a changed spec.
+
+    Args:
+      values: The file's keys, those of the spec among them.
+      spec: The model.
+      before: Vocabulary that the other keys were written for.
+    """
+    # Embeddings of torch refuse a padding id beyond their rows; LLaDA's class a vocabulary beyond them.
+    cut = lambda key: isinstance(value := values.get(key), int) and spec.vocab <= value < before
+    fits: dict[str, Any] = {key: spec.eos_id for key in PADDING if cut(key)}
+    if isinstance(vocab := values.get("vocab_size"), int) and vocab > spec.vocab:
+        fits["vocab_size"] = spec.vocab
+    if "tie_word_embeddings" in values:
+        fits["tie_word_embeddings"] = spec.tied
+    if values.get("layer_types"):
+        fits["layer_types"] = ["full_attention"] * spec.layers
+    return values | fits
+
+
+def spec_to_generation(spec: ModelSpec, original: Config) -> Mapping[str, Any]:
+    """The generation_config.json of a model that came with one, {} if it did not."""
+    before = config_to_spec(original)
+    if not differences(spec, before):
+        return original.generation
+    ids = {"eos_token_id": [*spec.ends] if spec.stop_ids else spec.eos_id, "mask_token_id": spec.mask_id}
+    found = fitting(dict(original.generation), spec, before.vocab)
+    return found | {key: value for key, value in ids.items() if found.get(key) is not None}
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:

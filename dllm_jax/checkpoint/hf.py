@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.config import Config, read_model_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.files import has_entry
@@ -91,8 +91,7 @@ def open_hf(path: Path) -> Source:
       FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
       ValueError: unsupported config, unreadable file, or tensors that do not fit, by name.
     """
-    config = _config(path)
-    spec = config_to_spec(config)
+    spec = config_to_spec(_config(path))
     names = family_of(spec).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
@@ -116,6 +115,6 @@ def open_hf(path: Path) -> Source:
 def _config(path: Path) -> Config:
     """The directory's config.json; raises FileNotFoundError that says what is there instead."""
     try:
-        return read_config(path / "config.json")
+        return read_model_config(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}{what_else(path)}") from None

@@ -140,9 +140,15 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
     """The spec with rotary base and limit on positions multiplied (NTK scaling, LongLLaDA arXiv:2506.14429).
 
     Raises:
-      ValueError: the factor is not a positive finite number.
+      ValueError: the factor is not a positive finite number, or the frequencies are scaled already.
     """
     factor = check_argument("rope_factor", factor, PositiveFloat)
+    if factor != 1 and spec.rope_scaling is not None:
+        scaled = f"{spec.rope_scaling.kind}, factor {spec.rope_scaling.factor:g}"
+        raise ValueError(
+            f"rope_factor={factor} is not supported here: rotary frequencies of the checkpoint are scaled "
+            f"already ({scaled}). Change rope_scaling in its config.json instead."
+        )
 
     # LongLLaDA multiplies the base and nothing else; here no arithmetic reads the limit, only a warning does.
     reach = spec.positions and min(max(1, int(spec.positions * factor)), MOST_POSITIONS)

@@ -189,8 +189,8 @@ def check_tokenizer(tokenizer: Any):
 
 
 def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:
-    """Text of each response up to its first end-of-text or end-of-turn."""
+    """Text of each response up to its first end-of-text, end-of-turn or other stop id."""
     # Whichever comes first; of some models no end-of-turn is known.
-    ends = [i for i in (model.spec.eos_id, model.spec.eot_id) if i is not None]
+    ends = [i for i in (*model.spec.ends, model.spec.eot_id) if i is not None]
     cut = [ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids for ids in responses]
     return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]

@@ -12,7 +12,7 @@ from dllm_jax.decoding.stats import Record
 from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import Rope, rope_table
+from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
@@ -48,7 +48,7 @@ class Generation(NamedTuple):
 
         # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then
         # fails an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
-        table = rope_table(plan.layout.length, model.spec.rotated, model.spec.rope_base)
+        table = rope_of(model.spec, plan.layout.length)
         rope = jax.lax.optimization_barrier(table)
         plan = dataclasses.replace(plan, interventions=interventions)
         return Generation(model, plan, inputs.noise, embeds, rope)

@@ -14,7 +14,7 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import rope_table
+from dllm_jax.nn.rope import rope_of
 from dllm_jax.options import PositiveInt, Profile, check_argument
 from dllm_jax.state import inputs
 
@@ -46,7 +46,7 @@ def importance(
         return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
 
     start = x, jnp.zeros((spec.layers, batch))
-    return walk(model.params, spec, rope_table(length, spec.rotated, spec.rope_base), run, start)[1]
+    return walk(model.params, spec, rope_of(spec, length), run, start)[1]
 
 
 def calibrate(

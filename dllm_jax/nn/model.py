@@ -21,7 +21,7 @@ from dllm_jax.nn.layer import Layer, embed, unembed, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
-from dllm_jax.nn.rope import Rope, rope_table
+from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Choice, check_implementation
@@ -121,7 +121,7 @@ def full_pass(spec: ModelSpec, tokens, valid, copied: int = 0) -> tuple[Int[Arra
     position = jnp.broadcast_to(order, tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
     mask = (with_noisy_copy if copied else block_causal)(mask, spec, position, valid, length)
-    return position, mask, rope_table(length, spec.rotated, spec.rope_base)
+    return position, mask, rope_of(spec, length)
 
 
 def forward(

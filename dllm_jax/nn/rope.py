@@ -1,14 +1,18 @@
 """Rotary position embedding (RoPE): tables of angles, and the rotation of queries and keys.
 
 Positions are those of the canvas, padding counted: attention sees differences of positions alone. NTK scaling
-(`load(.., rope_factor=)`) changes `ModelSpec.rope_base`, nothing here.
+(`load(.., rope_factor=)`) changes `ModelSpec.rope_base`, nothing here; linear scaling and YaRN are
+`ModelSpec.rope_scaling`.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from dllm_jax.nn.spec import ModelSpec, RopeScaling
 
 
 class Rope(NamedTuple):
@@ -18,15 +22,65 @@ class Rope(NamedTuple):
     sin: Float[Array, "l half"]
 
 
-def rope_table(positions: int, width: int, base: float) -> Rope:
+def rope_of(spec: ModelSpec, positions: int) -> Rope:
+    """The rotary tables of a model for so many positions."""
+    return rope_table(positions, spec.rotated, spec.rope_base, spec.rope_scaling)
+
+
+def rope_table(positions: int, width: int, base: float, scaling: RopeScaling | None = None) -> Rope:
     """Angles position * base^(-2j/d), computed in float32 as the references do; d is the rotated width."""
+    # One angle more than there are positions: padding has the position l, and reads the last line.
+    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequencies(width, base, scaling)
+    tables = jnp.cos(angle), jnp.sin(angle)
+    if scaling is None or (factor := attention_factor(scaling)) == 1:
+        return Rope(*tables)
+    # Queries and keys both grow, so attention's logits do by the square.
+    return Rope(*(np.float32(factor) * table for table in tables))
+
+
+def frequencies(width: int, base: float, scaling: RopeScaling | None) -> Float[np.ndarray, "half"]:
+    """The angle per position of each pair of a head, in float32."""
     # Frequencies by the host's float32 power, whose bits are those of the references. XLA's differ in the
     # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    frequency = np.float32(1) / np.float32(base) ** exponent
-    # One angle more than there are positions: padding has the position l, and reads the last line.
-    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequency
-    return Rope(jnp.cos(angle), jnp.sin(angle))
+    period = np.float32(base) ** exponent
+    one = np.float32(1)
+    if scaling is None:
+        return one / period
+    factor = np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return one / period / factor
+    # YaRN (arXiv:2309.00071): dimensions that turn often within the original context keep their frequency,
+    # those that turn less than `beta_slow` times are divided by the factor, a ramp lies between them.
+    low, high = _ramp_of_yarn(width, base, scaling)
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1).astype(np.float32)
+    return one / (factor * period) * ramp + one / period * (one - ramp)
+
+
+def _ramp_of_yarn(width: int, base: float, scaling: RopeScaling) -> tuple[float, float]:
+    """The dimensions where YaRN's ramp begins and ends."""
+    assert scaling.original is not None, "checked by RopeScaling"
+    bounds = []
+    for rotations in (scaling.beta_fast, scaling.beta_slow):
+        turns = scaling.original / (2 * math.pi * rotations)
+        bounds.append(width * math.log(turns) / (2 * math.log(base)))
+    low, high = bounds
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """The number that multiplies cos and sin: 1 of linear scaling, of YaRN its given or its own one."""
+    if scaling.kind == "linear":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    grown = lambda scale: 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
+    return grown(1.0)
 
 
 def rotate(

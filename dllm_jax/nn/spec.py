@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
 from dllm_jax.options import (
     NoneMeans,
+    NonNegativeFloat,
     NonNegativeInt,
     Options,
     PositiveFloat,
@@ -110,6 +111,40 @@ class ExpertSpec(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling(Options):
+    """Static description of rotary frequencies that were scaled for longer contexts; hashable.
+
+    Attributes:
+      kind: "linear" divides all frequencies by `factor`; "yarn" divides slow ones alone (arXiv:2309.00071).
+      factor: Ratio of the scaled context to the original one.
+      original: Positions of the original context; YaRN needs it, linear scaling does not.
+      beta_fast: Rotations within the original context from which YaRN keeps a frequency.
+      beta_slow: Rotations within the original context up to which YaRN divides a frequency.
+      mscale: Numerator's weight of YaRN's attention factor; 0 if it is not given.
+      mscale_all_dim: Denominator's weight of YaRN's attention factor; 0 if it is not given.
+      attention_factor: Number that multiplies cos and sin; None derives it from `factor` and the weights.
+      truncate: Whether YaRN's ramp begins and ends at whole dimensions.
+    """
+
+    kind: Literal["linear", "yarn"]
+    factor: PositiveFloat
+    original: Annotated[PositiveInt | None, NoneMeans("unknown")] = None
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 0.0
+    mscale_all_dim: NonNegativeFloat = 0.0
+    attention_factor: Annotated[PositiveFloat | None, NoneMeans("derived")] = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kind == "yarn" and self.original is None:
+            raise ValueError("original=None must be a number of positions: YaRN's ramp depends on it")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec(Options):
     """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
 
@@ -141,6 +176,8 @@ class ModelSpec(Options):
       block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`), counted from the first
         one that is not padding; 0 where every position attends to every other.
       experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `hidden`.
+      rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
+      stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them.
     """
 
     family: str
@@ -167,6 +204,8 @@ class ModelSpec(Options):
     rope_width: Annotated[PositiveInt | None, NoneMeans("the whole head")] = None
     block_size: NonNegativeInt = 0
     experts: Annotated[ExpertSpec | None, NoneMeans("dense MLPs")] = None
+    rope_scaling: Annotated[RopeScaling | None, NoneMeans("unscaled")] = None
+    stop_ids: tuple[NonNegativeInt, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -185,14 +224,16 @@ class ModelSpec(Options):
             raise ValueError(
                 f"dense={dense} must be some of the layers 0 to {self.layers - 1} in ascending order, not all"
             )
-        for name in ("mask_id", "eos_id", "eot_id"):
-            value = getattr(self, name)
+        if self.rope_scaling is not None and self.rope_base <= 1:
+            raise ValueError(f"rope_base={self.rope_base} must be above 1: rope_scaling needs its logarithm")
+        ends = [("eos_id", self.eos_id), ("eot_id", self.eot_id), *(("stop_ids", i) for i in self.stop_ids)]
+        for name, value in (("mask_id", self.mask_id), *ends):
             if value is not None and value >= self.vocab:
                 raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
         # A masked position is told by its id alone, so an end that reads as [MASK] would be decoded again for
         # ever.
-        for name in ("eos_id", "eot_id"):
-            if getattr(self, name) == self.mask_id:
+        for name, value in ends:
+            if value == self.mask_id:
                 raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")
 
     @classmethod
@@ -204,7 +245,8 @@ class ModelSpec(Options):
           ValueError: values that break a rule.
         """
         nested: dict[str, Any] = {}
-        for name, kind in (("vision", VisionSpec), ("experts", ExpertSpec)):
+        kinds = {"vision": VisionSpec, "experts": ExpertSpec, "rope_scaling": RopeScaling}
+        for name, kind in kinds.items():
             if (inner := fields.get(name)) is None:
                 continue
             if not isinstance(inner, Mapping):
@@ -218,6 +260,11 @@ class ModelSpec(Options):
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Token ids that end a response: end-of-text first."""
+        return (self.eos_id, *self.stop_ids)
 
     @property
     def rotated(self) -> int:

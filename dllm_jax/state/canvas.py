@@ -1,6 +1,8 @@
 """The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
 
 import dataclasses
+import functools
+import operator
 from typing import TypeVar
 
 import jax
@@ -331,9 +333,14 @@ def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
     return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)
 
 
+def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
+    """The tokens that end a response: end-of-text, and the model's other stop ids."""
+    return functools.reduce(operator.or_, (tokens == i for i in spec.ends))
+
+
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
-    hit = (canvas.tokens == canvas.spec.eos_id) & canvas.response
+    hit = is_end(canvas.tokens, canvas.spec) & canvas.response
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
     return first_of(hit, canvas.layout.length)
@@ -342,7 +349,7 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions behind the leftmost end-of-text of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
-    eos = (canvas.tokens == canvas.spec.eos_id) & (canvas.decoded_at >= 0)
+    eos = is_end(canvas.tokens, canvas.spec) & (canvas.decoded_at >= 0)
     first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)
 
     # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.

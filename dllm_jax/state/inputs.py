@@ -301,8 +301,13 @@ def warn_of_length(length: int, spec: ModelSpec, stacklevel: int):
     Python shows such a warning once for each place that it comes from.
     """
     if spec.positions is not None and length > spec.positions:
+        hint = (
+            ": load(path, rope_factor=...) stretches its rotary embedding"
+            if spec.rope_scaling is None
+            else ""
+        )
         message = (
             f"a canvas of more than {spec.positions} positions, which is what the model was made for, is "
-            "answered worse: load(path, rope_factor=...) stretches its rotary embedding"
+            f"answered worse{hint}"
         )
         warnings.warn(message, PositionsWarning, stacklevel=stacklevel + 1)

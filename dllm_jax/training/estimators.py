@@ -7,6 +7,8 @@ same masks, so what chance does to them cancels in their ratios.
 """
 
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -227,18 +229,22 @@ def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, rem
     return jnp.mean(jax.lax.map(one, masks, batch_size=at_once), axis=0)
 
 
-def until_end(answer: Int[Array, "b r"], eos_id: int, eot_id: int | None = None) -> Bool[Array, "b r"]:
+def until_end(
+    answer: Int[Array, "b r"], eos_id: int | Sequence[int], eot_id: int | None = None
+) -> Bool[Array, "b r"]:
     """The tokens of each answer up to and with its first end-of-text or end-of-turn; all if it has none.
 
     These are the ones an objective counts (d1's completion mask).
 
     Args:
       answer: token ids; -100 at tokens that do not count.
-      eos_id: end-of-text.
+      eos_id: end-of-text, or all ids that end an answer (`ModelSpec.ends`).
       eot_id: end-of-turn, or None.
     """
     ids = token_ids(answer, None, "answer", IGNORED)
+    ends = [eos_id] if isinstance(eos_id, int) else [*eos_id]
+    ends += [] if eot_id is None else [eot_id]
     with number_modes():
         answer = jnp.asarray(ids)
-        end = answer == eos_id if eot_id is None else (answer == eos_id) | (answer == eot_id)
+        end = functools.reduce(operator.or_, (answer == i for i in ends))
         return (jnp.cumsum(end, axis=1) - end == 0) & (answer >= 0)

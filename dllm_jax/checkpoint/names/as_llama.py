@@ -57,11 +57,9 @@ KEYS = {
     "positions": "max_position_embeddings",
 }
 BLOCK_KEYS = KEYS | {"head": "head_dim", "block_size": "block_size"}
-REQUIREMENTS = (
-    Requirement("hidden_act", ("silu",), needed=True),
-    Requirement("rope_scaling", (None,)),
-    Requirement("rope_parameters", (None,)),  # newer spelling of rope_theta and rope_scaling in one
-)
+SILU = Requirement("hidden_act", ("silu",))  # the default of every class
+REQUIREMENTS = (SILU, Requirement("partial_rotary_factor", (None, 1)))
+DEFAULTS = {"tied": False}  # of every class
 
 
 # Fields of those that norm queries and keys, as Qwen3: row i predicts token i; cos and sin are cast to the

@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 
 
 def _check_head(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,8 @@ FAMILY = Family(
     keys=as_llama.KEYS,
     requirements=as_llama.REQUIREMENTS,
     fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": False},
-    tokens={152064: (None, 151645)},
+    defaults=as_llama.DEFAULTS,
+    tokens={152064: Tokens(151666, 151643, 151645)},
     own=_check_head,
     template=functools.partial(as_llama.template, "DreamModel"),
 )

@@ -1,14 +1,26 @@
 """What a family's checkpoints have in common: how its config.json is read, and written."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from dllm_jax.checkpoint.config import KINDS, Config, Requirement
+from dllm_jax.checkpoint.config import KINDS, BlockSizeWarning, Config, Requirement
+from dllm_jax.checkpoint.names.rope import read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument, shown
 
 DENSE = Requirement("num_experts", (None,))  # a relative with experts would be read as if it had none
+BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one number
+
+
+class Tokens(NamedTuple):
+    """Ids of special tokens; None where config.json has to name them."""
+
+    mask: int | None = None
+    eos: int | None = None
+    eot: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +36,10 @@ class Family:
       requirements: keys that hold no field, and what this library supports of them.
       fixed: fields of `ModelSpec` that all its models share.
       defaults: of keys that published files leave out, by field.
-      tokens: ids of the mask and of end-of-turn, by the vocabulary size of published models whose config.json
-        does not name them.
+      tokens: ids of special tokens, by the vocabulary size of published models whose config.json does not
+        name them.
+      blocks: block size of all published models of a family none of whose config.json names it.
+      scaling_type: key of the type in `rope_scaling`.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       own: config.json and what `keys` hold -> the fields that no key holds alone.
       more: spec -> what it determines beside `keys`.
@@ -40,7 +54,9 @@ class Family:
     requirements: tuple[Requirement, ...]
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tokens: Mapping[int, tuple[int | None, int]] = dataclasses.field(default_factory=dict)
+    tokens: Mapping[int, Tokens] = dataclasses.field(default_factory=dict)
+    blocks: int | None = None
+    scaling_type: str = "rope_type"
     adjusted: Callable[[Config], Config] = lambda config: config
     own: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
@@ -52,28 +68,71 @@ class Family:
         Raises:
           ValueError: naming the key, its value and what is supported.
         """
-        config = self.adjusted(config)
+        config, scaling = read_rope(self.adjusted(config), self.keys["positions"])
         # A window counts only where it is both set and switched on.
         window = (Requirement("sliding_window", (None,)),)
         window = window if config.read("use_sliding_window", bool, default=False) else ()
         config.check((*self.requirements, *window, *(() if self.expert_keys else (DENSE,))))
-        kinds = config.values.get("layer_types")
+        kinds = config.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} - {"full_attention"}):
             raise ValueError(f"{config.where}: layer_types={kinds!r} must all be 'full_attention'")
 
+        vocab = config.read(self.keys["vocab"], KINDS["vocab"], config.get("vocab_size"))
+        config, known, others = self._with_tokens(config, self.tokens.get(vocab, Tokens()))
+        config = self._with_block_size(config) if "block_size" in self.keys else config
+        fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**self.defaults, **known})
+        fields |= {**self.fixed, **self.own(config, fields), "rope_scaling": scaling, "stop_ids": others}
+        return ModelSpec(**fields, family=self.name)
+
+    def _with_tokens(
+        self, config: Config, published: Tokens
+    ) -> tuple[Config, dict[str, Any], tuple[int, ...]]:
+        """A config.json with one end-of-text; the tokens that it does not name, by field; other ends."""
+        ends = _ids(config, config.values)
+        more = _ids(config, config.generation)  # the file that a generation of transformers reads
+        listed = ends or more
+        ids = tuple(dict.fromkeys((*ends, *more)))
+
         # `save_hf` writes null for a model without end-of-turn, which published files do not mention.
-        vocab = config.read(self.keys["vocab"], KINDS["vocab"], config.values.get("vocab_size"))
-        mask, end = self.tokens.get(vocab, (None, None))
-        known = {"mask_id": mask, "eot_id": None if "eot_token_id" in config.values else end}
-        fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**known, **self.defaults})
-        return ModelSpec(**{**fields, **self.fixed, **self.own(config, fields)}, family=self.name)
+        eot = listed[1] if len(listed) > 1 else published.eot
+        mask = config.generation.get("mask_token_id") or published.mask
+        known = {"eot_id": None if "eot_token_id" in config.values else eot, "mask_id": mask}
+        values = {key: value for key, value in config.values.items() if key != "eos_token_id"}
+        if (eos := ids[0] if ids else published.eos) is not None:
+            values["eos_token_id"] = eos
+        return dataclasses.replace(config, values=values), known, ids[1:]
+
+    def _with_block_size(self, config: Config) -> Config:
+        """A config.json with the block size at the family's own key; warns of one that names none."""
+        key = self.keys["block_size"]
+        found = {name: config.get(name) for name in BLOCK_SIZE if config.get(name) is not None}
+        if len({*map(repr, found.values())}) > 1:
+            named = " and ".join(f"{name}={value!r}" for name, value in found.items())
+            raise ValueError(f"{config.where}: {named} must be equal: both are the block size")
+        size = next(iter(found.values()), self.blocks)
+        if size is None:
+            size = self.defaults["block_size"]
+            message = f"{config.where} names no {key}: block_size={size}, the default of {self.model_type}, "
+            message += "stands in for it; model.replace_spec(block_size=...) sets another"
+            warnings.warn(message, BlockSizeWarning, stacklevel=2)
+        return dataclasses.replace(config, values=config.values | {key: size})
 
     def written(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
         fields = {key: getattr(spec, name) for name, key in self.keys.items()}
         fields |= {key: getattr(spec.experts, name) for name, key in self.expert_keys.items()}
         known = {key: value for key, value in fields.items() if value is not None}
-        return {"model_type": self.model_type, **known, "eot_token_id": spec.eot_id, **self.more(spec)}
+        known["eos_token_id"] = [*spec.ends] if spec.stop_ids else spec.eos_id
+        return {
+            "model_type": self.model_type, **known, "eot_token_id": spec.eot_id, **self.rope(spec),
+            **self.more(spec),
+        }  # fmt: skip
+
+    def rope(self, spec: ModelSpec) -> dict[str, Any]:
+        """The keys of rotary embedding, in the spelling of published files."""
+        part = {} if spec.rope_width is None else {"partial_rotary_factor": spec.rotated / spec.head}
+        scaling = written_scaling(spec, self.scaling_type)
+        return {self.keys["rope_base"]: spec.rope_base, "rope_scaling": scaling, **part}
 
     def made(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of a model that never had one."""
@@ -81,3 +140,18 @@ class Family:
         required = {entry.key: entry.allowed[0] for entry in self.requirements}
         given = {key: value for key, value in required.items() if value is not None}
         return given | self.template(spec) | self.written(spec)
+
+
+def _ids(config: Config, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids at `eos_token_id`, one or a list of them; none of null and false.
+
+    Raises:
+      ValueError: something else.
+    """
+    given = values.get("eos_token_id")
+    listed = given if isinstance(given, list) else [] if given is None or given is False else [given]
+    try:
+        return tuple(dict.fromkeys(check_argument("eos_token_id", i, KINDS["eos_id"]) for i in listed))
+    except ValueError:
+        rule = "must be a whole number of at least 0, or a list of them"
+        raise ValueError(f"{config.where}: eos_token_id={shown(given)} {rule}") from None

@@ -9,14 +9,15 @@ import warnings
 
 from dllm_jax.checkpoint.config import Config, MaskTokenWarning
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.options import PositiveInt
 
 
 def _with_a_mask(config: Config) -> Config:
     """A config.json that names the mask token, or has the vocabulary of a published model."""
     vocab = config.read("vocab_size", PositiveInt)
-    if config.values.get("mask_token_id") is not None or vocab in FAMILY.tokens:
+    named = (values.get("mask_token_id") for values in (config.values, config.generation))
+    if any(mask is not None for mask in named) or vocab in FAMILY.tokens:
         return config
     message = f"{config.where} names no mask_token_id: the last id, {vocab - 1}, stands in for it; "
     message += "model.replace_spec(mask_id=...) sets another"
@@ -33,7 +34,8 @@ FAMILY = Family(
     keys=as_llama.KEYS | {"block_size": "bd_size"},
     requirements=as_llama.REQUIREMENTS,
     fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": True},
-    tokens={152064: (151665, 151645), 151936: (151665, 151645)},
+    defaults=as_llama.DEFAULTS | {"block_size": 32},
+    tokens=dict.fromkeys((152064, 151936), Tokens(151665, 151645, 151645)),
     adjusted=_with_a_mask,
     template=functools.partial(as_llama.template, "Fast_dLLM_QwenForCausalLM"),
 )

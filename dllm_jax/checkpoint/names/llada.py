@@ -3,7 +3,7 @@
 from typing import Any
 
 from dllm_jax.checkpoint.config import Requirement
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 
@@ -40,7 +40,7 @@ REQUIREMENTS = (  # `needed` where the reference's own default is another archit
     Requirement("input_emb_norm", (False, None)),
     Requirement("layer_norm_with_affine", (True,)),
     Requirement("multi_query_attention", (None, False)),
-    Requirement("rope_scaling", (None,)),
+    Requirement("partial_rotary_factor", (None, 1)),
     Requirement("scale_logits", (False, None)),
 )
 KEYS = {
@@ -81,7 +81,7 @@ FAMILY = Family(
     keys=KEYS,
     requirements=REQUIREMENTS,
     fixed={"shifted": False, "pad_rows_attend": True},
-    defaults={"qkv_bias": False, "rope_in_f32": True},
-    tokens={126464: (None, 126348)},
+    defaults={"qkv_bias": False, "tied": True, "rope_in_f32": True},
+    tokens={126464: Tokens(eos=126081, eot=126348)},
     template=template,
 )

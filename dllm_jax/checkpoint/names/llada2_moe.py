@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveFloat
@@ -87,9 +87,11 @@ FAMILY = Family(
     names=NAMES,
     keys=as_llama.BLOCK_KEYS,
     expert_keys=EXPERT_KEYS,
-    requirements=(*as_llama.REQUIREMENTS, *OWN),
+    requirements=(as_llama.SILU, *OWN),
     fixed=as_llama.NORMED,
-    defaults={"block_size": 32},
+    defaults=as_llama.DEFAULTS,
+    tokens={157184: Tokens(156895, 156892)},
+    blocks=32,
     own=_own,
     more=_more,
     template=functools.partial(as_llama.template, "LLaDA2MoeModelLM"),

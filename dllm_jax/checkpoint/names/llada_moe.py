@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 
 EXPERT_KEYS = {
     "count": "num_experts",
@@ -24,7 +24,6 @@ REQUIREMENTS = (
     Requirement("clip_qkv", (None,)),
     Requirement("moe_router_enable_expert_bias", (False, None)),
     Requirement("moe_router_score_function", ("softmax",)),
-    Requirement("partial_rotary_factor", (1, None)),
     Requirement("router_num_group", (None,)),
     Requirement("router_topk_group", (None,)),
     Requirement("shared_expert_intermediate_size", (None,)),
@@ -48,6 +47,8 @@ FAMILY = Family(
     expert_keys=EXPERT_KEYS,
     requirements=REQUIREMENTS,
     fixed=as_llama.NORMED,
+    defaults=as_llama.DEFAULTS,
+    tokens={157184: Tokens(eos=156892)},
     own=_experts,
     more=lambda spec: {"moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.layers)]},
     template=lambda spec: {

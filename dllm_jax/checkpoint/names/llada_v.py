@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 
@@ -130,7 +130,7 @@ def _read_vision(config: Config) -> VisionSpec:
 
 def _object(config: Config, key: str) -> dict[str, Any] | None:
     """The object at a key, None where there is none."""
-    values = config.values.get(key)
+    values = config.get(key)
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{config.where}: {key}={values!r} must be an object")
     return values
@@ -145,7 +145,9 @@ FAMILY = Family(
     keys=as_llama.KEYS,
     requirements=REQUIREMENTS,
     fixed={"qkv_bias": False, "shifted": False, "rope_in_f32": False, "pad_rows_attend": True},
-    tokens={126464: (126336, 126348), 126349: (126336, 126348)},
+    defaults=as_llama.DEFAULTS,
+    tokens=dict.fromkeys((126464, 126349), Tokens(126336, 126081, 126348)),
+    scaling_type="type",
     adjusted=_adjusted,
     own=_tower,
     more=of_vision,

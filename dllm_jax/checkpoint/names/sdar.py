@@ -9,7 +9,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 
@@ -22,8 +22,8 @@ FAMILY = Family(
     keys=as_llama.BLOCK_KEYS,
     requirements=(*as_llama.REQUIREMENTS, Requirement("attention_bias", (False,))),
     fixed=as_llama.NORMED,
-    defaults={"block_size": 4},
-    tokens={151936: (151669, 151645)},
+    defaults=as_llama.DEFAULTS | {"block_size": 4},
+    tokens={151936: Tokens(151669, 151643, 151645)},
     template=functools.partial(as_llama.template, "SDARForCausalLM"),
 )
 EXPERT_KEYS = {
@@ -36,7 +36,7 @@ EXPERT_KEYS = {
 
 def _sdar_experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     # A layer has experts unless it is listed, or is not one of every so many.
-    step, listed = config.read("decoder_sparse_step", PositiveInt, 1), config.values.get("mlp_only_layers")
+    step, listed = config.read("decoder_sparse_step", PositiveInt, 1), config.get("mlp_only_layers")
     if not isinstance(listed, list | None) or not all(type(layer) is int for layer in listed or ()):
         raise ValueError(f"{config.where}: mlp_only_layers={listed!r} must be a list of layers")
     dense = tuple(n for n in range(fields["layers"]) if n in (listed or ()) or (n + 1) % step)

@@ -7,6 +7,7 @@ sequence has its own random key: an answer does not depend on what is in flight 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -252,9 +253,9 @@ class Runner(Answering[Request]):
         if request.conversation is None:
             (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response)
             return cut(text, request.stop)
-        ids, end = response[0].tolist(), self.lm.model.spec.eos_id
-        ids = ids[: ids.index(end)] if end in ids else ids
-        return self.lm.tokenizer.decode(ids, skip_special_tokens=True)
+        ids, ends = response[0].tolist(), self.lm.model.spec.ends
+        ids = itertools.takewhile(lambda token: token not in ends, ids)
+        return self.lm.tokenizer.decode([*ids], skip_special_tokens=True)
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:

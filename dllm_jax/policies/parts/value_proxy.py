@@ -17,7 +17,7 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer, walk
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.rope import rope_table
+from dllm_jax.nn.rope import rope_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, PositiveInt, check_argument
 
@@ -111,4 +111,4 @@ def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
         vectors = jnp.linalg.eigh(einsum("mi,mj->ij", matrix, matrix))[1][:, ::-1][:, :rank]
         return found.at[layer.index].set(vectors.reshape(found.shape[1:]))
 
-    return walk(model.params, spec, rope_table(1, spec.rotated, spec.rope_base), run, found)
+    return walk(model.params, spec, rope_of(spec, 1), run, found)

@@ -1,0 +1,122 @@
+"""Rotary embedding in config.json: all spellings are read, that of the families' published files is written.
+
+rope_theta, rope_scaling      keys of files up to transformers 4
+rope_parameters               both in one object, since transformers 5; it wins where they differ
+"""
+
+import dataclasses
+from typing import Any
+
+from dllm_jax.checkpoint.config import Config
+from dllm_jax.nn.spec import ModelSpec, RopeScaling
+
+TYPES = ("default", "linear", "yarn")
+# Fields of `RopeScaling` by key; linear scaling has the first two alone.
+FIELDS = {"factor": "factor", "original_max_position_embeddings": "original"} | {
+    name: name
+    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+}
+LINEAR = [*FIELDS][:2]
+AT_THE_TOP = ("rope_theta", "partial_rotary_factor")  # also inside of rope_parameters
+MEANINGLESS = ("finetuned",)  # of YaRN's first files, which no code reads
+MOST_POSITIONS = 2**31 - 1  # that int32 numbers
+
+
+def read_rope(config: Config, positions: str) -> tuple[Config, RopeScaling | None]:
+    """Reads rotary embedding in whichever spelling it has.
+
+    Args:
+      config: A config.json.
+      positions: Key of the limit on positions, the original context of a YaRN that names none.
+
+    Returns:
+      the config with `rope_theta`, `partial_rotary_factor` and the limit on positions at the top, and the
+      scaling of frequencies, None if there is none.
+
+    Raises:
+      ValueError: a type, a key or a value that is not supported, by name.
+    """
+    older, newer = (_parameters(config, key) for key in ("rope_scaling", "rope_parameters"))
+    # An object that names no type says nothing of scaling: the other one does.
+    found = newer if "rope_type" in newer else {**older, **newer}
+    where = "rope_parameters" if newer else "rope_scaling"
+    top = {key: value for part in (older, newer) for key, value in part.items() if key in AT_THE_TOP}
+    config = dataclasses.replace(config, values=config.values | top)
+    scaling = _scaling(config, where, found, positions)
+    if scaling is None or scaling.original is None:
+        return config, scaling
+    # Files often keep the original context as their limit on positions when YaRN is added.
+    reach = min(int(scaling.original * scaling.factor), MOST_POSITIONS)
+    limit = config.get(positions)
+    if limit is None or (type(limit) is int and limit < reach):
+        config = dataclasses.replace(config, values=config.values | {positions: max(1, reach)})
+    return config, scaling
+
+
+def _parameters(config: Config, key: str) -> dict[str, Any]:
+    """The object at a key without nulls, its type as `rope_type`; {} if there is none.
+
+    Raises:
+      ValueError: no object, an unknown type or an unknown key.
+    """
+    given = config.get(key)
+    refused = lambda why: ValueError(f"{config.where}: {key}={given!r} is not supported: {why}")
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise refused("it must be null or an object")
+    inner = given.get("full_attention") if given.keys() == {"full_attention"} else given  # by kind of layer
+    if not isinstance(inner, dict):
+        raise refused("it must be null or an object")
+    values = {name: value for name, value in inner.items() if value is not None}
+    types = {name: values.pop(name) for name in ("type", "rope_type") if name in values}
+    if len({*map(repr, types.values())}) > 1:
+        raise refused("type and rope_type differ")
+    for kind in types.values():
+        if kind not in TYPES:
+            raise refused(f"rope_type={kind!r} is not one of {', '.join(TYPES)}")
+        values["rope_type"] = kind
+    if unknown := sorted(values.keys() - {"rope_type", *FIELDS, *AT_THE_TOP, *MEANINGLESS}):
+        raise refused(f"unknown key {unknown[0]}={values[unknown[0]]!r}")
+    return values
+
+
+def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) -> RopeScaling | None:
+    """The scaling that an object describes; `where` is its key."""
+    named = {key: value for key, value in found.items() if key in FIELDS}
+    kind = found.get("rope_type", "default")
+    refused = lambda why: ValueError(f"{config.where}: {where}={config.get(where)!r} is not supported: {why}")
+    # The original context alone, and a factor of 1, change no frequency.
+    effective = named.keys() - {LINEAR[1]} - ({"factor"} if named.get("factor") == 1 else set())
+    unused = effective if kind == "default" else effective - {*LINEAR} if kind == "linear" else set()
+    if unused:
+        key = min(unused)
+        raise refused(f"{key}={named[key]!r} has no meaning with rope_type {kind!r}")
+    if kind == "default":
+        return None
+    if "factor" not in named:
+        raise refused(f"rope_type {kind!r} needs a factor")
+    if kind == "yarn" and named.get(LINEAR[1]) is None:
+        original = config.get(LINEAR[1]) or config.get(positions)
+        if original is None:
+            raise refused(f"rope_type 'yarn' needs {LINEAR[1]}, or {positions} beside it")
+        named[LINEAR[1]] = original
+    try:
+        return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in named.items()})
+    except ValueError as error:
+        raise refused(error) from None
+
+
+def written_scaling(spec: ModelSpec, type_key: str) -> dict[str, Any] | None:
+    """The object at `rope_scaling` of a spec, without what is at its default; None if there is no scaling.
+
+    Args:
+      spec: The model.
+      type_key: Key of the type, "rope_type" or the older "type".
+    """
+    if spec.rope_scaling is None:
+        return None
+    defaults = {field.name: field.default for field in dataclasses.fields(RopeScaling)}
+    fields = {key: getattr(spec.rope_scaling, name) for key, name in FIELDS.items()}
+    kept = {key: value for key, value in fields.items() if value != defaults[FIELDS[key]]}
+    return {type_key: spec.rope_scaling.kind, **kept}
