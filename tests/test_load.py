@@ -12,10 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.nn import parameters
 from dllm_jax.nn.parameters import abstract, layer_of
 from tests import refuses
-from tests.checkpoints import config, save_sharded, tensors, tiny, write_hf
+from tests.checkpoints import config, rewrite, save_sharded, tensors, tiny, write_hf
 
 FAMILIES = ("llada", "dream")
 
@@ -221,3 +223,18 @@ def test_a_hub_that_cannot_be_reached_says_what_was_tried(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"someone/no-such-model.*no such directory.*hub failed"):
         dj.load("someone/no-such-model-for-tests")
+
+
+def test_every_end_of_a_list_ends_a_response(tmp_path):
+    """The first id is end-of-text, the second end-of-turn; the third stops `stop_at_eos` as they do."""
+    path = write_hf(tmp_path / "hf", tiny(layers=1), tokenizer=True)
+    run = lambda stop: dj.generate(dj.load(path), [3, 4, 5], length=6, block=2, stop_at_eos=stop)
+    full = run(False)
+    answer = np.asarray(full.tokens)[0, 3:].tolist()
+    rewrite(path / "config.json", eos_token_id=[61, 62, answer[1]])
+    stopped, end = run(True), answer.index(answer[1])
+    assert int(stopped.stats.nfe[0]) < int(full.stats.nfe[0])
+    assert np.asarray(stopped.tokens)[0, 3 : 4 + end].tolist() == answer[: end + 1]
+    assert int(stopped.stats.answer[0]) == end
+    (text,) = decode_answers(dj.load(path), read_tokenizer(path), stopped.tokens[:, 3:])
+    assert text.split() == [f"t{token}" for token in answer[:end]]
