@@ -136,7 +136,7 @@ def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
     assert (found.family, found.experts.dense, found.experts.renormalised) == ("sdar-moe", (1,), True)
     rewrite(source / "config.json", decoder_sparse_step=2, mlp_only_layers=None)
     assert config().experts.dense == (0, 2)
-    refuses(r"missing: model\.layers\.1\.mlp\.experts\.3\.down.* \[48, 8\]", dj.load, source)
+    refuses(r"missing: model\.layers\.1\.mlp\.experts\.3\.gate.* \[8, 48\]", dj.load, source)
     rewrite(source / "config.json", mlp_only_layers="1")
     refuses("mlp_only_layers='1' must be a list of layers", dj.load, source)
 

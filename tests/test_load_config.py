@@ -299,7 +299,7 @@ def test_ids_in_lists_and_in_generation_config(name):
     assert spec_of(original | {"eot_token_id": None}).eot_id is None
 
     # A changed spec comes back from both files.
-    other = dataclasses.replace(spec, eos_id=4, stop_ids=())
+    other = dataclasses.replace(spec, eos_id=4, stop_ids=None)
     source = Config("here", absent, listed)
     written = Config("here", spec_to_config(other, "float32", source), spec_to_generation(other, source))
     assert config_to_spec(written) == other

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 
 from dllm_jax.options import (
     NoneMeans,
@@ -177,7 +177,8 @@ class ModelSpec(Options):
         one that is not padding; 0 where every position attends to every other.
       experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `hidden`.
       rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
-      stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them.
+      stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
+        there are no others.
     """
 
     family: str
@@ -205,7 +206,7 @@ class ModelSpec(Options):
     block_size: NonNegativeInt = 0
     experts: Annotated[ExpertSpec | None, NoneMeans("dense MLPs")] = None
     rope_scaling: Annotated[RopeScaling | None, NoneMeans("unscaled")] = None
-    stop_ids: tuple[NonNegativeInt, ...] = ()
+    stop_ids: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no others")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -226,7 +227,8 @@ class ModelSpec(Options):
             )
         if self.rope_scaling is not None and self.rope_base <= 1:
             raise ValueError(f"rope_base={self.rope_base} must be above 1: rope_scaling needs its logarithm")
-        ends = [("eos_id", self.eos_id), ("eot_id", self.eot_id), *(("stop_ids", i) for i in self.stop_ids)]
+        others = [("stop_ids", i) for i in self.stop_ids or ()]
+        ends = [("eos_id", self.eos_id), ("eot_id", self.eot_id), *others]
         for name, value in (("mask_id", self.mask_id), *ends):
             if value is not None and value >= self.vocab:
                 raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
@@ -264,7 +266,7 @@ class ModelSpec(Options):
     @property
     def ends(self) -> tuple[int, ...]:
         """Token ids that end a response: end-of-text first."""
-        return (self.eos_id, *self.stop_ids)
+        return (self.eos_id, *(self.stop_ids or ()))
 
     @property
     def rotated(self) -> int:

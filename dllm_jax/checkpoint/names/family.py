@@ -81,7 +81,12 @@ class Family:
         config, known, others = self._with_tokens(config, self.tokens.get(vocab, Tokens()))
         config = self._with_block_size(config) if "block_size" in self.keys else config
         fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**self.defaults, **known})
-        fields |= {**self.fixed, **self.own(config, fields), "rope_scaling": scaling, "stop_ids": others}
+        fields |= {
+            **self.fixed,
+            **self.own(config, fields),
+            "rope_scaling": scaling,
+            "stop_ids": others or None,
+        }
         return ModelSpec(**fields, family=self.name)
 
     def _with_tokens(
