@@ -206,17 +206,35 @@ def test_grpo_is_the_formula():
     log_prob, old, reference = (array.astype(np.float64) for array in TOKENS)
     counted = np.arange(5) < np.asarray([5, 3, 1, 4, 0, 2])[:, None]
     ratio = np.exp(log_prob - old)
-    total = np.zeros(6)
+    total, x = np.zeros(6), reference - log_prob
+    kl = np.exp(x) - x - 1
     for i in range(6):
         for k in np.flatnonzero(counted[i]):
             clipped = min(max(ratio[i, k], 0.8), 1.2)
             surrogate = min(ratio[i, k] * ONE[i], clipped * ONE[i])
-            x = reference[i, k] - log_prob[i, k]
-            total[i] += (surrogate - 0.05 * (np.exp(x) - x - 1)) / counted[i].sum()
+            total[i] += (surrogate - 0.05 * kl[i, k]) / counted[i].sum()
     loss, metrics = grpo_loss(*TOKENS[:2], ONE, counted=counted, reference=TOKENS[2], kl=0.05)
     np.testing.assert_allclose(loss, -total.mean(), rtol=1e-4)
-    assert 0 < metrics.clipped < 1
-    assert metrics.kl > 0
+    # Metrics are means over the tokens that count, whatever answers they are of.
+    np.testing.assert_allclose(metrics.ratio, ratio[counted].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics.clipped, (abs(ratio - 1) > 0.2)[counted].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics.kl, kl[counted].mean(), rtol=1e-5)
+
+    # What does not count may be anything: neither values nor gradients change.
+    objective = lambda tokens: grpo_loss(*tokens[:2], ONE, counted=counted, reference=tokens[2], kl=0.05)
+    value = jax.value_and_grad(objective, has_aux=True)
+    for waste in (np.inf, -np.inf, np.nan, 200.0):
+        for each in range(3):
+            tokens = list(TOKENS)
+            tokens[each] = np.where(counted, TOKENS[each], np.float32(waste))
+            ours, again = value(tokens), value(list(TOKENS))
+            same = lambda a, b: np.array_equal(a, b)
+            assert jax.tree.all(jax.tree.map(same, ours, again))
+    policy = TOKENS[0]
+    _, metrics = grpo_loss(policy, policy, ONE, counted=np.arange(6)[:, None].repeat(5, 1) == 2)
+    assert (metrics.ratio, metrics.clipped) == (1, 0)
+    loss, metrics = grpo_loss(policy, policy, ONE, counted=np.zeros((6, 5), int))
+    assert loss == metrics.ratio == metrics.clipped == metrics.kl == 0
 
 
 def test_grpo_stops_at_the_clip_range_and_begins_as_the_policy_gradient():
@@ -270,6 +288,15 @@ UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
         (lambda: grpo_loss(*TOKENS[:2], ONE, kl=0.1), "kl=0.1 and reference=None go together"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, reference=TOKENS[2]), "kl=0.0 and reference=given go together"),
         (lambda: grpo_loss(*TOKENS[:2], ONE[:2]), r"advantage has shape \(2,\); expected \(6,\)"),
+        (lambda: grpo_loss(*TOKENS[:2], ONE * np.nan), "advantage holds nan; expected finite"),
+        (lambda: grpo_loss(*TOKENS[:2], ["a"] * 6), "advantage has dtype"),
+        (lambda: grpo_loss(TOKENS[0] > 0, TOKENS[1], ONE), "log_prob has dtype bool; expected floats"),
+        (lambda: grpo_loss(ONE, ONE, ONE), r"log_prob has shape \(6,\); expected \[responses, tokens\]"),
+        (lambda: grpo_loss(*TOKENS[:2], ONE, counted=TOKENS[0]), "counted has dtype float32"),
+        (lambda: grpo_loss(*TOKENS[:2], ONE, counted=TRUE(6, 4)), r"counted has shape \(6, 4\); expected"),
+        (lambda: group_advantages([1.0, np.inf], 2), "rewards holds inf; expected finite numbers"),
+        (lambda: until_end([[1.5]], 1), "answer has dtype float64"),
+        (lambda: dpo_loss(ONE[:0], TWO[:0], THREE[:0], FOUR[:0]), r"chosen has shape \(0,\)"),
         (lambda: grpo_loss(TOKENS[0], TOKENS[1][:, :2], ONE), r"old has shape \(6, 2\); expected \(6, 5\)"),
     ],
 )

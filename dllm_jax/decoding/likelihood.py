@@ -214,7 +214,8 @@ def stratified_masks(
     noise = jax.random.uniform(order, (strata, length))
     noise = noise if real is None else jnp.where(real, noise, jnp.inf)
     rank = jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
-    return rank < size[:, None]
+    chosen = rank < size[:, None]
+    return chosen if real is None else chosen & real
 
 
 def _drawn(estimator: Estimator, shape: tuple[int, int], real) -> Bool[Array, "draws b r"]:
@@ -259,8 +260,9 @@ def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk:
         entropy = token_cross_entropy(model, prompt, answer, asked.padding, mask, cfg_scale, real)
 
         # The share that was masked, exactly x / r: LLaDA's evaluation counts, and draws no rate.
-        masked_fraction = jnp.sum(mask, axis=1) / length
-        return jnp.where(mask, entropy, 0.0) / masked_fraction[:, None]
+        masked_fraction = jnp.sum(mask, axis=1) / jnp.maximum(length, 1)
+        # An answer without tokens that count adds 0, not NaN.
+        return jnp.where(mask, entropy, 0.0) / jnp.where(masked_fraction > 0, masked_fraction, 1)[:, None]
 
     # The mean over draws of (r / x) times the cross entropies of the x masked tokens.
     at_once = passes_at_once(model.spec, chunk)

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Shaped
 
 from dllm_jax.nn.mesh import gather_everywhere
+from dllm_jax.options import shown
 
 AnyArray = Array | np.ndarray  # on devices, traced maybe, or on the host
 
@@ -39,6 +40,18 @@ def values(array: Any) -> np.ndarray:
 def fetched(array: Any) -> jax.Array | np.ndarray:
     """The array on the host, unless it stays on devices."""
     return array if stays_on_devices(array) else values(array)
+
+
+def array(name: str, value: Any, rule: str) -> jax.Array | np.ndarray:
+    """A user's array or list as an array, on the host unless it stays on devices.
+
+    Raises:
+      ValueError: it is none; `name` and `rule` say so.
+    """
+    try:
+        return fetched(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}={shown(value)} must be {rule}") from error
 
 
 def readable(array: ArrayLike) -> np.ndarray | None:

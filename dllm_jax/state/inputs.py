@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 
 from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 
@@ -169,7 +168,7 @@ def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) ->
     Raises:
       ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.
     """
-    tokens = _array(tokens, name, "token ids [batch, positions]")
+    tokens = host.array(name, tokens, "token ids [batch, positions]")
     if tokens.ndim == 1:
         tokens = tokens[None]
     if tokens.ndim != 2:
@@ -226,7 +225,7 @@ def padding(
     """
     if mask is None:
         return None
-    mask = _array(mask, name, "a mask [batch, positions]")
+    mask = host.array(name, mask, "a mask [batch, positions]")
     if mask.ndim == 1:
         mask = mask[None]
     if mask.shape != shape:
@@ -239,14 +238,6 @@ def padding(
         if known.astype(bool).all() and not host.is_global(mask):
             return None
     return mask.astype(bool)
-
-
-def _array(value: Any, name: str, rule: str) -> AnyArray:
-    """What a user passed as an array, on the host unless it stays on devices; refused if it is none."""
-    try:
-        return host.fetched(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}={shown(value)} must be {rule}") from error
 
 
 def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):

@@ -12,8 +12,10 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float, Key
 
 from dllm_jax.nn.keys import one_key
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeFloat, PositiveFloat, PositiveInt, check_argument
+from dllm_jax.state import host
 from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import draw_levels, log_probs
 
@@ -39,7 +41,7 @@ class PolicyMetrics(NamedTuple):
 
     Attributes:
       loss: the loss.
-      ratio: mean of the probability ratios of policy and old policy.
+      ratio: mean of the probability ratios of policy and old policy; 0 if no token counts.
       clipped: fraction of tokens whose ratio lies outside of the clip range.
       kl: mean of the estimated KL divergence from the reference, in nats; 0 without one.
     """
@@ -50,6 +52,7 @@ class PolicyMetrics(NamedTuple):
     kl: Float[Array, ""]
 
 
+@number_modes()
 def dpo_loss(
     chosen: Float[Array, "b"],
     rejected: Float[Array, "b"],
@@ -77,7 +80,8 @@ def dpo_loss(
       ValueError: arrays of different shapes, or beta out of range.
     """
     check_argument("beta", beta, PositiveFloat)
-    _same_shape(
+    chosen, rejected, reference_chosen, reference_rejected = _floats(
+        1,
         chosen=chosen,
         rejected=rejected,
         reference_chosen=reference_chosen,
@@ -90,6 +94,7 @@ def dpo_loss(
     return loss, PreferenceMetrics(loss, jnp.mean(margin), jnp.mean(margin > 0, dtype=jnp.float32))
 
 
+@number_modes()
 def vrpo_loss(
     model: Model,
     reference: Model,
@@ -151,6 +156,7 @@ def vrpo_loss(
     return loss, metrics._replace(loss=loss)
 
 
+@number_modes()
 def group_advantages(
     rewards: Float[Array, "b"] | Float[np.ndarray, "b"], group: int, normalise: bool = True
 ) -> Float[Array, "b"]:
@@ -163,11 +169,11 @@ def group_advantages(
         does (arXiv:2503.20783). A group of equal rewards has advantages of 0 either way.
 
     Raises:
-      ValueError: a number of responses that is no multiple of `group`.
+      ValueError: rewards that are not finite, or a number of responses that is no multiple of `group`.
     """
     check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
     check_argument("normalise", normalise, bool)
-    rewards = jnp.asarray(rewards, jnp.float32)
+    rewards = _numbers("rewards", rewards)
     if rewards.ndim != 1 or rewards.size % group or not rewards.size:
         raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
     grouped = rewards.reshape(-1, group)
@@ -180,6 +186,7 @@ def group_advantages(
     return centred.reshape(-1)
 
 
+@number_modes()
 def grpo_loss(
     log_prob: Float[Array, "b r"],
     old: Float[Array, "b r"],
@@ -218,32 +225,71 @@ def grpo_loss(
     check_argument("kl", kl, NonNegativeFloat)
     if (kl > 0) != (reference is not None):
         raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
-    tokens = {"log_prob": log_prob, "old": old, "counted": counted, "reference": reference}
-    _same_shape(**{name: array for name, array in tokens.items() if array is not None})
-    if jnp.shape(advantage) != jnp.shape(log_prob)[:1]:
-        raise ValueError(f"advantage has shape {jnp.shape(advantage)}; expected {jnp.shape(log_prob)[:1]}")
-    old, advantage, reference = jax.lax.stop_gradient((old, advantage[:, None], reference))
+    given = {"log_prob": log_prob, "old": old} | ({} if reference is None else {"reference": reference})
+    given, advantage = _floats(2, **given), _numbers("advantage", advantage)
+    counts = _counts(counted, given[0].shape)
+    if advantage.shape != given[0].shape[:1]:
+        raise ValueError(f"advantage has shape {advantage.shape}; expected {given[0].shape[:1]}")
+    # Numbers of tokens that do not count may be infinite or NaN: they are taken out before anything is
+    # computed, so that they are in no gradient either.
+    log_prob, *fixed = (jnp.where(counts, each, 0.0) for each in given)
+    (old, *others), advantage = jax.lax.stop_gradient((fixed, advantage[:, None]))
 
     # The pessimistic one of the clipped and the unclipped surrogate, token by token.
     ratio = jnp.exp(log_prob - old)
     surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
     # Equation 4: an unbiased estimate of KL(pi || pi_ref) that is never negative.
     divergence = jnp.zeros_like(log_prob)
-    if reference is not None:
-        divergence = jnp.exp(reference - log_prob) - (reference - log_prob) - 1
+    for of_reference in others:
+        divergence = jnp.exp(of_reference - log_prob) - (of_reference - log_prob) - 1
 
-    # Mean over each response's tokens, then over responses.
-    weight = jnp.ones_like(log_prob) if counted is None else counted.astype(log_prob.dtype)
-    weight = weight / jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), 1) / len(log_prob)
-    loss = -jnp.sum(weight * (surrogate - kl * divergence))
-    mean = lambda values: jnp.sum(weight * values)
-    outside = jnp.abs(ratio - 1) > clip
-    return loss, PolicyMetrics(loss, mean(ratio), mean(outside.astype(loss.dtype)), mean(divergence))
+    # The loss is the mean over each response's tokens, then over responses; metrics are means over tokens.
+    weight = counts.astype(jnp.float32)
+    of_response = weight / jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), 1) / len(weight)
+    loss = -jnp.sum(of_response * (surrogate - kl * divergence))
+    mean = lambda values: jnp.sum(weight * values) / jnp.maximum(jnp.sum(weight), 1)
+    outside = (jnp.abs(ratio - 1) > clip).astype(jnp.float32)
+    return loss, PolicyMetrics(loss, mean(ratio), mean(outside), mean(divergence))
 
 
-def _same_shape(**arrays: Any):
-    """Raises ValueError unless all have the shape of the first, by name."""
-    (first, *_), wanted = arrays, jnp.shape(next(iter(arrays.values())))
-    for name, array in arrays.items():
-        if jnp.shape(array) != wanted:
-            raise ValueError(f"{name} has shape {jnp.shape(array)}; expected {wanted}, that of {first}")
+def _floats(axes: int, **arrays: Any) -> list[Float[Array, "..."]]:
+    """The arrays in float32; raises ValueError, by name, unless they are floats of one shape."""
+    is_array = lambda array: isinstance(array, jax.Array)
+    ours = {
+        name: array if is_array(array) else host.array(name, array, "an array of floats")
+        for name, array in arrays.items()
+    }
+    (first, *_), wanted = ours, next(iter(ours.values())).shape
+    for name, array in ours.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {array.dtype}; expected floats")
+        if len(array.shape) != axes or not array.size:
+            shape = ("responses", "tokens")[:axes]
+            raise ValueError(f"{name} has shape {array.shape}; expected [{', '.join(shape)}]")
+        if array.shape != wanted:
+            raise ValueError(f"{name} has shape {array.shape}; expected {wanted}, that of {first}")
+    return [jnp.asarray(array).astype(jnp.float32) for array in ours.values()]
+
+
+def _numbers(name: str, values: Any) -> Float[Array, "..."]:
+    """Finite numbers in float32; of traced ones the dtype alone is checked."""
+    array = host.array(name, values, "an array of numbers")
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != bool:
+        raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")
+    if not host.stays_on_devices(array) and not np.isfinite(array).all():
+        raise ValueError(f"{name} holds {array[~np.isfinite(array)][0]}; expected finite numbers")
+    return jnp.asarray(array).astype(jnp.float32)
+
+
+def _counts(counted: Any, shape: tuple[int, ...]) -> Bool[Array, "b r"]:
+    """The tokens that count, all if None."""
+    if counted is None:
+        return jnp.ones(shape, bool)
+    array = host.array("counted", counted, "an array of booleans")
+    if array.shape != shape:
+        raise ValueError(f"counted has shape {array.shape}; expected {shape}, that of log_prob")
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"counted has dtype {array.dtype}; expected bool or 0/1 integers")
+    if not host.stays_on_devices(array) and not np.isin(array, (0, 1)).all():
+        raise ValueError(f"counted holds {array[~np.isin(array, (0, 1))][0]}; expected 0 or 1")
+    return jnp.asarray(array).astype(bool)
