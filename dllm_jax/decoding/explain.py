@@ -17,7 +17,7 @@ from dllm_jax.decoding.step import computed_rows, empty_cache, network
 from dllm_jax.decoding.widths import step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
-from dllm_jax.nn.mesh import over_mesh
+from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
@@ -100,6 +100,7 @@ class Recorded(Model):
         return Recording(self.implementation, self.rules, self.calls)
 
 
+@number_modes()
 def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
     """Which implementation attention, eviction and experts take in a generation on each platform.
 

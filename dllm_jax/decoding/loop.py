@@ -125,7 +125,8 @@ class Piece(NamedTuple):
 
     Attributes:
       tokens: after them; those of the finished generation after the last ones.
-      confidence: with which each position was decoded, NaN where no step did.
+      confidence: with which each position was decoded, infinity where no step did (NaN would end a
+        program under `jax_debug_nans`).
       stats: so far.
       steps: that each sequence has taken.
       block: index of the block that the slowest sequence was in.
@@ -182,7 +183,7 @@ def resume(
         assert confidence is not None, "plan.confidence"
         if plan.stop:
             # What stands in the place of a stop and behind it was decoded by no step.
-            confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.nan)
+            confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = after.record.stats(after.canvas)
         seen = Piece(tokens, confidence, stats, after.canvas.step, block, running)
 

@@ -51,7 +51,7 @@ class Record(NamedTuple):
       refreshes: see `Stats`.
       finite: see `Stats`.
       trace: its steps so far; None if no trace is recorded.
-      confidence: with which each position was decoded, NaN where no step did; None if it is not recorded.
+      confidence: with which each position was decoded, infinity where no step did; None records none.
     """
 
     computed: Int[Array, "b"]
@@ -77,7 +77,7 @@ class Record(NamedTuple):
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
         steps = None if limit is None else trace.begin(canvas, limit)
         finite = jnp.ones(zeros.shape, bool)
-        unknown = jnp.full(canvas.tokens.shape, jnp.nan, jnp.float32) if confidence else None
+        unknown = jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
         return Record(zeros, zeros.astype(jnp.float32), widened, zeros, finite, steps, unknown)
 
@@ -158,6 +158,6 @@ class Record(NamedTuple):
 def _decoded_with(
     confidence: Float[Array, "b l"], before: Canvas, after: Canvas, proposal: Proposal
 ) -> Float[Array, "b l"]:
-    """The confidences with those of what this step decoded; NaN where it made a mask again."""
-    new = jnp.where(after.masked, jnp.nan, proposal.score)
+    """The confidences with those of what this step decoded; infinity where it made a mask again."""
+    new = jnp.where(after.masked, jnp.inf, proposal.score)
     return jnp.where(before.tokens != after.tokens, new, confidence)

@@ -131,6 +131,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
 
 def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
     tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
+    confidence = np.where(np.isposinf(confidence), np.float32(np.nan), confidence)
 
     # What a sampler took back (WINO) changed as well, but has no confidence.
     decoded = (tokens != before) & ~np.isnan(confidence)

@@ -13,6 +13,7 @@ from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.options import PositiveInt, Profile, check_argument
@@ -49,6 +50,7 @@ def importance(
     return walk(model.params, spec, rope_of(spec, length), run, start)[1]
 
 
+@number_modes()
 def calibrate(
     model: Model, prompts: inputs.Ids, length: int, prompt_mask: ArrayLike | None = None
 ) -> tuple[float, ...]:

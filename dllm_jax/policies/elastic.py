@@ -64,7 +64,7 @@ class ElasticCache(Policy):
         """Input, K and V of every layer and position."""
         tracked = (batch, spec.layers, min(self.track, layout.length))
         attended, start = jnp.full(tracked, layout.length, jnp.int32), jnp.zeros(batch, jnp.int32)
-        similarity = jnp.full((batch, spec.layers), jnp.nan, jnp.float32)
+        similarity = jnp.full((batch, spec.layers), jnp.inf, jnp.float32)
         store = InputStore.zeros(spec, layout, batch, dtype)
         return Cache(store, Drift(attended, attended, start, similarity), jnp.zeros((batch, spec.layers)))
 
@@ -129,7 +129,7 @@ class ElasticCache(Policy):
             drift.attended,
             put(drift.coming, top),
             jnp.where(drifted, layer.index + 1, start),
-            put(drift.similarity, jnp.where(wide, jnp.nan, similarity)),
+            put(drift.similarity, jnp.where(wide, jnp.inf, similarity)),
         )
         return x, cache._replace(shared=drift)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.request import blocks_of
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
 from dllm_jax.roofline.steps import Assumed, Setting, Step
@@ -50,7 +51,8 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     # Without a cache every step computes the canvas, and there is nothing to simulate.
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
-    selected = np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
+    with number_modes():
+        selected = np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
     return selected[selected > 0]
 
 

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree
 
 from dllm_jax.nn.keys import THREEFRY
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
@@ -63,6 +64,7 @@ class RunDirectory:
         """Optimiser steps done in the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    @number_modes()
     def save(self, state: TrainState, memory: Memory, log: list[LogEntry]):
         """Writes a checkpoint of the state's step, and removes all but the newest `keep`."""
         args = {
@@ -73,6 +75,7 @@ class RunDirectory:
         }
         self._manager.save(int(state.step), args=ocp.args.Composite(**args))
 
+    @number_modes()
     def resume(self, like: TrainState, allowed: Collection[str]) -> tuple[TrainState, Memory, list[LogEntry]]:
         """Restores the newest checkpoint: state, the source's memory, and the log up to its step.
 
@@ -139,6 +142,7 @@ def _arrays(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): words(leaf) for path, leaf in leaves}
 
 
+@number_modes()
 def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced: bool) -> Record:
     """The configuration as JSON: options, optimizer, what is trained, and the model.
 

@@ -6,7 +6,7 @@ With it, which parameters are trained, and by which transformation: masks and la
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from dllm_jax.nn.mesh import current_mesh
+from dllm_jax.nn.mesh import current_mesh, number_modes
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import warn_of_replicas
@@ -95,11 +95,17 @@ class Setup:
                 f"a batch of {examples} examples must be a multiple of {parts}: accumulate="
                 f"{self.config.accumulate} micro-batches, each split over {ways} devices"
             )
-        return ours if self.placement is None else place.batch_on(self.placement, ours)
+        if self.placement is None:
+            return ours
+        with number_modes():
+            return place.batch_on(self.placement, ours)
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that programs are called in: the mesh's, whatever mesh the caller has set."""
-        return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.automatic)
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The context that programs are called in: the mesh's, and the library's number types."""
+        mesh = contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.automatic)
+        with number_modes(), mesh:
+            yield
 
 
 def prepare(

@@ -26,7 +26,7 @@ class Drift(NamedTuple):
       attended: the positions each layer attended to most in the sequence's last step, l = none.
       coming: the same for the current step.
       start: the first layer that the sequence's last step computed for all positions; n = none.
-      similarity: result of each layer's test in that step; NaN where the layer did not test.
+      similarity: result of each layer's test in that step; infinity where the layer did not test.
     """
 
     attended: Int[Array, "b n track"]
@@ -68,7 +68,7 @@ class DriftTest(Options, abc.ABC):
         tested: Bool[Array, "b t"],
         keys: Bool[Array, "b s"],
     ) -> Float[Array, "b"]:
-        """Mean similarity of the tested tokens; without any, NaN, which is below no threshold.
+        """Mean similarity of the tested tokens; without any, infinity, which is below no threshold.
 
         Args:
           old: attention weights before the step.
@@ -145,5 +145,7 @@ def _cosine(x: Float[Array, "..."], y: Float[Array, "..."], axis: int) -> Float[
 
 
 def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """The mean over the last axis of the marked entries, NaN without any."""
-    return jnp.mean(x, axis=-1, where=jnp.broadcast_to(where, x.shape))
+    """The mean over the last axis of the marked entries, infinity without any."""
+    where = jnp.broadcast_to(where, x.shape)
+    # Not NaN: the result is in a cache, and `jax_debug_nans` looks at caches between programs.
+    return jnp.where(jnp.any(where, axis=-1), jnp.mean(x, axis=-1, where=where), jnp.inf)
