@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.dtypes import DtypeWarning
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.nn import parameters
@@ -99,8 +100,6 @@ def test_dtypes_on_request(tmp_path):
 
 LN, UP = "model.transformer.ln_f.weight", "model.transformer.blocks.2.up_proj.weight"
 REFUSED = {  # what is written, what is changed, the error, options that load it
-    "float16_files": (dict(dtype="float16"), {}, r"stores float16.*Ask for", dict(dtype="float32")),
-    "mixed_dtypes": ({}, {LN: np.ones(32, jnp.bfloat16)}, "stores bfloat16, float32", dict(dtype="bfloat16")),
     "integer_weights": ({}, {LN: np.ones(32, np.int32)}, r"ln_f\.weight: I32", None),
     "check_finite_nan": ({}, {LN: np.float32([*[1] * 31, np.nan])}, rf"values in .*{LN}", {}),
     "check_finite_inf": ({}, {UP: np.float32([[0] * 31 + [np.inf]] * 48)}, rf"values in .*{UP}", {}),
@@ -115,6 +114,25 @@ def test_tensors_that_are_refused_by_name(tmp_path, case):
     refuses(message, dj.load, path, check_finite=case.startswith("check_finite"))
     if loading is not None:
         assert dj.load(path, **loading).dtype == loading.get("dtype", "float32")
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_mixed_and_half_checkpoints_load_in_the_dtype_of_their_matrices(tmp_path, half):
+    path = write_hf(tmp_path / "hf", tiny(), dtype=half)
+    weights = load_file(path / "model.safetensors") | {LN: np.full(32, 1 + 2**-20, np.float32)}
+    save_sharded(path, weights)
+    for call in (dj.load, dj.abstract, lambda path: dj.load(convert(path, tmp_path / "jax"))):
+        with pytest.warns(DtypeWarning, match=f"stores {half}, float32; it is loaded in bfloat16") as raised:
+            assert call(path).dtype == jnp.bfloat16
+        assert len(raised) == 1
+    exact = dj.load(path, dtype="float32").params
+    np.testing.assert_array_equal(exact["norm"], weights[LN])
+    np.testing.assert_array_equal(exact["embed"], weights[LN.replace("ln_f", "wte")].astype(np.float32))
+
+    # Float16 alone, and matrices of a few in another dtype.
+    save_sharded(path, weights | {LN: np.ones(32, weights[UP].dtype), UP: weights[UP].astype(np.float32)})
+    with pytest.warns(DtypeWarning, match="loaded in bfloat16"):
+        assert dj.load(path).dtype == jnp.bfloat16
 
 
 def test_all_tensors_that_do_not_fit_are_listed(tmp_path):

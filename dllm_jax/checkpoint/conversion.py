@@ -62,7 +62,8 @@ def convert(
     checkpoint = open_hf(found)
 
     # What can be told from the arguments is refused before a directory appears beside the destination.
-    written, held = choose(dtype, checkpoint.dtypes, str(found)), choose_weights(weights, None, str(found))
+    written = choose(dtype, checkpoint.dtypes, str(found), checkpoint.matrices)
+    held = choose_weights(weights, None, str(found))
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
         atomic_directory(target, overwrite) as partial,

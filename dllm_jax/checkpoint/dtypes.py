@@ -1,5 +1,6 @@
 """The dtypes of parameters: their names in files, which are supported, and bitwise comparison of arrays."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -34,24 +35,45 @@ def supported(dtype: Any) -> np.dtype:
     return chosen
 
 
-def choose(dtype: Any, stored: Iterable[np.dtype], where: str) -> np.dtype:
+class DtypeWarning(UserWarning):
+    """A checkpoint is loaded in another dtype than that of all of its tensors."""
+
+
+def choose(dtype: Any, stored: Iterable[np.dtype], where: str, matrices: np.dtype | None = None) -> np.dtype:
     """The dtype to load: `dtype`, or the stored one if that is None.
 
+    Args:
+      dtype: Asked for; None keeps the stored one.
+      stored: Dtypes of the stored tensors.
+      where: The checkpoint, for messages.
+      matrices: Dtype of most numbers in matrices, which decides where there are several.
+
+    Warns:
+      DtypeWarning: several dtypes, of which the matrices' is taken; float16, which becomes bfloat16.
+
     Raises:
-      ValueError: an unsupported dtype, or None where the files hold several or an unsupported one.
+      ValueError: an unsupported dtype; or None, several stored ones, and no matrices to decide.
     """
     if dtype is not None:
         return supported(dtype)
-
-    # Of a mixed checkpoint either choice changes something: whether to round or to grow is the user's to say.
     kinds = sorted(set(stored), key=str)
-    if len(kinds) != 1 or kinds[0] not in SUPPORTED:
-        found = ", ".join(map(str, kinds))
+    if len(kinds) == 1 and kinds[0] in SUPPORTED:
+        return kinds[0]
+    found = ", ".join(map(str, kinds))
+    if matrices is None:
         raise ValueError(
             f"{where} stores {found}; to keep the stored dtype it must be float32 or bfloat16 throughout. "
             "Ask for one of them: dtype='float32' or dtype='bfloat16'"
         )
-    return kinds[0]
+    chosen = matrices if matrices in SUPPORTED else np.dtype(jnp.bfloat16)
+    why = f"that of the matrices is {matrices}" if len(kinds) > 1 else "no model runs in it"
+    warnings.warn(
+        f"{where} stores {found}; it is loaded in {chosen}, as {why}. Pass dtype='float32' or 'bfloat16' to "
+        "choose",
+        DtypeWarning,
+        stacklevel=3,
+    )
+    return chosen
 
 
 def choose_weights(weights: Any, stored: Weights | None, where: str) -> Weights | None:

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import math
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.checkpoint.config import Config, read_model_config
+from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.files import has_entry
@@ -91,7 +93,8 @@ def open_hf(path: Path) -> Source:
       FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
       ValueError: unsupported config, unreadable file, or tensors that do not fit, by name.
     """
-    spec = config_to_spec(_config(path))
+    config = _config(path)
+    spec = config_to_spec(config)
     names = family_of(spec).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
@@ -108,13 +111,25 @@ def open_hf(path: Path) -> Source:
     check_dtypes(kinds, SAFETENSORS, str(path))
     # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
     own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
-    dtypes = frozenset(SAFETENSORS[kind] for name, kind in kinds.items() if name not in own)
-    return Source(path, spec, dtypes, None, _Tensors(path, spec, stored).parameters)
+    plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
+    return Source(
+        path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored).parameters,
+        _of_matrices(plain, stored),
+    )  # fmt: skip
+
+
+def _of_matrices(kinds: dict[str, np.dtype], stored: dict[str, Tensor]) -> np.dtype:
+    """The dtype of most numbers in matrices."""
+    numbers: Counter[np.dtype] = Counter()
+    for name, kind in kinds.items():
+        if len(stored[name].shape) > 1:
+            numbers[kind] += math.prod(stored[name].shape)
+    return numbers.most_common(1)[0][0]
 
 
 def _config(path: Path) -> Config:
     """The directory's config.json; raises FileNotFoundError that says what is there instead."""
     try:
-        return read_model_config(path)
+        return read_config(path / "config.json")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}{what_else(path)}") from None

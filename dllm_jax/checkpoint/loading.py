@@ -103,7 +103,7 @@ def load(
     check_implementation(asked)
     chosen = evidence_for(mesh) if asked is None else asked
     empty = Model({}, scale_rope(source.spec, rope_factor), chosen, rules)  # refuses before it reads
-    target = choose(dtype, source.dtypes, str(source.path))
+    target = choose(dtype, source.dtypes, str(source.path), source.matrices)
     held = choose_weights(weights, source.weights, str(source.path))
     if verify:
         check_integrity(source.path)

@@ -69,6 +69,7 @@ class Source:
       weights: how matrices are stored: "int8", or None for one of `dtypes`.
       parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
         yet. What cannot be read raises ValueError, at once or when it is.
+      matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
     """
 
     path: Path
@@ -76,6 +77,7 @@ class Source:
     dtypes: frozenset[np.dtype]
     weights: Weights | None
     parameters: Callable[[Unit], dict[str, StoredParameter]]
+    matrices: np.dtype | None = None
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:

@@ -59,7 +59,7 @@ def abstract(
         held = choose_weights(weights, None, str(shape))
     else:
         source = open_checkpoint(shape)
-        spec, target = source.spec, choose(dtype, source.dtypes, str(source.path))
+        spec, target = source.spec, choose(dtype, source.dtypes, str(source.path), source.matrices)
         held = choose_weights(weights, source.weights, str(source.path))
 
     warn_of_replicas(spec, mesh, rules)
