@@ -92,6 +92,7 @@ def _provenance(
         "source": source,
         "date": now(),
         "files": {file.name: files.described(file) for file in read},
+        **({} if checkpoint.quantised is None else {"quantised": checkpoint.quantised}),
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         **({} if weights is None else {"weights": weights}),
         "rope_factor": rope_factor,

@@ -17,6 +17,7 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
 from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
 from dllm_jax.checkpoint.files import INDEX, copy_auxiliary_files
+from dllm_jax.checkpoint.names.fused import with_fused_experts
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, stream
@@ -25,6 +26,7 @@ from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
+from dllm_jax.options import check_argument
 from dllm_jax.state import host
 
 SHARD_BYTES = 2 * 10**9
@@ -75,6 +77,7 @@ def save_hf(
     keep_from: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    fused_experts: bool = False,
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
 
@@ -89,6 +92,8 @@ def save_hf(
         without one, or whose directory is gone, is written without a tokenizer.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
+      fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
+        `experts.gate_up_proj` and one `experts.down_proj`. The authors' code reads a tensor per expert.
 
     Returns:
       the destination.
@@ -103,6 +108,7 @@ def save_hf(
             "the model has LoRA adapters, which this layout has no place for: save lora.merge(model), or the "
             "adapters alone with lora.save(model, directory)"
         )
+    fused_experts = check_argument("fused_experts", fused_experts, bool)
     source = in_memory(model)
     _refuse_int8(source, "save the model that was loaded without weights='int8'")
     if (model.vision is None) != (model.spec.vision is None):
@@ -114,8 +120,8 @@ def save_hf(
     if keep_from is None and model.origin is not None and model.origin.is_dir():
         keep_from = model.origin
     target, kept = Path(destination), None if keep_from is None else Path(keep_from)
-    write_all = functools.partial(_write, target, source, kept, overwrite, shard_bytes)
-    tensors = _tensors(source, lambda: None)
+    write_all = functools.partial(_write, target, source, kept, overwrite, shard_bytes, fused=fused_experts)
+    tensors = _tensors(source, lambda: None, fused_experts)
     if jax.process_count() == 1:
         write_all(tensors)
     else:
@@ -187,6 +193,7 @@ def _write(
     overwrite: bool,
     shard_bytes: int,
     tensors: Iterator[np.ndarray],
+    fused: bool = False,
 ):
     """Writes the directory: the small files of `kept`, its config.json as far as it still holds, weights."""
     spec, dtype = source.spec, _one_dtype(source)
@@ -201,7 +208,7 @@ def _write(
         generation = {} if original is None else spec_to_generation(spec, original)
         if original is not None and generation != original.generation:
             _write_json(partial / GENERATION, generation)
-        _write_shards(partial, _plan(source, dtype, shard_bytes), tensors)
+        _write_shards(partial, _plan(source, dtype, shard_bytes, fused), tensors)
         next(tensors, None)  # all are written; this lets the last unit count as done
 
 
@@ -209,10 +216,10 @@ def _write_json(file: Path, content: Mapping[str, Any]):
     file.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
-def _tensors(source: Source, advance: Callable[[], None]) -> Iterator[np.ndarray]:
+def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -> Iterator[np.ndarray]:
     # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
     for unit, arrays in stream(source, _one_dtype(source), None):
-        for tensor in tensors_of(source.spec, unit):
+        for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
             yield to_hf(source.spec, tensor, arrays)
         advance()
 
@@ -232,7 +239,7 @@ def _header(shard: Shard) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _plan(source: Source, dtype: np.dtype, limit: int) -> list[Shard]:
+def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> list[Shard]:
     """Distributes the tensors of a checkpoint, in order, over files of at most `limit` bytes.
 
     All have the one dtype but those that keep the dtype in which they are stored.
@@ -248,7 +255,7 @@ def _plan(source: Source, dtype: np.dtype, limit: int) -> list[Shard]:
     for unit in units_of(source.spec):
         # Only a unit with what keeps its dtype is opened.
         stored = source.parameters(unit) if {entry.leaf for entry in unit.entries} & {*WIDE} else {}
-        for tensor in tensors_of(source.spec, unit):
+        for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
             leaf = tensor.parts[0].leaf
             kind = np.dtype(stored[leaf].dtype) if leaf in WIDE else dtype
             if shards[-1] and filled + _size(tensor.shape, kind) > limit:

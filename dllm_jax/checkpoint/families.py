@@ -11,6 +11,7 @@ from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
 
 PADDING = ("pad_token_id", "bos_token_id")
+QUANTISED = ("quantization_config", "compression_config")  # what quantised weights are, see `quantised.py`
 FAMILIES = {
     family.name: family
     for family in (
@@ -48,8 +49,7 @@ def config_to_spec(config: Config) -> ModelSpec:
         key, by name.
     """
     types = tuple(dict.fromkeys(family.model_type for family in FAMILIES.values()))
-    quantised = Requirement("quantization_config", (None,))
-    config.check((quantised, Requirement("model_type", types, needed=True)))
+    config.check((Requirement("model_type", types, needed=True),))
     of_type = [f for f in FAMILIES.values() if f.model_type == config.values["model_type"]]
     # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
     has_experts = config.get("num_experts") is not None
@@ -89,6 +89,8 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
             values |= family.rope(spec)
             values.pop("rope_parameters", None)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
+    # Written weights are plain, whatever the ones that were read were.
+    values = {key: value for key, value in values.items() if key not in QUANTISED}
     # What was written is read again: what does not come back cannot be said in this family's keys.
     again = Config(f"a {family.model_type} config.json", values, generation)
     lost = differences(spec, config_to_spec(again))

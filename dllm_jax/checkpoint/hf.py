@@ -10,11 +10,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.checkpoint.config import Config, read_config
+from dllm_jax.checkpoint.config import Config, read_model_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.files import has_entry
 from dllm_jax.checkpoint.messages import what_else
+from dllm_jax.checkpoint.names.fused import by_expert
 from dllm_jax.checkpoint.names.spelling import spelled
 from dllm_jax.checkpoint.names.table import (
     TensorName,
@@ -25,6 +26,7 @@ from dllm_jax.checkpoint.names.table import (
     tensors_of,
     to_ours,
 )
+from dllm_jax.checkpoint.quantised import dequantised, settings_of
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape, sizes
@@ -98,7 +100,8 @@ def open_hf(path: Path) -> Source:
     names = family_of(spec).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
-    stored = {ours[name]: tensor for name, tensor in found.items()}
+    stored = dequantised({ours[name]: tensor for name, tensor in found.items()}, config)
+    stored = by_expert(stored, spec, str(path))
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
     check(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
     if has_entry(path, ADAPTER):
@@ -112,24 +115,27 @@ def open_hf(path: Path) -> Source:
     # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
     own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
     plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
+    plain = {name: kind for name, kind in plain.items() if not stored[name].quantised} or plain
     return Source(
         path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored).parameters,
-        _of_matrices(plain, stored),
+        _of_matrices(plain, stored), settings_of(config),
     )  # fmt: skip
 
 
 def _of_matrices(kinds: dict[str, np.dtype], stored: dict[str, Tensor]) -> np.dtype:
-    """The dtype of most numbers in matrices."""
-    numbers: Counter[np.dtype] = Counter()
-    for name, kind in kinds.items():
-        if len(stored[name].shape) > 1:
-            numbers[kind] += math.prod(stored[name].shape)
+    """The dtype of most numbers in matrices, or of most in vectors where there are no matrices."""
+    for axes in (2, 1):
+        numbers: Counter[np.dtype] = Counter()
+        for name, kind in kinds.items():
+            numbers[kind] += math.prod(stored[name].shape) if len(stored[name].shape) >= axes else 0
+        if numbers.total():
+            break
     return numbers.most_common(1)[0][0]
 
 
 def _config(path: Path) -> Config:
     """The directory's config.json; raises FileNotFoundError that says what is there instead."""
     try:
-        return read_config(path / "config.json")
+        return read_model_config(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}{what_else(path)}") from None

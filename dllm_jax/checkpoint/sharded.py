@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,6 +71,7 @@ class Source:
       parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
         yet. What cannot be read raises ValueError, at once or when it is.
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
+      quantised: How weights are quantised, as config.json has it; they are read dequantised.
     """
 
     path: Path
@@ -78,6 +80,7 @@ class Source:
     weights: Weights | None
     parameters: Callable[[Unit], dict[str, StoredParameter]]
     matrices: np.dtype | None = None
+    quantised: dict[str, Any] | None = None
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:

@@ -43,6 +43,11 @@ class TensorName:
         """Whether each expert has a tensor of its own."""
         return "{e}" in self.name
 
+    @property
+    def fused(self) -> bool:
+        """Whether one tensor holds this matrix of all experts, with their number first."""
+        return self.axes.startswith("e ") and len(self.axes.split()) > 2
+
     def of_expert(self, expert: int) -> "TensorName":
         """The line of one expert's tensor."""
         return dataclasses.replace(self, name=self.name.replace("{e}", str(expert)), expert=expert)
@@ -125,12 +130,14 @@ class Tensor(NamedTuple):
     Attributes:
       name: of the tensor.
       shape: of the tensor.
-      parts: the lines of the parameters in it, one behind the other along its first axis.
+      parts: the lines of the parameters in it, one behind the other along an axis.
+      axis: that axis: the first one, behind that of fused experts.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: list[TensorName]
+    axis: int = 0
 
 
 def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
@@ -140,8 +147,13 @@ def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
         of_experts = map(entry.of_expert, range(sizes(spec)["e"])) if entry.by_expert else [entry]
         for part in of_experts:
             parts.setdefault(part.name, []).append(part)
-    rows = lambda held: sum(hf_shape(spec, part)[0] for part in held)
-    return [Tensor(name, (rows(held), *hf_shape(spec, held[0])[1:]), held) for name, held in parts.items()]
+
+    def tensor(name: str, held: list[TensorName]) -> Tensor:
+        shapes, axis = [hf_shape(spec, part) for part in held], int(held[0].fused)
+        rows = sum(shape[axis] for shape in shapes)
+        return Tensor(name, (*shapes[0][:axis], rows, *shapes[0][axis + 1 :]), held, axis)
+
+    return [tensor(name, held) for name, held in parts.items()]
 
 
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
@@ -197,7 +209,7 @@ def to_hf(spec: ModelSpec, tensor: Tensor, arrays: Mapping[str, Any]) -> np.ndar
     """A checkpoint's tensor, of our parameters of its unit."""
     of = lambda part: arrays[part.leaf] if part.expert is None else arrays[part.leaf][part.expert]
     parts = [part_to_hf(spec, part, of(part)) for part in tensor.parts]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, tensor.axis)
 
 
 def part_to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,253 @@
+"""Weights that other tools quantised, dequantised in float32 while they are read.
+
+    fp8, compressed-tensors   w[o, i] = q[o, i] scale[block of o, i]   (int8: q less its zero)
+    gptq                      w[o, i] = scale[g, o] (q[i, o] - (zero[g, o] + 1)),   g of i by `g_idx`
+    awq                       w[o, i] = scale[g, o] (q[i, o] - zero[g, o])
+
+The config's `quantization_config` names the method. What each tensor holds its name, dtype and shape say, so
+modules that were left as they are (`ignore`, `modules_to_not_convert`) are read as they are.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.families import QUANTISED
+from dllm_jax.checkpoint.sharded import Ranges
+from dllm_jax.checkpoint.tensors import FLOAT8, Tensor
+from dllm_jax.options import shown
+
+BITS = (4, 8)
+# Of activations and of the cache, which are not quantised here.
+UNUSED = r".*\.((input|output)_(scale|scale_ub|zero_point|global_scale)|[qkv]_scale)"
+COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
+# The output that each field of an int32 holds, the lowest first (AutoAWQ; of 8 bits vLLM's `awq_pack`).
+AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
+DEQUANTISE = "Load it with transformers, `model.dequantize()`, and load what `save_pretrained` writes"
+
+Tensors = Mapping[str, Tensor]
+
+
+def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, quantised matrices as one tensor `X.weight` each.
+
+    Raises:
+      ValueError: a method or a format that is not read, or parts of a matrix that do not fit.
+    """
+    settings = settings_of(config)
+    if settings is None:
+        return dict(stored)
+    key = next(key for key in QUANTISED if config.get(key) is not None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    read = METHODS.get(method) if isinstance(method, str) else None
+    if read is None:
+        raise ValueError(
+            f"{config.where}: {key} with quant_method={shown(method)[:100]} is not supported; supported: "
+            f"{', '.join(METHODS)}. {DEQUANTISE}"
+        )
+    used = {name: tensor for name, tensor in stored.items() if not re.fullmatch(UNUSED, name)}
+    try:
+        return read(used, settings)
+    except ValueError as error:
+        raise ValueError(f"{config.where}: {key}: {error}") from error
+
+
+def settings_of(config: Config) -> Any:
+    """What a config.json says of quantised weights; None if there are none."""
+    return next((value for key in QUANTISED if (value := config.get(key)) is not None), None)
+
+
+def _computed(shape: tuple[int, ...], read: Callable[[Ranges], np.ndarray]) -> Tensor:
+    return Tensor(shape, "F32", read, quantised=True)
+
+
+# Weights of a byte with a scale for each block, channel or tensor.
+
+
+def _scaled(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    block = settings.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
+    ):
+        raise ValueError(f"weight_block_size={shown(block)[:100]} must be two numbers of at least 1")
+    found = dict(stored)
+    for name, tensor in stored.items():
+        if tensor.dtype not in (*FLOAT8, "I8") or name.endswith("_zero_point"):
+            continue
+        scale = next((n for end in ("_scale_inv", "_scale") if (n := name + end) in found), None)
+        if scale is None:
+            raise ValueError(f"{name} is {tensor.dtype} and has no scale ({name}_scale_inv or {name}_scale)")
+        zero = found.pop(f"{name}_zero_point", None)
+        found[name] = _of_blocks(name, tensor, found.pop(scale), zero, block)
+    return found
+
+
+def _of_blocks(name: str, q: Tensor, scale: Tensor, zero: Tensor | None, block: list[int] | None) -> Tensor:
+    """A tensor whose last two axes have a scale for each block of them."""
+    counts = scale.shape if np.prod(scale.shape, dtype=int) != 1 else (1,) * len(q.shape)
+    counts = counts if len(counts) == len(q.shape) else (*counts, 1)
+    sides = (1,) * (len(q.shape) - 2) + tuple(block or (0, 0))  # 0: one number or all of them
+    steps = tuple(map(_step, q.shape, counts, sides)) if len(counts) == len(q.shape) == len(sides) else (0,)
+    if 0 in steps:
+        blocks = "" if block is None else f" and weight_block_size={block}"
+        raise ValueError(f"{name} is {list(q.shape)}: a scale of {list(scale.shape)}{blocks} does not fit")
+
+    def read(ranges: Ranges) -> np.ndarray:
+        of = np.ix_(*(np.arange(r.start, r.stop) // step for r, step in zip(ranges, steps, strict=True)))
+        wide = lambda tensor: np.asarray(tensor.whole()).astype(np.float32).reshape(counts)[of]
+        values = q.read(ranges).astype(np.float32)
+        return (values if zero is None else values - wide(zero)) * wide(scale)
+
+    return _computed(q.shape, read)
+
+
+def _step(length: int, count: int, side: int) -> int:
+    """How many numbers of an axis share one of `count` scales; 0 if that cannot be."""
+    if side and -(-length // side) == count:
+        return side
+    return 1 if count == length else length if count == 1 else 0
+
+
+def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """compressed-tensors: bytes with scales, or integers packed in the order of the inputs."""
+    groups = settings.get("config_groups")
+    groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None}
+    sparse = settings.get("sparsity_config") or {}
+    formats |= {sparse.get("format")} - {None} if isinstance(sparse, dict) else {"sparse"}
+    if odd := sorted(str(name) for name in formats - {*COMPRESSED}):
+        raise ValueError(
+            f"format={odd[0][:100]!r} is not supported; supported: {', '.join(COMPRESSED)}. {DEQUANTISE}"
+        )
+    of = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
+    blocks = [w.get("block_structure") or ([1, w["group_size"]] if w.get("group_size") else None) for w in of]
+    block = next((b for b in blocks if b is not None), None)
+    found = dict(stored)
+    for name in [name for name in stored if name.endswith(".weight_packed")]:
+        stem = name.removesuffix("_packed")
+        if f"{stem}_zero_point" in found:
+            raise ValueError(f"{stem} has a zero point: asymmetric pack-quantized is not read. {DEQUANTISE}")
+        parts = [found.pop(f"{stem}_{part}", None) for part in ("packed", "scale", "shape", "g_idx")]
+        found[stem] = _packed(stem, *parts)
+    plain = {"weight_block_size": block if isinstance(block, list) else None}
+    return _scaled(found, plain)
+
+
+def _packed(
+    name: str, packed: Tensor | None, scale: Tensor | None, shape: Tensor | None, order: Tensor | None
+) -> Tensor:
+    if packed is None or scale is None or shape is None or len(scale.shape) != 2 or shape.shape != (2,):
+        raise ValueError(f"{name} lacks one of {name}_packed, {name}_scale [o, groups] and {name}_shape [2]")
+    outputs, inputs = map(int, shape.whole())
+    bits = next((b for b in BITS if packed.shape == (outputs, -(-inputs * b // 32))), None)
+    groups = scale.shape[1]
+    if bits is None or scale.shape[0] != outputs or inputs % groups:
+        raise ValueError(f"{name} of {[outputs, inputs]} is not packed in 4 or 8 bits: {list(packed.shape)}")
+
+    def read(ranges: Ranges) -> np.ndarray:
+        rows, columns = ranges
+        fields = _fields(packed.read((rows, slice(0, packed.shape[1]))), bits)
+        q = fields.reshape(len(fields), -1)[:, :inputs] - np.float32(2 ** (bits - 1))
+        group = _groups(name, order, inputs, groups)
+        scales = scale.read((rows, slice(0, groups))).astype(np.float32)
+        return (q * scales[:, group])[:, columns]
+
+    return _computed((outputs, inputs), read)
+
+
+# Integers in int32 with scales and zeros for each group of inputs, stored [inputs, outputs].
+
+
+def _gptq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    kind = settings.get("checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise ValueError(f"checkpoint_format={shown(kind)[:100]} is not supported; supported: gptq, gptq_v2")
+    return _each(stored, settings.get("bits"), 1, functools.partial(_of_groups, offset=int(kind == "gptq")))
+
+
+def _awq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    version = settings.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ValueError(f"version={shown(version)[:100]} is not supported; supported: gemm")
+    return _each(stored, settings.get("bits", settings.get("w_bit")), 0, _of_groups)
+
+
+def _each(stored: Tensors, bits: Any, packed_axis: int, make: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs (1) or outputs (0)."""
+    if bits not in BITS or isinstance(bits, bool):
+        raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTISE}")
+    found = dict(stored)
+    for name in [name for name in stored if name.endswith(".qweight")]:
+        stem = name.removesuffix(".qweight")
+        parts = [found.pop(f"{stem}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")]
+        found[f"{stem}.weight"] = make(stem, bits, packed_axis, *parts)
+    return found
+
+
+def _of_groups(
+    name: str,
+    bits: int,
+    packed_axis: int,
+    packed: Tensor,
+    zeros: Tensor | None,
+    scales: Tensor | None,
+    order: Tensor | None,
+    offset: int = 0,
+) -> Tensor:
+    fields, by_input = 32 // bits, packed_axis == 1
+    if zeros is None or scales is None or len(packed.shape) != 2 or len(scales.shape) != 2:
+        raise ValueError(f"{name} lacks one of {name}.qweight, {name}.qzeros and {name}.scales")
+    inputs = packed.shape[0] * (fields if by_input else 1)
+    groups, outputs = scales.shape
+    widths = packed.shape[1] * (1 if by_input else fields), zeros.shape[-1] * fields
+    fits = widths == (outputs, outputs) and zeros.shape[0] == groups
+    if not fits or (order is not None and order.shape != (inputs,)) or (order is None and inputs % groups):
+        raise ValueError(f"{name} is not packed in {bits} bits: its parts have other shapes")
+    sequence = list(range(fields)) if by_input else np.argsort(AWQ_ORDER[bits])
+
+    def read(ranges: Ranges) -> np.ndarray:
+        rows, columns = ranges  # outputs and inputs
+        # Whole fields of outputs are read: their zeros, and AWQ's weights, share an int32.
+        first, last = rows.start // fields, -(-rows.stop // fields)
+        own = slice(rows.start - first * fields, rows.stop - first * fields)
+        along_outputs = lambda array: _fields(array, bits)[..., sequence].reshape(len(array), -1)[:, own]
+        if by_input:
+            q = _fields(packed.read((slice(0, packed.shape[0]), rows)), bits)
+            q = q.transpose(0, 2, 1).reshape(inputs, -1)
+        else:
+            q = along_outputs(packed.read((slice(0, inputs), slice(first, last))))
+        zero = along_outputs(zeros.read((slice(0, groups), slice(first, last)))) + np.float32(offset)
+        scale = scales.read((slice(0, groups), rows)).astype(np.float32)
+        group = _groups(name, order, inputs, groups)
+        return (scale[group] * (q - zero[group])).T[:, columns]
+
+    return _computed((outputs, inputs), read)
+
+
+def _groups(name: str, order: Tensor | None, inputs: int, groups: int) -> np.ndarray:
+    """The group of every input."""
+    if order is None:
+        return np.arange(inputs) // (inputs // groups)
+    group = np.asarray(order.whole())
+    if group.min() < 0 or group.max() >= groups:
+        raise ValueError(f"{name}: g_idx has groups {group.min()} to {group.max()}, of {groups}")
+    return group
+
+
+def _fields(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers of `bits` in each int32, the lowest first, along a new last axis; float32."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return ((packed.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)).astype(np.float32)
+
+
+METHODS: dict[str, Callable[[Tensors, Mapping[str, Any]], dict[str, Tensor]]] = {
+    "fp8": _scaled,
+    "fbgemm_fp8": _scaled,
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+}
