@@ -48,6 +48,30 @@ def test_special_tokens_in_messages_are_plain_text(tokenizer):
 
 
 def test_special_tokens_that_cannot_be_told_apart_are_refused_in_the_words_of_a_chat(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"holds the text of .*special tokens.*<\|mdm_mask\|>.*other words"):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][3:] }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"<\|mdm_mask\|>.* holds the text of special tokens.*other words"):
         chat_ids(tokenizer, [{"role": "user", "content": "what is <|mdm_mask|>?"}])
+
+
+def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned_of(tokenizer):
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "a <|mdm_mask|>"}]
+    tokenizer.chat_template += (
+        "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{{ x }}"
+    )
+    plain = chat_ids(tokenizer, talk)
+    assert chat_ids(tokenizer, talk, {"enable_thinking": False}) == plain + tokenizer.encode("no")
+    assert chat_ids(tokenizer, talk, {"x": "now"}) == plain + tokenizer.encode("now")
+    with pytest.warns(UserWarning, match="template variables y have no effect: the chat template reads .*x"):
+        assert chat_ids(tokenizer, talk, {"y": 1}) == plain
+    refuses("template=3 must be variables by name", chat_ids, tokenizer, talk, 3)
+    asked = []
+    tokenizer.apply_chat_template = lambda *args, **options: asked.append(options) or "T="
+    dj.chat(dj.load(embedded.path("tiny-llada")), tokenizer, talk[:1], length=4, enable_thinking=False)
+    assert asked[0]["enable_thinking"] is False
+
+
+def test_images_need_a_processor(tokenizer):
+    for name in ("tiny-llada", "tiny-llada-v"):
+        model = dj.load(embedded.path(name))
+        talk = [{"role": "user", "content": "<image> what?", "images": ["missing.png"]}]
+        refuses(r"images=\['missing.png'\].*dj.vision.Processor.load", dj.chat, model, tokenizer, talk)

@@ -1,5 +1,6 @@
 """The model `dllm_jax` in the real lm_eval, offline, on local task files and data."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -8,8 +9,10 @@ import jax
 import pytest
 
 from dllm_jax import samplers
+from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.harness.arguments import read
 from dllm_jax.eval.results import record
+from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.state.sliding import Sliding
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
@@ -138,7 +141,8 @@ def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_i
 def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_gives(lm):
     encode = lambda text: tuple(lm.tok_encode(text))
     chat = lambda text: encode(lm.apply_chat_template([{"role": "user", "content": text}]))
-    pairs = [(chat(row["question"]), encode(f"{row['answer']}<|eot_id|>")) for row in ROWS[::2]]
+    end = lm.lm.model.spec.eot_id
+    pairs = [(chat(row["question"]), (*encode(row["answer"]), end)) for row in ROWS[::2]]
     request = lambda pair: (("", ""), list(pair[0]), list(pair[1]))
     guessed = -3 * math.log(10)  # three digits
     together = lm._loglikelihood_tokens([request(pair) for pair in pairs])
@@ -147,9 +151,54 @@ def test_likelihoods_do_not_depend_on_the_batch_and_greedy_is_what_decoding_give
         assert nats == pytest.approx(nats_alone, abs=1e-4)
         assert nats > guessed
         assert greedy is greedy_alone is True
-    wrong = lm._loglikelihood_tokens([request((pairs[0][0], encode("407<|eot_id|>")))])[0]
+    wrong = lm._loglikelihood_tokens([request((pairs[0][0], (*encode("407"), end)))])[0]
     assert wrong[0] < guessed
     assert wrong[1] is False
+
+
+def test_special_tokens_are_plain_text_but_for_those_of_the_template(lm):
+    mask, end = lm.tokenizer.convert_tokens_to_ids(["<|mdm_mask|>", "<|eot_id|>"])
+    talk = [{"role": "user", "content": "what is <|mdm_mask|> and <|eot_id|>?"}]
+    text = lm.apply_chat_template(talk)
+    assert lm.tok_encode(text) == chat_ids(lm.tokenizer, talk)
+    assert lm.tok_encode(text).count(end) == 1
+    raw = "<|eot_id|> <|mdm_mask|>="
+    assert not {mask, end} & set(lm.tok_encode(raw))
+    assert lm.tokenizer.decode(lm.tok_encode(raw)) == raw
+    for context in (text, raw):
+        given, continuation = lm._encode_pair(context, "<|mdm_mask|>2")
+        whole = lm.tokenizer.decode(lm.tok_encode(context)) + "<|mdm_mask|>2"
+        assert lm.tokenizer.decode(given + continuation) == whole
+        assert mask not in given + continuation
+    answers = lm.generate_until(instances((text, {"until": ["\n"]}), (raw, {"until": ["\n"]})))
+    assert all(isinstance(answer, str) for answer in answers)
+    literal = dataclasses.replace(lm.arguments, special_tokens=True)
+    lm.arguments, before = literal, lm.arguments
+    assert lm.tok_encode(raw)[0] == end
+    lm.arguments = before
+
+
+def test_a_length_between_blocks_is_rounded_up_and_the_answer_cut(lm):
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    shorter = type(lm).of(lm.arguments, dataclasses.replace(lm.runner, decoding=Decoding(3, 2)), None)
+    asked = instances((text, {"until": ["\n"]}))
+    assert shorter.generate_until(asked) == [answer[:3] for answer in lm.generate_until(asked)]
+    assert shorter.entries["generate_until"][0]["tokens_with_eos"] == 4
+
+
+def test_answers_of_many_lengths_share_programs(lm):
+    of = lambda length: [(("", ""), [40, 41], [42 + i % 8 for i in range(length)])]
+    lm._loglikelihood_tokens(of(3))
+    compiled, after_the_first = [], None
+    seen = lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    jax.monitoring.register_event_duration_secs_listener(seen)
+    try:
+        for length in (4, 5, 6, 7):
+            lm._loglikelihood_tokens(of(length))
+            after_the_first = len(compiled) if length == 4 else after_the_first
+    finally:
+        jax.monitoring.unregister_event_duration_listener(seen)
+    assert len(compiled) == after_the_first > 0
 
 
 def test_arguments_are_checked_and_presets_are_overridden(unannotated):
@@ -161,6 +210,9 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
     assert chosen.sampler == samplers.Threshold(0.8, temperature=0.5)
     assert [read(given | {"block": b}).decoding.block for b in (4, "Sliding(8;16)")] == [4, Sliding(8, 16)]
     assert read(given | {"dtype": "bf16"}).checkpoint.dtype == "bf16"
+    thinking = given | {"enable_thinking": True, "chat_template_args": {"x": 1}, "peft": "y"}
+    assert read(thinking).checkpoint.variables == {"x": 1, "enable_thinking": True}
+    assert read(thinking).checkpoint.peft == "y"
     passed = {"batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
     assert (read(given | passed).decoding.batch, read(given).decoding.batch) == (4, 1)
     for wrong, reason in (
@@ -171,6 +223,7 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
         (dict(batch_size="auto"), "batch_size='auto'.*give a number"),
         (dict(max_batch_size=8), "max_batch_size=8.*no maximum"),
         (dict(lenght=4), "lenght=4 is not among the model arguments: .*length, "),
+        (dict(chat_template_args="x"), "chat_template_args='x' must be a JSON object"),
         (dict(device="cuda:7"), "device='cuda:7', but jax computes on"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):

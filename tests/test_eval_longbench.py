@@ -82,9 +82,9 @@ def test_the_middle_is_cut_out(tokenizer):
         truncate(text, tokenizer, 1)
 
 
-def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path, tokenizer):
+def test_templates_are_filled_once_and_few_shot_prompts_are_not_wrapped(tmp_path, lm):
     sample = Sample("1", "a {input} b", "t=", ("m",), (), "here")
-    text = lambda name: tokenizer.decode(prompts(tmp_path).ids(TASKS[name], sample, tokenizer, None))
+    text = lambda name: lm.tokenizer.decode(prompts(tmp_path).ids(TASKS[name], sample, lm, None))
     assert text("trec") == "a {input} bt="
     assert text("gov_report").startswith("<|startoftext|><|start_header_id|>user")
     assert "Sum: a {input} b\nNow:<|eot_id|>" in text("gov_report")

@@ -1,13 +1,19 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
+import contextlib
 import dataclasses
-import re
-from collections.abc import Sequence
+import json
+import types
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
+import jinja2
+import jinja2.meta
 import numpy as np
 from jaxtyping import Bool, Int
 
+from dllm_jax.checkpoint.tokenizer import encode_marked, mark_plain
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch import recording
@@ -19,6 +25,8 @@ from dllm_jax.state.inputs import Prompts, padded_together
 
 Message = dict[str, Any]
 PARTS = "role", "content"
+PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
@@ -47,26 +55,31 @@ def chat(
     messages: list[Message] | list[list[Message]],
     *,
     stop: Sequence[str] = (),
+    enable_thinking: bool | None = None,
+    template: Mapping[str, Any] = NOTHING,
     sampler: Sampler = Confidence(),
     buckets: Ladder | None = None,
     **options: Any,
 ) -> str | list[str]:
-    """Answers a conversation, or a batch of them.
+    """Answers a conversation, or a batch of conversations.
 
     Args:
-      model: from `load`.
-      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`; for prompts with images
-        a processor, from `dllm_jax.vision.Processor.load`.
-      messages: [{"role": "user", "content": "..."}, ...], or a list of such conversations. With a processor,
-        messages may hold images: {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
-      stop: texts at which the answer ends, without them; see `stop` of `generate`.
-      sampler: as in `generate`; the ids that a processor suppresses are added to its own.
-      buckets: as in `generate`.
-      **options: passed on to `generate` (length, block, steps, policy, key, ...).
+      model: Model from `load`.
+      tokenizer: Tokenizer of the checkpoint, from transformers' `AutoTokenizer.from_pretrained`. For prompts
+        with images, a processor from `dllm_jax.vision.Processor.load`.
+      messages: Messages [{"role": "user", "content": "..."}, ...], or a list of such conversations. A message
+        of role "system" comes first. With a processor, messages may hold images:
+        {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
+      stop: Texts at which the answer ends; they are not part of it. See `stop` of `generate`.
+      enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice.
+      template: Further variables of the chat template by name.
+      sampler: Remasking strategy, see `generate`. The ids that a processor suppresses are added to its own.
+      buckets: Bucket lengths for prompts, see `generate`.
+      **options: Options of `generate` (length, block, steps, policy, key, ...).
 
     Returns:
-      the answer, cut at the first end-of-text or end-of-turn, without special tokens; one string per
-      conversation for a batch.
+      The answer without special tokens, up to the first end-of-text or end-of-turn; a list of answers for a
+      batch.
 
     Raises:
       ValueError: an empty conversation, what is no conversation, a tokenizer without a chat template, or
@@ -83,8 +96,12 @@ def chat(
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
+    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    variables = {**template, **thinking} if isinstance(template, Mapping) else template
     if processor is None:
-        prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id), None)
+        prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id, variables), None)
+    elif variables:
+        raise ValueError(f"template={shown(variables)} is not supported with images: their template is fixed")
     else:
         if buckets is not None:
             check_ladder("buckets", buckets)
@@ -115,71 +132,98 @@ def _texts(stop: Any) -> Sequence[str]:
 
 
 def encode_chats(
-    tokenizer: Any, conversations: list[list[Message]], pad_id: int
+    tokenizer: Any, conversations: list[list[Message]], pad_id: int, template: Mapping[str, Any] = NOTHING
 ) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"]]:
-    """Templated prompts, left-padded, and their padding mask; raises as `chat` does."""
+    """Returns left-padded prompts and their padding mask; arguments and errors are those of `chat_ids`."""
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
-    return padded_together([chat_ids(tokenizer, one) for one in conversations], pad_id)
+    return padded_together([chat_ids(tokenizer, one, template) for one in conversations], pad_id)
 
 
-def chat_ids(tokenizer: Any, conversation: list[Message]) -> list[int]:
-    """Token ids of a conversation under the chat template, up to where the answer begins.
+def chat_ids(tokenizer: Any, conversation: list[Message], template: Mapping[str, Any] = NOTHING) -> list[int]:
+    """Encodes a conversation under the chat template, up to where the answer begins.
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint, with a chat template.
+      conversation: Messages with "role" and "content".
+      template: Variables of the chat template by name, such as {"enable_thinking": False}.
 
     Raises:
-      ValueError: an empty conversation, or a tokenizer without a chat template.
+      ValueError: an empty conversation, a message with images, or a tokenizer without a chat template.
     """
     if not isinstance(conversation, list | tuple):
         raise ValueError(f"messages={shown(conversation)} {RULE}")
     if not conversation:
         raise ValueError("messages are empty: a conversation needs at least one message")
     for message in conversation:
+        if isinstance(message, dict) and (pictured := PICTURES & message.keys()):
+            (name, *_) = sorted(pictured)
+            raise ValueError(
+                f"messages hold {name}={shown(message[name])}, which a tokenizer cannot read: pass "
+                "dj.vision.Processor.load(path) in place of the tokenizer, and a model with a vision tower"
+            )
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in PARTS):
             raise ValueError(f"messages hold {shown(message)}: they {RULE}")
     if tokenizer.chat_template is None:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
-
-    # A message that spells a special token, the mask's above all, must not become one.
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if any(token in message["content"] for message in conversation for token in special):
-        return _plain_ids(tokenizer, conversation, special)
-    encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return encode_marked(tokenizer, render(tokenizer, conversation, template, add_generation_prompt=True))
 
 
-def _plain_ids(tokenizer: Any, conversation: list[Message], special: list[str]) -> list[int]:
-    """`chat_ids` of messages that hold the text of special tokens, such as the mask's: there it is only text.
+def render(tokenizer: Any, conversation: list[Message], template: Mapping[str, Any], **how: Any) -> str:
+    """Returns the text of a conversation under the chat template, with `MARKS` around plain text.
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint, with a chat template.
+      conversation: Messages with "role" and "content".
+      template: Variables of the chat template by name.
+      **how: Further arguments of `apply_chat_template`.
 
     Raises:
-      ValueError: the template or the tokenizer does not tell its special tokens from those of the messages.
+      ValueError: the template does not copy a message that holds the text of a special token.
     """
-    # The template around messages: what it writes for marks that no text has in their place.
-    render = lambda messages: tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
-    marks = [f"\ue000{i}\ue001" for i in range(len(conversation))]
-    marked = [message | {"content": mark} for message, mark in zip(conversation, marks, strict=True)]
-    first, *around = re.split("\ue000\\d+\ue001", render(marked))
-    rendered, ids = render(conversation), list(tokenizer.encode(first, add_special_tokens=False))
-
-    # Between two pieces of the template stands a message, as it is or without white space at its ends.
-    place = len(first) if rendered.startswith(first) and len(around) == len(marks) else len(rendered)
-    for message, piece in zip(conversation, around, strict=False):
-        found = (text for text in (message["content"], message["content"].strip()))
-        text = next((text for text in found if rendered.startswith(text + piece, place)), None)
-        if text is not None:
-            place += len(text + piece)
-            plain = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            ids += [*plain, *tokenizer.encode(piece, add_special_tokens=False)]
-        if text is None or not {tokenizer.convert_ids_to_tokens(i) for i in plain}.isdisjoint(special):
+    _check_template(tokenizer, template)
+    marked = [message | {"content": mark_plain(tokenizer, message["content"])} for message in conversation]
+    text = tokenizer.apply_chat_template(marked, tokenize=False, **template, **how)
+    for before, after in zip(conversation, marked, strict=True):
+        if before != after and text.count(after["content"].strip()) != marked.count(after):
             raise ValueError(
-                f"the message {shown(message['content'])} holds the text of special tokens of the model "
-                f"({', '.join(t for t in special if t in message['content'])}), which this tokenizer cannot "
-                "write as plain text: say it in other words"
+                f"the message {shown(before['content'])} holds the text of special tokens. This template "
+                "changes the message, so that they cannot stay plain text: say it in other words"
             )
-    return ids
+    return text
+
+
+def template_variables(name: str, text: str) -> dict[str, Any]:
+    """Reads variables of a chat template from an argument that holds a JSON object.
+
+    Raises:
+      ValueError: the text is no JSON object.
+    """
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise ValueError(f"{name}={text!r} must be a JSON object: '{{\"enable_thinking\": false}}'")
+
+
+def _check_template(tokenizer: Any, template: Mapping[str, Any]):
+    """Warns of variables that the chat template does not read; raises ValueError for what is no mapping."""
+    if not isinstance(template, Mapping) or not all(isinstance(name, str) for name in template):
+        raise ValueError(
+            f'template={shown(template)} must be variables by name: {{"enable_thinking": False}}'
+        )
+    # A template that knows no thinking does not think.
+    asked = {name for name, value in template.items() if (name, value) != ("enable_thinking", False)}
+    if not asked or not isinstance(tokenizer.chat_template, str):
+        return
+    known = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(tokenizer.chat_template))
+    if unread := sorted(asked - known):
+        warnings.warn(
+            f"template variables {', '.join(unread)} have no effect: the chat template reads "
+            f"{', '.join(sorted(known))}",
+            stacklevel=4,
+        )
 
 
 def check_tokenizer(tokenizer: Any):

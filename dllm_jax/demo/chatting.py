@@ -19,7 +19,13 @@ from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding import buckets
-from dllm_jax.decoding.chat import Message, check_tokenizer, decode_answers, encode_chats
+from dllm_jax.decoding.chat import (
+    Message,
+    check_tokenizer,
+    decode_answers,
+    encode_chats,
+    template_variables,
+)
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
@@ -53,13 +59,17 @@ class Arguments(Options):
     steps: PositiveInt | None = None
     """Denoising steps; None: one per position."""
     every: PositiveInt = 1
-    """Denoising steps between two pictures."""
+    """Redraw every N denoising steps."""
+    system: str | None = None
+    """System message before the conversation."""
+    chat_template_args: str = "{}"
+    """Variables of the chat template as a JSON object: '{"enable_thinking": false}'."""
     seed: NonNegativeInt = 0
     """Seed of the sampler's draws."""
     dtype: DtypeName | None = None
-    """Of the weights; None keeps the checkpoint's."""
+    """Dtype of the weights. Default: the checkpoint's."""
     weights: Weights | None = None
-    """int8 holds matrices in int8; None keeps what is stored."""
+    """int8 quantizes the weight matrices. Default: as they are stored."""
 
 
 def main(args: list[str]) -> int:
@@ -68,6 +78,8 @@ def main(args: list[str]) -> int:
     console = rich.console.Console()
     conversation = Conversation.open(arguments)
     messages: list[Message] = []
+    if arguments.system is not None:
+        messages.append({"role": "system", "content": arguments.system})
     for turn, text in enumerate(_typed(console)):
         messages.append({"role": "user", "content": text})
         messages.append({"role": "assistant", "content": conversation.answer(console, messages, turn)})
@@ -98,18 +110,21 @@ class Conversation:
       model: from `load`.
       tokenizer: the checkpoint's.
       options: of `stream`.
-      seed: of the draws; each answer has its own.
+      seed: Seed of the draws; each answer has its own.
+      template: Variables of the chat template by name.
     """
 
     model: Model
     tokenizer: Any
     options: dict[str, Any]
     seed: int
+    template: dict[str, Any]
 
     @classmethod
     def open(cls, arguments: Arguments) -> "Conversation":
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
+        variables = template_variables("chat_template_args", arguments.chat_template_args)
         path = embedded.path(arguments.path) if arguments.path in embedded.NAMES else locate(arguments.path)
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
@@ -117,11 +132,11 @@ class Conversation:
         named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
-        return cls(model, tokenizer, named | shared, arguments.seed)
+        return cls(model, tokenizer, named | shared, arguments.seed, variables)
 
     def answer(self, console: rich.console.Console, messages: list[Message], turn: int) -> str:
         """Prints the answer to a conversation, and returns it; Ctrl-C leaves it as far as it is."""
-        prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id)
+        prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
 
         # The first answer is that of `generate` with this seed; later turns draw anew.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
@@ -165,9 +180,9 @@ class Conversation:
 
 def _cost(snapshot: Snapshot, seconds: float) -> str:
     """One line about what an answer took."""
-    time_taken = f"{snapshot.steps} steps, {seconds:.1f} s"
+    time_taken = f"{snapshot.steps[0]} steps, {seconds:.1f} s"
     if not isinstance(snapshot.output, Output):
         return f"stopped after {time_taken}"
     stats = snapshot.output.stats
     computed, ratio = int(stats.computed[0]), float(stats.cache_ratio[0])
-    return f"{time_taken}, {computed} positions computed, cache ratio {ratio:.2f}"
+    return f"{time_taken}, {computed} computed tokens, cache ratio {ratio:.2f}"

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float32, Int, UInt8
 
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.source import locate
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.checkpoint.tokenizer import mark_plain, read_tokenizer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
@@ -155,7 +155,7 @@ class Processor(Options):
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
         """One conversation on the host: ids, and what its image tokens are made of."""
-        text, sources = rendered(messages)
+        text, sources = rendered(messages, functools.partial(mark_plain, self.tokenizer))
         # One image is cut into tiles, several have one view each, as published.
         images = [open_image(source, self.exif, self.convert) for source in sources]
         views = self.one if len(images) < 2 else self.several

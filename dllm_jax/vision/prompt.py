@@ -1,8 +1,9 @@
 """Prompts of LLaDA-V: the published template, and token ids with a place for each image."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from dllm_jax.checkpoint.tokenizer import encode_marked
 from dllm_jax.options import shown
 
 IMAGE = "<image>"
@@ -23,10 +24,16 @@ RULE = (
 )
 
 
-def rendered(messages: Sequence[dict[str, Any]]) -> tuple[str, list[Any]]:
+def rendered(
+    messages: Sequence[dict[str, Any]], plain: Callable[[str], str] = lambda text: text
+) -> tuple[str, list[Any]]:
     """The published template around a conversation, up to where the answer begins, and its images in order.
 
     A first message of the role "system" takes the place of the published one.
+
+    Args:
+      messages: Messages with placeholders and images.
+      plain: Function that marks a text in which special tokens are not recognised.
 
     Raises:
       ValueError: no messages, what is none, or placeholders that do not match the images; names the message.
@@ -38,9 +45,16 @@ def rendered(messages: Sequence[dict[str, Any]]) -> tuple[str, list[Any]]:
     # The published system prompt, unless the conversation brings its own.
     if turns[0][0] != "system":
         turns.insert(0, ("system", SYSTEM))
-    text = "".join(HEADER.format(role=role) + content.strip() + END for role, content in turns)
+    text = "".join(
+        HEADER.format(role=role) + _each_piece(plain, content.strip()) + END for role, content in turns
+    )
     images = [image for _, own in contents for image in own]
     return BEGIN + text + HEADER.format(role="assistant"), images
+
+
+def _each_piece(plain: Callable[[str], str], text: str) -> str:
+    """Applies a function to the text between images."""
+    return IMAGE.join(map(plain, text.split(IMAGE)))
 
 
 def _content(message: Any, index: int) -> tuple[str, list[Any]]:
@@ -86,5 +100,5 @@ def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[in
         False is the form that the model was trained on.
     """
     # Pieces are encoded one by one, as the released code does: no token spans an image.
-    first, *others = (list(tokenizer.encode(piece, add_special_tokens=False)) for piece in text.split(IMAGE))
+    first, *others = (encode_marked(tokenizer, piece) for piece in text.split(IMAGE))
     return first + [i for ids in others for i in (PLACE, *(ids[1:] if drop_first_id else ids))]

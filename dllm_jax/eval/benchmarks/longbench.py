@@ -17,8 +17,9 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.checkpoint.tokenizer import encode_plain
 from dllm_jax.eval.benchmarks import longbench_metrics as metrics
+from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import Options
@@ -194,13 +195,15 @@ class Prompts:
                 raise ValueError(f"{path}: the template of {name!r} has no {{context}}")
         return Prompts(templates, sha256(path))
 
-    def ids(self, task: LongBenchTask, sample: Sample, tokenizer: Any, truncate_to: int | None) -> list[int]:
+    def ids(
+        self, task: LongBenchTask, sample: Sample, lm: LanguageModel, truncate_to: int | None
+    ) -> list[int]:
         """Token ids of a sample's prompt.
 
         Args:
           task: the data set.
           sample: the question.
-          tokenizer: of the checkpoint, from transformers.
+          lm: Model whose tokenizer and chat template are used.
           truncate_to: see `truncate`; applied to the filled template. None: never.
 
         Raises:
@@ -213,10 +216,10 @@ class Prompts:
         fields = {"{context}": sample.context, "{input}": sample.input}
         text = re.sub(r"\{(?:context|input)\}", lambda found: fields[found[0]], self.templates[task.name])
         # As published: the filled template is cut, and only then wrapped in the chat template.
-        text = text if truncate_to is None else truncate(text, tokenizer, truncate_to)
-        if task.chat and tokenizer.chat_template is not None:
-            return chat_ids(tokenizer, [{"role": "user", "content": text}])
-        return list(tokenizer(text)["input_ids"])
+        text = text if truncate_to is None else truncate(text, lm.tokenizer, truncate_to)
+        if task.chat and lm.tokenizer.chat_template is not None:
+            return lm.chat_ids(text)
+        return encode_plain(lm.tokenizer, text, add_special_tokens=True)
 
 
 def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
@@ -230,7 +233,7 @@ def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
     """
     if truncate_to < 2:
         raise ValueError(f"truncate_to={truncate_to} must be at least 2")
-    ids = tokenizer(text)["input_ids"]
+    ids = encode_plain(tokenizer, text, add_special_tokens=True)
     if len(ids) <= truncate_to:
         return text
 
@@ -278,7 +281,7 @@ def requests(
             except ValueError as error:
                 raise ValueError(f"{sample.where}: sample {sample.id!r}: {error}") from None
         for sample in samples[:limit]:
-            ids = tuple(prompts.ids(task, sample, runner.lm.tokenizer, truncate_to))
+            ids = tuple(prompts.ids(task, sample, runner.lm, truncate_to))
             one = Request(sample.id, ids, length or task.length, task.stop, task.name)
             score = functools.partial(task.score, references=sample.answers, classes=sample.classes)
             found.append(one._replace(references=sample.answers, score=score))

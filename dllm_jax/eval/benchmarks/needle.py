@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dllm_jax.checkpoint.tokenizer import encode_plain
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NonNegativeInt, Options
@@ -59,7 +60,7 @@ class Needle(Options):
           ValueError: an empty haystack, a length with no room for it, or a depth outside [0, 100].
         """
         # What is left of the length when needle, template and answer have theirs.
-        needle = tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        needle = encode_plain(tokenizer, self.text)
         room = length - self.buffer - len(needle)
         if room < 1 or not haystack:
             raise ValueError(
@@ -71,7 +72,7 @@ class Needle(Options):
         # Cut in tokens and put together again as text, like both published protocols.
         hay = (list(haystack) * -(-room // len(haystack)))[:room]
         at = int(len(hay) * depth / 100)
-        context = tokenizer.decode([*hay[:at], *needle, *hay[at:]], skip_special_tokens=True)
+        context = tokenizer.decode([*hay[:at], *needle, *hay[at:]])
         # In one pass, so that braces in the haystack stay what they are.
         fields = {"{context}": context, "{question}": self.question}
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
@@ -166,7 +167,7 @@ def requests(
         raise ValueError(f"{lengths=} and {depths=}: there is nothing to evaluate")
     tokenizer, response = runner.lm.tokenizer, runner.decoding.length or RESPONSE
     # The haystack is encoded once; every cell cuts its own length of it.
-    hay = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    hay = encode_plain(tokenizer, text)
     found = []
     for length, depth in itertools.product(lengths, depths):
         ids = tuple(encode(needle.prompt(hay, length, depth, tokenizer)))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
 
@@ -45,7 +44,7 @@ def request(
     runner: Runner, id: str, example: Example, group: str, length: int, cell: tuple[int, float] | None = None
 ) -> Request:
     """An example as a request, scored 1 where the answer is exactly right, else 0."""
-    ids = tuple(chat_ids(runner.lm.tokenizer, [{"role": "user", "content": example.prompt}]))
+    ids = tuple(runner.lm.chat_ids(example.prompt))
     score = lambda answer: float(answer.strip() == example.answer)
     return Request(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 

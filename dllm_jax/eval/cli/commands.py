@@ -8,7 +8,7 @@ import rich.console
 import tyro
 
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.checkpoint.tokenizer import encode_plain
 from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
@@ -123,10 +123,9 @@ def run_needle(
     text = needle.haystack(haystack)
 
     def ask(runner: Runner) -> list[Request]:
-        tokenizer = runner.lm.tokenizer
-        plain = lambda prompt: tokenizer(prompt)["input_ids"]
-        templated = lambda prompt: chat_ids(tokenizer, [{"role": "user", "content": prompt}])
-        return needle.requests(runner, hidden, text, lengths, depths, templated if chat else plain)
+        plain = lambda prompt: encode_plain(runner.lm.tokenizer, prompt, add_special_tokens=True)
+        encode = runner.lm.chat_ids if chat else plain
+        return needle.requests(runner, hidden, text, lengths, depths, encode)
 
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
     return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask, show.heatmap)

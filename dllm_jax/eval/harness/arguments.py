@@ -1,11 +1,13 @@
 """`--model_args` of lm-evaluation-harness's model `dllm_jax`."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from dllm_jax import presets, provenance
+from dllm_jax.decoding.chat import template_variables
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.settings import Decoding, rescaled
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
@@ -29,6 +31,8 @@ class Arguments(Options):
       checkpoint: which checkpoint; longer prompts than `max_positions` allows lose their beginning.
       decoding: how; without a `length`, answers have the task's max_gen_toks.
       add_bos: put the tokenizer's beginning-of-text before every prompt (Dream's base model).
+      special_tokens: Whether special tokens are recognised in prompts without a chat template. Default: they
+        are plain text.
       draws: Monte-Carlo draws of a log-likelihood; for answers of one token, a single one is exact.
       strata: draws among which the number of masked tokens is stratified.
       cfg_scale: guidance of log-likelihoods.
@@ -40,6 +44,7 @@ class Arguments(Options):
     checkpoint: Checkpoint
     decoding: Decoding = Decoding(batch=1)
     add_bos: bool = False
+    special_tokens: bool = False
     draws: PositiveInt = 128
     strata: PositiveInt = 32
     cfg_scale: NonNegativeFloat = 0.0
@@ -52,17 +57,17 @@ class Arguments(Options):
         if self.draws % self.strata:
             raise ValueError(f"draws={self.draws} must be a multiple of strata={self.strata}")
 
-    def prefix(self, tokenizer: Any) -> str:
-        """Precedes every prompt: beginning-of-text if `add_bos`, else nothing.
+    def prefix(self, tokenizer: Any) -> list[int]:
+        """Returns what precedes every prompt: beginning-of-text if `add_bos`, else nothing.
 
         Raises:
           ValueError: `add_bos`, but the tokenizer has no beginning-of-text.
         """
         if not self.add_bos:
-            return ""
-        if tokenizer.bos_token is None:
+            return []
+        if tokenizer.bos_token_id is None:
             raise ValueError("add_bos=True, but the tokenizer has no beginning-of-text token")
-        return tokenizer.bos_token
+        return [tokenizer.bos_token_id]
 
 
 def read(given: Mapping[str, Any]) -> Arguments:
@@ -73,10 +78,12 @@ def read(given: Mapping[str, Any]) -> Arguments:
         not use, or a value that `Arguments`, `Checkpoint`, `Decoding` or the preset refuses.
     """
     # The fields of three classes stand side by side on lm_eval's command line.
+    given = _with_template(given)
     names = lambda kind, *other: [f.name for f in dataclasses.fields(kind) if f.name not in other]
     checkpoint, decoding = names(Checkpoint, "model"), names(Decoding, "batch", "policy", "sampler")
     own = names(Arguments, "checkpoint", "decoding")
-    known = sorted(["pretrained", "policy", "sampler", "preset", *checkpoint, *decoding, *own])
+    others = ("pretrained", "policy", "sampler", "preset", "enable_thinking")
+    known = sorted([*others, *checkpoint, *decoding, *own])
     for name in given.keys() - known - set(OF_LM_EVAL):
         raise ValueError(f"{name}={given[name]!r} is not among the model arguments: {', '.join(known)}")
     if "pretrained" not in given:
@@ -89,6 +96,14 @@ def read(given: Mapping[str, Any]) -> Arguments:
         Decoding(batch=batch, **_with_preset(given, part(decoding))),
         **part(own),
     )
+
+
+def _with_template(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds `enable_thinking` to `chat_template_args`, which may be a mapping or a JSON object."""
+    name, value, thinking = "chat_template_args", given.get("chat_template_args"), given.get("enable_thinking")
+    variables = dict(value) if isinstance(value, Mapping) else template_variables(name, str(value or "{}"))
+    variables |= {} if thinking is None else {"enable_thinking": thinking}
+    return {k: v for k, v in given.items() if k != "enable_thinking"} | {name: json.dumps(variables)}
 
 
 def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[str, Any]:

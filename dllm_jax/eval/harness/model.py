@@ -7,6 +7,7 @@ module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and ru
 import dataclasses
 import logging
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
+from dllm_jax.checkpoint.tokenizer import MARKS, encode_marked, encode_plain, mark_plain
+from dllm_jax.decoding.chat import render
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
@@ -25,6 +28,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
 
 LOG = logging.getLogger(__name__)
+TEMPLATED = "\ue001\ue002"  # private-use characters before a text that a chat template wrote
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
 
 
@@ -74,21 +78,28 @@ class DllmJax(TemplateLM):
         return self.lm.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Token ids; special tokens in the text (chat templates) are recognised, none are added."""
+        """Encodes a text and adds no special tokens; only a chat template's own are recognised in it."""
         # A chat template writes its own beginning-of-text, and `add_bos` asks for one elsewhere.
-        return list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
+        templated, text = string.startswith(TEMPLATED), string.removeprefix(TEMPLATED)
+        if templated or self.arguments.special_tokens:
+            return encode_marked(self.tokenizer, text)
+        return encode_plain(self.tokenizer, re.sub("|".join(MARKS), "", text))
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encodes a context and its continuation, in which special tokens are plain text."""
+        return super()._encode_pair(context, mark_plain(self.tokenizer, continuation))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The checkpoint's chat template."""
+        """Renders messages by the checkpoint's chat template.
+
+        The text begins with `TEMPLATED`, by which `tok_encode` tells it from a text without a template.
+        """
         # Without a generation prompt the last message is the beginning of an answer, to be continued.
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        how = {"add_generation_prompt": add_generation_prompt}
+        how["continue_final_message"] = not add_generation_prompt
+        return TEMPLATED + render(self.tokenizer, chat_history, self.lm.template, **how)
 
     def get_model_info(self) -> dict[str, Any]:
         """Provenance and costs, for lm_eval's result."""
@@ -154,11 +165,12 @@ class DllmJax(TemplateLM):
         if (task.get("do_sample") or task.get("temperature")) and not self.runner.decoding.sampler.draws:
             LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
         until = task.get("until") or []
-        prompt = self.tok_encode(self.arguments.prefix(self.tokenizer) + context)
+        prompt = self.arguments.prefix(self.tokenizer) + self.tok_encode(context)
         # As lm_eval's own models do, a prompt that is too long loses its beginning.
-        if self.max_length is not None and len(prompt) + length > self.max_length:
+        taken = len(prompt) + self.runner.decoding.whole(length)
+        if self.max_length is not None and taken > self.max_length:
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
-            prompt = prompt[max(0, len(prompt) + length - self.max_length) :]
+            prompt = prompt[taken - self.max_length :]
         stop = (until,) if isinstance(until, str) else tuple(until)
         return Request(str(i), tuple(prompt), length, stop)
 

@@ -2,18 +2,20 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from dllm_jax import embedded
+from dllm_jax import embedded, lora
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.decoding.chat import chat_ids, template_variables
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt
@@ -29,12 +31,18 @@ class LanguageModel:
       tokenizer: from transformers.
       identity: hash of the checkpoint's files, dtype, rope factor, and int8 and the number of ids, if they
         are given: all that answers depend on besides settings and prompt.
+      template: Variables of the chat template by name.
     """
 
     name: str
     model: Model
     tokenizer: Any
     identity: str
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def chat_ids(self, text: str) -> list[int]:
+        """Encodes a user's message under the chat template."""
+        return chat_ids(self.tokenizer, [{"role": "user", "content": text}], self.template)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Checkpoint(Options):
       rope_factor: multiplies the rotary base (NTK scaling).
       weights: "int8" holds matrices in int8; None keeps what is stored, see `load`.
       vocab: ids that are kept (LLaDA-V is published with those of its tokenizer, 126349); None keeps all.
+      peft: Directory or hub id of a LoRA adapter for the model.
+      chat_template_args: Variables of the chat template as a JSON object: '{"enable_thinking": false}'.
     """
 
     model: str = "tiny-llada"
@@ -56,6 +66,17 @@ class Checkpoint(Options):
     rope_factor: PositiveFloat = 1.0
     weights: Annotated[Weights | None, NoneMeans("as they are stored")] = None
     vocab: Annotated[PositiveInt | None, NoneMeans("all")] = None
+    peft: str | None = None
+    chat_template_args: str = "{}"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.variables  # noqa: B018  raises for a text that is no JSON object
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template by name."""
+        return template_variables("chat_template_args", self.chat_template_args)
 
     @property
     def path(self) -> Path:
@@ -84,8 +105,11 @@ class Checkpoint(Options):
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
         identity += "" if self.vocab is None else f" vocab={self.vocab}"
+        if self.peft is not None:
+            adapter = locate(self.peft)
+            model, identity = lora.load(model, adapter), f"{identity} peft={fingerprint(adapter)}"
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
-        return LanguageModel(self.model, model, tokenizer, identity)
+        return LanguageModel(self.model, model, tokenizer, identity, self.variables)
 
 
 def identity_in_memory(model: Model) -> str:

@@ -1,28 +1,34 @@
 """Log-likelihoods of many (context, answer) pairs, and whether each answer is the greedy one."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
-from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
+from dllm_jax.decoding.output import Output
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
-from dllm_jax.state.inputs import padded_together
+from dllm_jax.state.inputs import IdleStepsWarning, padded_together
 
+# Answers are padded to these lengths, and share programs; longer ones to multiples of the last.
+LENGTHS = Ladder((1, 4, 8, 16, 32, 64))
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -54,12 +60,15 @@ class Likelihood(Answering[Pair]):
 
     @override
     def _shape(self, item: Pair) -> tuple[int, int]:
-        """Answer and padded context."""
-        return len(item[1]), rounded_up(len(item[0]), self.decoding.bucket)
+        """Padded answer and padded context; the masks of an answer of one token are another program's."""
+        # Longer answers always have padding: programs with and without a mask of it are two.
+        length = len(item[1]) if len(item[1]) < 2 else len(item[1]) + 1
+        rung = LENGTHS.fit(length) if length <= LENGTHS.rungs[-1] else rounded_up(length, LENGTHS.rungs[-1])
+        return rung, rounded_up(len(item[0]), self.decoding.bucket)
 
     @override
     def _batches(self, pairs: list[tuple[str, Pair]]) -> list[list[tuple[str, Pair]]]:
-        # Of one shape each; one that fails takes no other along.
+        # Requests of one shape share a batch. A batch that fails takes no other along.
         alike = [list(group) for _, group in itertools.groupby(pairs, key=lambda pair: self._shape(pair[1]))]
         size = self.decoding.batch
         return [each[i : i + size] for each in alike for i in range(0, len(each), size)]
@@ -72,24 +81,34 @@ class Likelihood(Answering[Pair]):
                 raise ValueError(f"context has {len(context)} tokens, answer {len(own)}; both need one")
             if limit is not None and (taken := len(context) + len(own)) > limit:
                 raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
-        start, model, (length, width) = time.perf_counter(), self.lm.model, self._shape(pairs[0][1])
+        start, model, (rung, width) = time.perf_counter(), self.lm.model, self._shape(pairs[0][1])
         items = [pair for _, pair in pairs]
         items += items[:1] * (self.decoding.batch - len(items))
         prompt, mask = padded_together([context for context, _ in items], model.spec.eos_id, width)
-        answer = np.asarray([a for _, a in items], np.int32)
+        answers, eos = [own for _, own in items], model.spec.eos_id
+        answer = np.asarray([[*own, *[eos] * (rung - len(own))] for own in answers], np.int32)
+        lengths = np.array([len(own) for own in answers])
+        real = np.arange(rung) < lengths[:, None]
         # Every pair has masks of its own, whatever batch it is in.
         masks = np.stack([self.masks(pair) for pair in items], axis=1)
         nats = log_likelihood(
-            model, prompt, answer, prompt_mask=mask, masks=masks, cfg_scale=self.cfg_scale, chunk=self.strata
+            model,
+            prompt,
+            answer,
+            prompt_mask=mask,
+            answer_mask=real,
+            masks=masks,
+            cfg_scale=self.cfg_scale,
+            chunk=self.strata,
         )
         # Guidance is a second pass for each draw.
         forwards = np.full(len(items), len(masks) * (2 if self.cfg_scale > 0 else 1))
-        computed = forwards * (np.asarray(mask).sum(axis=1) + length)
+        computed = forwards * (np.asarray(mask).sum(axis=1) + lengths)
         greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if self.greedy_check:
-            out = generate(model, prompt, prompt_mask=mask, length=length, nonfinite="ignore")
-            greedy = (np.asarray(out.tokens)[:, width:] == answer).all(axis=1)
+            out, decoded = self._greedy(items, prompt, mask, rung)
+            greedy = ((decoded == answer) | ~real).all(axis=1)
             forwards = forwards + np.asarray(out.stats.nfe)
             computed = computed + np.asarray(out.stats.computed)
 
@@ -102,14 +121,41 @@ class Likelihood(Answering[Pair]):
             found.append({"key": key, "answer": answer, "error": error, **costs})
         yield found
 
+    def _greedy(
+        self, pairs: list[Pair], prompt: np.ndarray, mask: np.ndarray, rung: int
+    ) -> tuple[Output, Int[np.ndarray, "b r"]]:
+        """Decodes as many tokens after each context as its answer has, one per step, and pads them."""
+        model, spec = self.lm.model, self.lm.model.spec
+        if spec.block_size is not None:
+            # Later blocks do not change the earlier ones, and a block is always decoded whole.
+            out = generate(model, prompt, prompt_mask=mask, length=rung, nonfinite="ignore")
+            return out, np.asarray(out.tokens)[:, prompt.shape[1] :]
+
+        # Elsewhere masks beyond the answer would change it: it ends the template.
+        width = prompt.shape[1] + rung
+        template = [(*context, *[spec.mask_id] * len(own)) for context, own in pairs]
+        tokens, padding = padded_together(template, spec.eos_id, width)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", IdleStepsWarning)  # short answers have fewer masks than steps
+            out = infill(model, tokens, token_mask=padding, steps=rung, nonfinite="ignore")
+        rows = zip(np.asarray(out.tokens), pairs, strict=True)
+        ends = [row[width - len(own) :] for row, (_, own) in rows]
+        return out, padded_together(ends, spec.eos_id, rung, "right")[0]
+
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
-        """The masks of a pair's draws; they depend on the seed and the pair only."""
+        """Returns the masks of a pair's draws, which depend on the seed and the pair; False at padding."""
         # A single token is masked in every draw: one is exact.
-        length = len(pair[1])
-        if length == 1:
+        rung, _ = self._shape(pair)
+        if rung == 1:
             return np.ones((1, 1), bool)
         text = json.dumps([self.decoding.seed, *pair])
-        seed = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
-        keys = jax.random.split(seeded(jnp.uint32(seed)), self.draws // self.strata)
-        drawn = jax.vmap(lambda key: stratified_masks(key, length, self.strata))(keys)
-        return np.asarray(drawn).reshape(self.draws, length)
+        seed = np.uint32(int(hashlib.sha256(text.encode()).hexdigest()[:8], 16))
+        return np.asarray(_masks(seed, len(pair[1]), rung, self.strata, self.draws // self.strata))
+
+
+@functools.partial(jax.jit, static_argnames=("rung", "strata", "groups"))
+def _masks(seed: Array, length: Array, rung: int, strata: int, groups: int) -> Bool[Array, "draws r"]:
+    """Draws masks of the first `length` of `rung` tokens."""
+    keys, real = jax.random.split(seeded(seed), groups), jnp.arange(rung) < length
+    drawn = jax.vmap(lambda key: stratified_masks(key, rung, strata, real))(keys)
+    return drawn.reshape(groups * strata, rung)

@@ -151,7 +151,8 @@ class Runner(Answering[Request]):
     def _shape(self, item: Request) -> tuple[Any, ...]:
         # Stops of questions about images are static in a program, so a batch has one list of them.
         stop = item.stop if item.conversation else ()
-        return item.length, rounded_up(len(item.prompt), self.decoding.bucket), *stop
+        width = rounded_up(len(item.prompt), self.decoding.bucket)
+        return self.decoding.whole(item.length), width, *stop
 
     @override
     def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
@@ -198,7 +199,8 @@ class Runner(Answering[Request]):
 
     def _refusal(self, request: Request) -> ValueError | None:
         """Why these settings cannot answer a request."""
-        limit, taken = self.decoding.max_positions, len(request.prompt) + request.length
+        limit = self.decoding.max_positions
+        taken = len(request.prompt) + self.decoding.whole(request.length)
         if not request.prompt:
             return ValueError("the prompt is empty")
         if limit is not None and taken > limit:
@@ -234,7 +236,7 @@ class Runner(Answering[Request]):
         of = lambda name: getattr(out.stats, name)[0].item()
         return Decoded(
             key=key,
-            answer=self._text(request, out.tokens[:, -request.length :]),
+            answer=self._text(request, out.tokens[:, -self.decoding.whole(request.length) :]),
             error=None,
             forwards=of("nfe"),
             widened=of("widened"),
@@ -245,11 +247,12 @@ class Runner(Answering[Request]):
         )
 
     def _text(self, request: Request, response: np.ndarray) -> str:
-        """The answer in a response, Int[1 r].
+        """The answer in a response, Int[1 r], cut to the request's length.
 
         That of a question about images goes up to where `generate` put its stop; an end of turn in front of
         it ends none.
         """
+        response = response[:, : request.length]
         if request.conversation is None:
             (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response)
             return cut(text, request.stop)

@@ -28,7 +28,7 @@ class Decoding(Options):
     """Settings of `generate`, a seed, and how requests form batches.
 
     Attributes:
-      length: response positions; None: each request has its own.
+      length: Number of tokens to generate; None: each request has its own.
       block: positions decoded together, or how the block slides; None: all. Shorter requests are one block.
       steps: denoising steps of each request, at most one per position; None: one per position. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
@@ -57,24 +57,31 @@ class Decoding(Options):
         super().__post_init__()
         if self.length is not None:
             # Blocks and steps must fit the length, whatever the prompt.
-            Layout.of(1, self.length, self.block, self.steps)
-            if self.steps is not None and self.steps > self.length:
-                reason = f"must be at most length={self.length}: a step decodes a token or more"
+            whole = self.whole(self.length)
+            Layout.of(1, whole, self.block, self.steps)
+            if self.steps is not None and self.steps > whole:
+                reason = f"must be at most length={whole}: a step decodes a token or more"
                 raise ValueError(f"steps={self.steps} {reason}")
+
+    def whole(self, length: int) -> int:
+        """Returns a length rounded up to whole blocks; a length below the block is one block."""
+        return rounded_up(length, min(self.block, length)) if isinstance(self.block, int) else length
 
     def at(self, length: int) -> "Decoding":
         """These settings for a request's length: a block no longer than the answer; steps see above.
 
+        The length is rounded up to whole blocks; the answer is cut to what was asked for.
+
         Raises:
-          ValueError: the length is not a multiple of the block, or the steps are more than the length, not
-            whole, or not a multiple of the blocks.
+          ValueError: the steps are more than the length, not whole, or not a multiple of the blocks.
         """
-        if length == self.length:
-            return self
+        length, named = self.whole(length), None if self.length is None else self.whole(self.length)
+        if length == named:
+            return dataclasses.replace(self, length=length)
         # Steps of a named length stand for as many per position; without one they are literal.
         steps = self.steps
-        if self.length is not None and steps is not None:
-            steps = rescaled(steps, self.length, length)
+        if named is not None and steps is not None:
+            steps = rescaled(steps, named, length)
         block = min(self.block, length) if isinstance(self.block, int) else self.block
         return dataclasses.replace(self, length=length, block=block, steps=steps)
 

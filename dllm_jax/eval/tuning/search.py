@@ -240,7 +240,7 @@ def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[Request]) 
     found: Answers = {setting: [] for setting in runners}
     for _ in range(TURNS):
         for setting, runner in runners.items():
-            rows = record.scored(requests, runner.run(requests))
+            rows: list[Any] = record.scored(requests, runner.run(requests))
             seconds = sum(row.get("seconds", 0.0) for row in rows) / len(rows)
             found[setting].extend(row | {"seconds": seconds} for row in rows)
     return found
