@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import cost_totals, totals
 from dllm_jax.eval.run import runner as runner_module
@@ -19,6 +20,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
+from dllm_jax.state.inputs import padded_together
 from dllm_jax.state.sliding import Sliding
 from tests.models import tiny
 
@@ -127,15 +129,16 @@ def test_a_failed_request_is_recorded_and_does_not_take_its_mates_along(lm, aske
     journal = Journal(tmp_path / "journal.jsonl")
     mask, empty = asked[0]._replace(prompt=(lm.model.spec.mask_id,)), asked[0]._replace(prompt=())
     most = len(asked[0].prompt) + 4
-    broken = [asked[0], mask, empty, asked[1], asked[0]._replace(length=3)]
+    broken = [asked[0], mask, empty, asked[1], asked[0]._replace(length=3)]  # of two blocks, cut
     entries = runner(lm, max_positions=most).run(broken, journal)
     assert entries[0]["answer"] == ANSWERS[0]
-    reasons = ("mask id", "prompt is empty", f"max_positions={most}", "block=2")
-    for entry, reason in zip(entries[1:], reasons, strict=True):
+    assert entries[4]["answer"] == ANSWERS[0][:3]
+    reasons = ("mask id", "prompt is empty", f"max_positions={most}")
+    for entry, reason in zip(entries[1:4], reasons, strict=True):
         assert entry["answer"] is None
         assert reason in entry["error"]
-    assert totals(entries)["failed"] == 4
-    assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 4
+    assert totals(entries)["failed"] == 3
+    assert [e["error"] is None for e in Journal(journal.path).entries.values()].count(False) == 3
 
 
 def test_the_fingerprint_is_of_what_the_model_computes(tmp_path):
@@ -178,10 +181,10 @@ def test_steps_are_literal_without_a_length_and_per_position_with_one():
     assert (decoding.at(16).block, decoding.at(16).steps) == (16, 8)
     assert (decoding.at(128).block, decoding.at(128).steps) == (32, 64)
     assert Decoding(length=64, block=Sliding(32)).at(48).block == Sliding(32)
+    assert (decoding.at(48).length, Decoding(block=32).at(33).length) == (64, 64)
     literal = Decoding(block=8, steps=16)
     assert (literal.at(16).steps, literal.at(128).steps) == (16, 16)
     for made, length, reason in (
-        (decoding, 48, "length=48 must be a multiple of block=32"),
         (Decoding(length=64, block=64, steps=4), 8, r"no whole number of steps for 8 positions: 0\.5"),
         (literal, 8, "steps=16 must be at most length=8"),
         (literal, 24, r"steps=16 must be a multiple of .* 24 / 8 = 3"),
@@ -223,6 +226,14 @@ def test_costs_are_counted_without_padding():
     greedy = scorer().run(PAIRS)
     assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
     assert cost_totals(greedy)["forwards"] == 7 + 5
+
+    # Masks behind a short answer would change it: a longer template decodes other tokens.
+    one = scorer()
+    for pair in (((5,), (3, 4)), ((7, 8), (1, 1, 1))):
+        prompt, mask = padded_together([pair[0]] * 2, one.lm.model.spec.eos_id, 4)
+        _, decoded = one._greedy([pair] * 2, prompt, mask, 4)
+        wanted = generate(one.lm.model, [pair[0]], length=len(pair[1])).tokens[0, len(pair[0]) :]
+        assert decoded[0, : len(pair[1])].tolist() == wanted.tolist()
 
 
 def test_what_determines_a_result_is_in_its_key():

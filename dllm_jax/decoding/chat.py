@@ -13,7 +13,6 @@ import jinja2.meta
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.checkpoint.tokenizer import encode_marked, mark_plain
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch import recording
@@ -22,6 +21,7 @@ from dllm_jax.options import check_argument, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import Prompts, padded_together
+from dllm_jax.state.text import encode_marked, mark_plain
 
 Message = dict[str, Any]
 PARTS = "role", "content"

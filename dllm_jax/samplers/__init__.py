@@ -18,6 +18,7 @@ from dllm_jax.samplers.noise import Noise as Noise
 from dllm_jax.samplers.noise import RecordedNoise as RecordedNoise
 from dllm_jax.samplers.parallel import Factor as Factor
 from dllm_jax.samplers.parallel import Threshold as Threshold
+from dllm_jax.samplers.parallel import UntilDone as UntilDone
 from dllm_jax.samplers.pc import PCSampler as PCSampler
 from dllm_jax.samplers.pc import TokenFrequencies as TokenFrequencies
 from dllm_jax.samplers.wino import WINO as WINO

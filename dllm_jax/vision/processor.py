@@ -1,6 +1,7 @@
 """What `dj.chat` takes in the place of a tokenizer for prompts with images."""
 
 import dataclasses
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -9,12 +10,13 @@ from jaxtyping import Bool, Float32, Int, UInt8
 
 from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.source import locate
-from dllm_jax.checkpoint.tokenizer import mark_plain, read_tokenizer
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDDED, Prompts
+from dllm_jax.state.text import mark_plain
 from dllm_jax.vision import tower
 from dllm_jax.vision.images import (
     NEWLINE,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dllm_jax.checkpoint.tokenizer import encode_marked
 from dllm_jax.options import shown
+from dllm_jax.state.text import encode_marked
 
 IMAGE = "<image>"
 PLACE = -200  # in the place of an id: an image

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dllm_jax.checkpoint.tokenizer import encode_plain
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NonNegativeInt, Options
+from dllm_jax.state.text import encode_plain
 
 RESPONSE = 128  # positions, where no length is given
 Scoring = Literal["rouge", "keyword"]

@@ -8,7 +8,6 @@ import rich.console
 import tyro
 
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.checkpoint.tokenizer import encode_plain
 from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
 from dllm_jax.eval.results import record, show
@@ -17,6 +16,7 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.published.presets import presets
+from dllm_jax.state.text import encode_plain
 from dllm_jax.vision.images import Pad
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.tower import AT_ONCE

@@ -17,7 +17,6 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 
-from dllm_jax.checkpoint.tokenizer import MARKS, encode_marked, encode_plain, mark_plain
 from dllm_jax.decoding.chat import render
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
@@ -26,6 +25,7 @@ from dllm_jax.eval.run.answering import Answering
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.state.text import MARKS, encode_marked, encode_plain, mark_plain
 
 LOG = logging.getLogger(__name__)
 TEMPLATED = "\ue001\ue002"  # private-use characters before a text that a chat template wrote

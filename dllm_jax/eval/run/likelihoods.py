@@ -25,11 +25,23 @@ from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
+from dllm_jax.samplers import Candidates, Noise, UntilDone
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.inputs import IdleStepsWarning, padded_together
+from dllm_jax.state.selection import best
 
 # Answers are padded to these lengths, and share programs; longer ones to multiples of the last.
 LENGTHS = Ladder((1, 4, 8, 16, 32, 64))
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePerStep(UntilDone):
+    """Decodes the most confident position in each step, as many steps as there are masks."""
+
+    @override
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        return best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +138,7 @@ class Likelihood(Answering[Pair]):
     ) -> tuple[Output, Int[np.ndarray, "b r"]]:
         """Decodes as many tokens after each context as its answer has, one per step, and pads them."""
         model, spec = self.lm.model, self.lm.model.spec
-        if spec.block_size is not None:
+        if spec.block_size:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
             out = generate(model, prompt, prompt_mask=mask, length=rung, nonfinite="ignore")
             return out, np.asarray(out.tokens)[:, prompt.shape[1] :]
@@ -137,7 +149,9 @@ class Likelihood(Answering[Pair]):
         tokens, padding = padded_together(template, spec.eos_id, width)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdleStepsWarning)  # short answers have fewer masks than steps
-            out = infill(model, tokens, token_mask=padding, steps=rung, nonfinite="ignore")
+            out = infill(
+                model, tokens, token_mask=padding, steps=rung, sampler=OnePerStep(), nonfinite="ignore"
+            )
         rows = zip(np.asarray(out.tokens), pairs, strict=True)
         ends = [row[width - len(own) :] for row, (_, own) in rows]
         return out, padded_together(ends, spec.eos_id, rung, "right")[0]
