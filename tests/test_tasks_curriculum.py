@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.modules import initialise
 from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch, tokenizer
-from tests import models
+from tests import models, refuses
 
 IDS = tokenizer.VOCAB
 SPECIAL = {f"{n}_id": IDS[getattr(tokenizer, n.upper())] for n in ("mask", "eos", "eot")}
@@ -56,6 +56,9 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
     np.testing.assert_array_equal(batch.prompt_mask, np.arange(13) >= [[0], [2]])
     with pytest.raises(ValueError, match="length=2: 'xy' needs 3 tokens"):
         encode_batch(read, [Example("a", "xy")], 2, SPEC)
+    chex.assert_trees_all_equal(encode_batch(read, [("abc", "xy"), ("a", "x")], 4, SPEC), batch)
+    for wrong in ("ab", ("a", 3), ["a", "b"]):
+        refuses(r"examples\[0\]=.* must be a pair of texts", encode_batch, read, [wrong], 4, SPEC)
 
     # Prompts of 13 and 11 tokens: in blocks of four, answers of four go on to the positions 20 and 16.
     blockwise = dataclasses.replace(SPEC, block_size=4)

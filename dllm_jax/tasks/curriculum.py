@@ -1,6 +1,7 @@
 """A source of batches that grows with the model: the next stage comes when the current one is mastered."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt
+from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt, shown
 from dllm_jax.tasks.base import Example, Task, examples
 from dllm_jax.tasks.scoring import accuracy, prompt_arrays
 from dllm_jax.training.batch import T_MIN, Batch
@@ -125,22 +126,27 @@ def _end_of_turn(spec: ModelSpec) -> int:
     return spec.eot_id
 
 
-def encode_batch(tokenizer: Any, examples: list[Example], length: int, spec: ModelSpec) -> Batch:
+def encode_batch(
+    tokenizer: Any, examples: Sequence[Example | tuple[str, str]], length: int, spec: ModelSpec
+) -> Batch:
     """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
 
     For block-causal models end-of-text goes on to the end of a block, wherever that is: `answer_mask` says.
 
     Args:
       tokenizer: from transformers, with a chat template; of examples with images, a processor.
-      examples: the questions.
+      examples: the questions with their answers, as `Example` or pairs of texts.
       length: response positions.
       spec: whose end-of-text pads prompts (masked out) and answers (learnt).
 
     Raises:
-      ValueError: an answer that does not fit, or a model without an end-of-turn token.
+      ValueError: no pairs of texts, an answer that does not fit, or a model without an end-of-turn token.
     """
-    end = _end_of_turn(spec)
-    images = None
+    end, images = _end_of_turn(spec), None
+    for index, example in enumerate(examples):
+        if not isinstance(example, tuple) or not all(isinstance(text, str) for text in example[:2]):
+            raise ValueError(f"examples[{index}]={shown(example)} must be a pair of texts: prompt and answer")
+    examples = [Example(*example) for example in examples]
     if isinstance(tokenizer, Processor):
         prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
         tokenizer = tokenizer.tokenizer
