@@ -7,7 +7,7 @@ import tyro
 
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import PATHS, plain_errors
 
 
 def main(
@@ -18,6 +18,7 @@ def main(
     overwrite: bool = False,
     check_finite: bool = False,
     weights: Literal["int8"] | None = None,
+    revision: str | None = None,
 ):
     """Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax.
 
@@ -29,6 +30,7 @@ def main(
       overwrite: replace an existing destination; it stays until the new one is complete.
       check_finite: refuse weights with NaN or infinity.
       weights: matrices of the layers and the vocabulary head in int8; there is no way back.
+      revision: branch, tag or commit of a hub id; default its main branch.
     """
     with plain_errors():
         written = convert(
@@ -40,9 +42,10 @@ def main(
             check_finite,
             show_progress=True,
             weights=weights,
+            revision=revision,
         )
     print(written)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, registry=PATHS)

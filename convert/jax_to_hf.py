@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from dllm_jax.checkpoint import export
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import PATHS, plain_errors
 from dllm_jax.options import PositiveFloat, check_argument
 
 
@@ -32,4 +32,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, registry=PATHS)

@@ -19,7 +19,7 @@ import tyro
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import PATHS, plain_errors
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
@@ -78,7 +78,7 @@ def main() -> int:
 
         with plain_errors():
             return command.main(sys.argv[2:])
-    return demonstration(tyro.cli(Arguments))
+    return demonstration(tyro.cli(Arguments, registry=PATHS))
 
 
 def demonstration(arguments: Arguments) -> int:

@@ -1,8 +1,27 @@
-"""How command lines report bad input."""
+"""Command lines: how they read paths, and how they report bad input."""
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
+
+
+@PATHS.primitive_rule
+def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Reads a path whose `~` is the user's home."""
+    if described.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: Path(words[0]).expanduser(),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
 
 
 @contextlib.contextmanager

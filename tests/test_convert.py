@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 import dllm_jax as dj
 from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.dtypes import SUPPORTED
+from dllm_jax.checkpoint.exporting import LostFilesWarning
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from tests import refuses
-from tests.checkpoints import save_sharded, tensors, tiny, weights, write_hf
+from tests.checkpoints import rewrite, save_sharded, tensors, tiny, weights, write_hf
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -105,11 +108,91 @@ def test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from(tmp_pat
     save_hf(dj.load(embedded), tmp_path / "embedded again")
     before, after = map(transformers.AutoTokenizer.from_pretrained, (embedded, tmp_path / "embedded again"))
     assert after.encode("a question") == before.encode("a question") != []
-    # A program gives a model that came from nowhere, and one whose directory is gone has none to copy.
-    save_hf(jax.jit(lambda model: model)(model), tmp_path / "bare")
-    save_hf(dataclasses.replace(model, origin=tmp_path / "gone"), tmp_path / "gone too")
-    for name in ("bare", "gone too"):
-        assert not (tmp_path / name / "tokenizer.json").exists()
+
+
+LOST = {
+    "jit": jax.jit(lambda model: model),
+    "map": lambda model: jax.tree.map(lambda x: x, model),
+    "put": jax.device_put,
+    "gone": lambda model: dataclasses.replace(model, origin=Path("/nowhere")),
+}
+
+
+@pytest.mark.parametrize("way", LOST)
+def test_a_lost_origin_is_warned_of_and_given(tmp_path, way):
+    source = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    rewrite(source / "config.json", auto_map={"AutoModel": "x.Y"})
+    model = LOST[way](dj.load(source))
+    with pytest.warns(LostFilesWarning, match=r"without a tokenizer.*save_hf\(model, path, like=directory\)"):
+        save_hf(model, tmp_path / "bare")
+    assert {file.name for file in (tmp_path / "bare").iterdir()} == {*KEPT, "README.md"} - {*TOKENIZER}
+    save_hf(model, tmp_path / "kept", like=source)  # warnings are errors
+    assert {file.name for file in (tmp_path / "kept").iterdir()} == {*KEPT, "README.md"}
+    assert json.loads((tmp_path / "kept" / "config.json").read_text())["auto_map"] == {"AutoModel": "x.Y"}
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+KEPT = ("config.json", "model.safetensors", *TOKENIZER)
+ALONG = ("modeling_x.py", "chat_template.jinja", "generation_config.json", "LICENSE", "merges.txt")
+STALE = ("training_log.json", "trainer_state.json", "eval_results.json", "log.jsonl", "quantize_config.json")
+
+
+def test_the_card_of_a_saved_model_says_what_it_is_now(tmp_path):
+    source = tmp_path / "models--org--base" / "snapshots" / "abc"
+    write_hf(source, tiny(), tokenizer=True)
+    for name in (*ALONG, *STALE):
+        (source / name).write_text("{}")
+    (source / "README.md").write_text(
+        "---\nlicense: mit\nmetrics: [accuracy]\n---\n# Base\n91.3 % on GSM8K\n"
+    )
+    saved = save_hf(dj.load(source), tmp_path / "mine")
+    assert {file.name for file in saved.iterdir()} == {*KEPT, *ALONG, "README.md"}
+    text = (saved / "README.md").read_text()
+    assert "license: mit\nbase_model: org/base" in text
+    assert "A llada model of" in text
+    assert "91.3" not in text
+    assert "metrics" not in text
+    assert str(tmp_path) not in text
+    # A conversion and back is the same model: its card comes back as it came.
+    back = export(convert(source, tmp_path / "jax"), tmp_path / "back")
+    assert (back / "README.md").read_bytes() == (source / "README.md").read_bytes()
+
+
+CUTS = [
+    "llada",
+    "dream",
+    "sdar-tiny-tied",
+    "llada-moe-tiny-dense0",
+    "llada2-tiny-dense2",
+    "fast-dllm-v2-tiny-tied",
+]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_cut_vocabulary_is_one_that_the_authors_classes_take(tmp_path, name):
+    """LLaDA refuses embedding_size < vocab_size; torch's embeddings a padding id beyond their rows."""
+    source = tmp_path / "hf"
+    if name in ("llada", "dream"):
+        write_hf(source, tiny(name, mask_id=50, eos_id=51), tokenizer=True)
+    else:
+        shutil.copytree(Path(__file__).parent / "goldens" / "models" / name, source)
+        rewrite(source / "config.json", mask_token_id=50, eos_token_id=51)
+    vocab = json.loads((source / "config.json").read_text())["vocab_size"]
+    ids = {"pad_token_id": vocab - 1, "bos_token_id": vocab - 2}
+    rewrite(source / "config.json", **ids, layer_types=["full_attention"] * 9)
+    if name == "llada":  # whose own key is weight_tying
+        rewrite(source / "config.json", tie_word_embeddings=True)
+    (source / "generation_config.json").write_text(json.dumps(ids | {"eos_token_id": [51, 49]}))
+    model = dj.load(source, vocab=60)
+    saved = save_hf(model, tmp_path / "cut")
+    written = json.loads((saved / "config.json").read_text())
+    assert written["vocab_size"] == written.get("embedding_size", 60) == 60
+    assert len(written["layer_types"]) == model.spec.layers
+    assert written.get("tie_word_embeddings", model.spec.tied) == model.spec.tied
+    generation = json.loads((saved / "generation_config.json").read_text())
+    for key, value in (*written.items(), *generation.items()):
+        assert not key.endswith("_token_id") or max([value] if isinstance(value, int) else value or [0]) < 60
+    assert dj.load(saved).spec == model.spec
 
 
 def test_heavy_and_foreign_files_stay_behind(tmp_path):

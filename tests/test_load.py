@@ -237,6 +237,18 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch):
     assert asked == [("someone/a-model", True, False)]
 
 
+def test_a_revision_is_of_hub_ids(tmp_path, monkeypatch):
+    path, asked = write_hf(tmp_path / "hf", tiny()), []
+    snapshot_download = lambda name, revision, allow_patterns: asked.append((name, revision)) or str(path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert dj.load("someone/a-model", revision="v1.5").spec == tiny()
+    convert("someone/a-model", tmp_path / "jax", revision="main")
+    assert asked == [("someone/a-model", "v1.5"), ("someone/a-model", "main")]
+    refuses(r"revision='v1' is of hub ids alone: .* is on this machine", dj.load, path, revision="v1")
+    refuses("revision=3 must be", dj.load, "someone/a-model", revision=3)
+    refuses(r"dj.load\('a/b', revision='v1'\)", dj.load, "a/b@v1", error=FileNotFoundError)
+
+
 def test_a_hub_that_cannot_be_reached_says_what_was_tried(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"someone/no-such-model.*no such directory.*hub failed"):

@@ -36,7 +36,7 @@ def separated(model: Model) -> Model:
 
 def ship(run: Run, recipe: Recipe, out: Path):
     """Writes the checkpoint, loads what was written, scores it and writes the card."""
-    save_hf(run.model, out, keep_from=recipe.shipped, overwrite=True)
+    save_hf(run.model, out, like=recipe.shipped, overwrite=True)
     model, reader = load(out), recipe.reader()
     found = {"held_out": card.measure(model, reader, recipe.held_out)}
     if recipe.beyond:

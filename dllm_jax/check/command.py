@@ -17,6 +17,7 @@ from dllm_jax.check import environment, operations, peers, several, speed, timin
 from dllm_jax.check.report import Findings, Report
 from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
+from dllm_jax.command_line import PATHS
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat
 from dllm_jax.policies import ALL
@@ -56,7 +57,10 @@ class Arguments(Options):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    return check(tyro.cli(Arguments, args=arguments, prog="python -m dllm_jax check"), rich.console.Console())
+    return check(
+        tyro.cli(Arguments, args=arguments, prog="python -m dllm_jax check", registry=PATHS),
+        rich.console.Console(),
+    )
 
 
 def check(arguments: Arguments, console: rich.console.Console) -> int:

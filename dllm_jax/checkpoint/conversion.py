@@ -17,6 +17,7 @@ from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.tensors import weight_files
 from dllm_jax.nn.int8 import Weights
+from dllm_jax.options import local_path
 from dllm_jax.provenance import now, versions
 
 LIBRARIES = ("dllm-jax", "jax", "jaxlib", "numpy", "ml_dtypes", "orbax-checkpoint", "safetensors")
@@ -31,6 +32,7 @@ def convert(
     check_finite: bool = False,
     show_progress: bool = False,
     weights: Weights | None = None,
+    revision: str | None = None,
 ) -> Path:
     """Converts a Hugging Face checkpoint; see `dllm_jax.checkpoint.converted` for what is written.
 
@@ -46,6 +48,7 @@ def convert(
       show_progress: draw a bar on standard error.
       weights: "int8" writes matrices in int8, half of bfloat16's size; the way back is refused. See
         `dllm_jax.nn.int8`.
+      revision: Branch, tag or commit of a hub id; None takes the main branch.
 
     Returns:
       the destination.
@@ -55,10 +58,13 @@ def convert(
       FileNotFoundError: no such source.
       ValueError: see `load`; also if the source is converted already, or contains the destination.
     """
-    found, target = locate(source), Path(destination)
+    found, target = locate(source, revision), local_path("destination", destination)
     check_apart(found, target)
     if is_converted(found):
-        raise ValueError(f"{found} is converted already; expected a Hugging Face directory")
+        raise ValueError(
+            f"{found} is converted already; expected a Hugging Face directory. dj.load reads it as it is, "
+            "and export (convert/jax_to_hf.py) writes it back."
+        )
     checkpoint = open_hf(found)
 
     # What can be told from the arguments is refused before a directory appears beside the destination.
@@ -73,7 +79,7 @@ def convert(
             write_unit(partial, unit, arrays)
             advance()
         # spec.json comes last but for the hashes, which are of everything before them.
-        files.copy_auxiliary_files(found, partial)
+        files.copy_files(found, files.auxiliary_files(found), partial)
         write_spec(partial, spec, written, held)
         history = _provenance(checkpoint, str(source), written, held, rope_factor)
         history |= {files.WRITTEN: files.written(partial)}

@@ -3,7 +3,8 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dllm_jax.checkpoint.card import CARD, card, files_along
 from dllm_jax.checkpoint.config import GENERATION, read_model_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
 from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
-from dllm_jax.checkpoint.files import INDEX, copy_auxiliary_files
+from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files
 from dllm_jax.checkpoint.names.fused import with_fused_experts
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
@@ -26,11 +28,15 @@ from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, local_path
 from dllm_jax.state import host
 
 SHARD_BYTES = 2 * 10**9
 Shard = list[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtype of tensors in one file, in order
+
+
+class LostFilesWarning(UserWarning):
+    """A model is saved without the tokenizer of the checkpoint that it came from."""
 
 
 def export(
@@ -60,26 +66,35 @@ def export(
       FileNotFoundError: no such source.
       ValueError: not a converted directory, one of int8 matrices, damaged, or it contains the destination.
     """
-    found, target = locate(source), Path(destination)
+    found, target = locate(source), local_path("destination", destination)
     check_apart(found, target)
     if not is_converted(found):
-        raise ValueError(f"{found} is no converted directory (no spec.json and params/ as `convert` writes)")
+        is_hf = (found / "config.json").is_file()
+        hint = ": it is a Hugging Face directory already, which dj.load reads as it is" if is_hf else ""
+        raise ValueError(
+            f"{found} is no converted directory (no spec.json and params/ as `convert` writes){hint}"
+        )
     checkpoint = open_converted(found)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
     with progress("export", checkpoint, show_progress) as advance:
-        _write(target, checkpoint, found, overwrite, shard_bytes, _tensors(checkpoint, advance))
+        along = auxiliary_files(found)
+        _write(target, checkpoint, found, along, None, overwrite, shard_bytes, _tensors(checkpoint, advance))
     return target
 
 
 def save_hf(
     model: Model,
     destination: str | os.PathLike[str],
-    keep_from: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     fused_experts: bool = False,
+    keep_from: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
+
+    Tokenizer, configs and licence of the original go along; its card, training log and results do not, since
+    they describe other weights. A short card says what the model is.
 
     A model on the devices of several processes is saved by all of them: each calls this, the first one writes
     and one parameter at a time is gathered for it.
@@ -87,13 +102,17 @@ def save_hf(
     Args:
       model: parameters of one dtype, float32 or bfloat16.
       destination: directory to write; it appears only when complete.
-      keep_from: a directory whose small files go along: tokenizer, chat template, and what config.json says
-        beside the spec. None takes `model.origin`, the directory that the model was loaded from; a model
-        without one, or whose directory is gone, is written without a tokenizer.
+      like: Directory or hub id whose tokenizer, chat template and other keys of config.json go along. None
+        takes `model.origin`, the directory that the model was loaded from.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
       fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
         `experts.gate_up_proj` and one `experts.down_proj`. The authors' code reads a tensor per expert.
+      keep_from: Earlier name of `like`.
+
+    Warns:
+      LostFilesWarning: `like` is not given, and the model's origin was dropped (by a program, `jax.tree.map`
+        or a restored checkpoint) or is gone: it is written without a tokenizer.
 
     Returns:
       the destination.
@@ -116,17 +135,37 @@ def save_hf(
             f"spec.vision={model.spec.vision} and model.vision must go together: the parameters of the tower "
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
-    # A model knows the directory it was loaded from; one that a program made knows none.
-    if keep_from is None and model.origin is not None and model.origin.is_dir():
-        keep_from = model.origin
-    target, kept = Path(destination), None if keep_from is None else Path(keep_from)
-    write_all = functools.partial(_write, target, source, kept, overwrite, shard_bytes, fused=fused_experts)
+    target, kept = local_path("destination", destination), _original(model, like or keep_from)
+    about, along = card(model, target.name, kept), () if kept is None else files_along(kept)
+    write_all = functools.partial(
+        _write, target, source, kept, along, about, overwrite, shard_bytes, fused=fused_experts
+    )
     tensors = _tensors(source, lambda: None, fused_experts)
     if jax.process_count() == 1:
         write_all(tensors)
     else:
         _by_first_process(write_all, tensors, str(target))
     return target
+
+
+def _original(model: Model, like: str | os.PathLike[str] | None) -> Path | None:
+    """The directory whose small files go along with a model, None if it is not known."""
+    if like is not None:
+        return locate(like)
+    # A model knows the directory it was loaded from; one that a program made knows none.
+    if model.origin is not None and model.origin.is_dir():
+        return model.origin
+    if model.origin is None and not model.is_rebuilt:
+        return None  # it was made, not loaded: nothing is lost
+    dropped = "a program, jax.tree.map or a restored checkpoint dropped the model's origin"
+    reason = dropped if model.origin is None else f"the model's origin {model.origin} is gone"
+    warnings.warn(
+        f"{reason}: it is saved without a tokenizer and without the other keys of the original config.json. "
+        "save_hf(model, path, like=directory) takes them from the directory that it was loaded from.",
+        LostFilesWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors: Iterator[Any], what: str):
@@ -190,17 +229,21 @@ def _write(
     target: Path,
     source: Source,
     kept: Path | None,
+    along: Iterable[Path],
+    about: str | None,
     overwrite: bool,
     shard_bytes: int,
     tensors: Iterator[np.ndarray],
     fused: bool = False,
 ):
-    """Writes the directory: the small files of `kept`, its config.json as far as it still holds, weights."""
+    """Writes the directory: weights, files of `kept`, its config.json as far as it still holds, a card."""
     spec, dtype = source.spec, _one_dtype(source)
     original = None if kept is None or not (kept / "config.json").is_file() else read_model_config(kept)
     with atomic_directory(target, overwrite) as partial:
         if kept is not None:
-            copy_auxiliary_files(kept, partial)
+            copy_files(kept, along, partial)
+        if about is not None:
+            (partial / CARD).write_text(about, encoding="utf-8")
         # Bytes of an unchanged config.json stay as they came.
         values = spec_to_config(spec, str(dtype), original)
         if original is None or values != original.values:

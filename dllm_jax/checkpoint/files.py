@@ -12,10 +12,12 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.checkpoint.messages import listed, taken_for_another, what_else
+from dllm_jax.options import absolute
 
 SPEC, PARAMS = "spec.json", "params"  # of a converted directory
 INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with several files of weights
@@ -46,7 +48,7 @@ def file_inside(folder: Path, name: str) -> Path:
     if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
     path = folder / name
-    place = resolved(path)
+    place = absolute(path)
     try:
         # Asked for, not found out by opening it: a pipe would wait for ever.
         kind = place.stat().st_mode
@@ -61,14 +63,6 @@ def file_inside(folder: Path, name: str) -> Path:
 def has_entry(folder: Path, name: str) -> bool:
     """Whether a directory has an entry of this name, of whatever kind, even a link to nowhere."""
     return os.path.lexists(folder / name)
-
-
-def resolved(path: Path) -> Path:
-    """The path without links; raises ValueError if they lead in a circle."""
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # the former up to Python 3.12
-        raise ValueError(f"{path} is a link in a circle") from error
 
 
 def check_place(folder: Path, path: Path, place: Path):
@@ -98,7 +92,7 @@ def check_tree(folder: Path, part: str):
     for path in (folder / part, *(folder / part).rglob("*")):
         # What is no link lies where it is listed, inside.
         if path.is_symlink():
-            check_place(folder, path, resolved(path))
+            check_place(folder, path, absolute(path))
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path} is neither a file nor a directory")
 
@@ -148,13 +142,13 @@ def auxiliary_files(path: Path) -> tuple[Path, ...]:
     )
 
 
-def copy_auxiliary_files(source: Path, destination: Path):
-    """Copies `auxiliary_files` from one directory to another.
+def copy_files(source: Path, files: Iterable[Path], destination: Path):
+    """Copies files from one directory to another, such as its `auxiliary_files`.
 
     Raises:
       ValueError: one of them is a link that leads out of the source.
     """
-    for file in auxiliary_files(source):
+    for file in files:
         shutil.copyfile(file_inside(source, file.name), destination / file.name)
 
 
@@ -192,7 +186,8 @@ def check_integrity(folder: Path):
     if not isinstance(kept, dict):
         raise ValueError(
             f"{folder / PROVENANCE} holds no hashes of what was written: known are those of directories that "
-            f"`convert` writes since it keeps them; convert the original again{what_else(folder)}"
+            f"`convert` writes since it keeps them; convert the original again, or compare two directories: "
+            f"verify.py A B{what_else(folder)}"
         )
     # Before anything is opened: a link may lead elsewhere, and a pipe waits for ever.
     check_tree(folder, PARAMS)

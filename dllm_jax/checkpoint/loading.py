@@ -42,6 +42,7 @@ def load(
     rules: MeshRules = MeshRules(),
     verify: bool = False,
     vocab: int | None = None,
+    revision: str | None = None,
 ) -> Model:
     """Loads a LLaDA, LLaDA-V or Dream checkpoint; of LLaDA-V, the vision tower too (`Model.vision`).
 
@@ -76,6 +77,7 @@ def load(
       vocab: keep so many ids: the first rows of embedding and head. The authors of LLaDA-V run it with those
         that its tokenizer has, `len(tokenizer)` = 126349, so that softmax and arg-max see no others. None
         keeps all rows of the checkpoint.
+      revision: Branch, tag or commit of a hub id; None takes the main branch.
 
     Warns:
       dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
@@ -96,7 +98,7 @@ def load(
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)
-    source = open_checkpoint(path)
+    source = open_checkpoint(path, revision)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
     asked = asked_for(implementation) if isinstance(implementation, Mapping) else implementation

@@ -18,6 +18,7 @@ from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
+from dllm_jax.options import check_argument, local_path
 
 # No *.py, as a checkpoint's code is never run, and no *.bin or *.pth, which need torch.
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -51,57 +52,65 @@ def read(source: Source, unit: Unit) -> dict[str, HostArray]:
     return whole(source.parameters(unit))
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
+def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The directory of a checkpoint, downloaded if `path` is a hub id rather than a directory.
+
+    Args:
+      path: Directory, or hub id "org/name".
+      revision: Branch, tag or commit of a hub id; None takes the main branch.
 
     Raises:
       FileNotFoundError: neither; says what was tried.
       NotADirectoryError: a file.
-      ValueError: no path, or an empty one.
+      ValueError: no path, an empty one or a URL; or a revision of a directory on this machine.
     """
+    # A directory comes before a hub id that is spelled alike: nothing is downloaded that is here.
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ValueError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
-
-    # A directory comes before a hub id that is spelled alike: nothing is downloaded that is here.
-    here = Path(path)
-    with contextlib.suppress(RuntimeError):  # no such user: then it is a name like others
-        here = here.expanduser()
+    here, named = local_path("path", path), os.fspath(path)
+    check_argument("revision", revision, str | None)
+    if here.exists() and revision is not None:
+        fix = "Leave it out, or pass a hub id that is no directory here"
+        raise ValueError(f"revision={revision!r} is of hub ids alone: {here} is on this machine. {fix}.")
     if here.is_dir():
         return here
     if here.exists():
         raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory")
-    if not re.fullmatch(HUB_ID, str(path)) or str(path).startswith("."):
-        hint = ""
-        if len(here.parts) == 1 and (EMBEDDED / here.name).is_dir():
-            hint = f"; the embedded checkpoint of this name is dj.load(dj.embedded.path({here.name!r}))"
-        raise FileNotFoundError(
-            f"{here} does not exist (and {str(path)!r} is no hub id, which is org/name){hint}"
-        )
-    return _fetched(str(path), here)
+    if re.fullmatch(HUB_ID, named) and not named.startswith("."):
+        return _fetched(named, here, revision)
+    hint = ""
+    if len(Path(named).parts) == 1 and (EMBEDDED / named).is_dir():
+        hint = f"; the embedded checkpoint of this name is dj.load(dj.embedded.path({named!r}))"
+    if at := re.fullmatch(f"({HUB_ID})[@:](.+)", named):
+        hint = f"; a revision of a hub id is dj.load({at[1]!r}, revision={at[2]!r})"
+    raise FileNotFoundError(f"{here} does not exist (and {named!r} is no hub id, which is org/name){hint}")
 
 
-def _fetched(name: str, here: Path) -> Path:
+def _fetched(name: str, here: Path, revision: str | None) -> Path:
     """Downloads a checkpoint of the hub; raises FileNotFoundError if that fails."""
     import huggingface_hub  # slow to import, and used by this alone
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+        asked: dict[str, Any] = {} if revision is None else {"revision": revision}
+        fetched = huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED), **asked)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        at = "" if revision is None else f" at revision {revision!r}"
         raise FileNotFoundError(
-            f"{name!r}: no such directory here ({here.absolute()}), and fetching it from the "
-            f"Hugging Face hub failed: {reason}"
+            f"{name!r}: no such directory here ({here}), and fetching it{at} from the Hugging Face hub "
+            f"failed: {reason}"
         ) from error
+    return Path(fetched)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Source:
+def open_checkpoint(path: str | os.PathLike[str], revision: str | None = None) -> Source:
     """Opens a Hugging Face directory, a converted one, or a hub id; reads no weights.
 
     Raises:
       FileNotFoundError, ValueError: see `locate`, `open_hf` and `open_converted`.
     """
-    found = locate(path)
+    found = locate(path, revision)
     return open_converted(found) if is_converted(found) else open_hf(found)
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dllm_jax.checkpoint.files import resolved
+from dllm_jax.options import absolute
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
       OSError: writing failed, e.g. as the disk is full; names a file or the destination.
       ValueError: the destination is a link in a circle.
     """
-    destination = resolved(destination)
+    destination = absolute(destination)
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
     partial, old = (parent / f".{destination.name}.dllm_jax-{kind}" for kind in ("partial", "replaced"))
@@ -56,7 +56,7 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
 
 def check_apart(source: Path, destination: Path):
     """Raises ValueError if one directory is, or contains, the other: replacing one would destroy both."""
-    a, b = resolved(source), resolved(destination)
+    a, b = absolute(source), absolute(destination)
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"source {a} and destination {b} must not be the same or contain one another")
 

@@ -18,6 +18,7 @@ from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import PATHS
 from dllm_jax.decoding import buckets
 from dllm_jax.decoding.chat import (
     Message,
@@ -74,7 +75,7 @@ class Arguments(Options):
 
 def main(args: list[str]) -> int:
     """Entry point of the command; its arguments are those behind `chat`."""
-    arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args)
+    arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args, registry=PATHS)
     console = rich.console.Console()
     conversation = Conversation.open(arguments)
     messages: list[Message] = []

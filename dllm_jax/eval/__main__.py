@@ -5,7 +5,7 @@ import sys
 
 import tyro
 
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import PATHS, plain_errors
 from dllm_jax.eval.cli import commands
 from dllm_jax.eval.cli.reproduce import run_reproduce
 from dllm_jax.eval.cli.tune import run_tune
@@ -27,7 +27,7 @@ def main() -> int:
         return harness.main(sys.argv[2:])
     with plain_errors():
         return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m dllm_jax.eval", description=__doc__
+            COMMANDS, prog="python -m dllm_jax.eval", description=__doc__, registry=PATHS
         )
 
 

@@ -16,7 +16,7 @@ from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_of
-from dllm_jax.options import PositiveInt, Profile, check_argument
+from dllm_jax.options import PositiveInt, Profile, check_argument, local_path
 from dllm_jax.state import inputs
 
 
@@ -79,7 +79,7 @@ def calibrate(
 
 def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: str | int):
     """Writes a profile as JSON, with notes on how it was measured."""
-    pathlib.Path(path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")
+    local_path("path", path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")
 
 
 def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
       ValueError: it is not one of `save_profile`; names the file.
     """
     try:
-        content = json.loads(pathlib.Path(path).read_bytes())
+        content = json.loads(local_path("path", path).read_bytes())
         return check_argument("importance", content["importance"], Profile)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -35,7 +35,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, local_path
 from dllm_jax.state import host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -68,7 +68,7 @@ def save(
         raise ValueError(
             "adapters are saved by one process alone: merge them and use save_hf, or gather them"
         )
-    lora, target = options_of(model), Path(directory)
+    lora, target = options_of(model), local_path("directory", directory)
     check_argument("overwrite", overwrite, bool)
     # Each matrix of each layer has two factors, named after its module in the Hugging Face model.
     tensors: dict[str, np.ndarray] = {}

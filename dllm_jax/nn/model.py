@@ -27,12 +27,7 @@ from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Choice, check_implementation
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("params", "vision"),
-    meta_fields=("spec", "implementation", "rules"),
-    drop_fields=("origin",),
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A pytree of parameters with its static spec.
@@ -49,6 +44,7 @@ class Model:
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
+      is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns.
     """
 
     params: Params
@@ -57,11 +53,24 @@ class Model:
     rules: MeshRules = MeshRules()
     vision: Params | None = None
     origin: Path | None = dataclasses.field(default=None, compare=False)
+    is_rebuilt: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)
         check_argument("rules", self.rules, MeshRules)
         check_implementation(self.implementation)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
+        """Parameters as children; spec, implementation and rules as the static part."""
+        key = jax.tree_util.GetAttrKey
+        children = (key("params"), self.params), (key("vision"), self.vision)
+        return children, (self.spec, self.implementation, self.rules)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, Any]) -> "Model":
+        """The model of these parameters, whose origin is not known."""
+        (params, vision), (spec, implementation, rules) = children, static
+        return cls(params, spec, implementation, rules, vision, is_rebuilt=True)
 
     def __repr__(self) -> str:
         size, *lines = describe(self.params)

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, local_path
 from dllm_jax.training.batch import Checked
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
@@ -96,7 +95,7 @@ def train(
         bar = stack.enter_context(_bar(progress))
         if directory is None:
             return _run(model, source, setup, None, bar, (begin(model, setup), source.begin(), []))
-        files = stack.enter_context(RunDirectory(Path(directory), record))
+        files = stack.enter_context(RunDirectory(local_path("directory", directory), record))
         # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
         if files.step is None:
             begun = begin(model, setup), source.begin(), []

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from jaxtyping import Float, Float32, Int, UInt8
 from typing_extensions import override
 
 from dllm_jax.nn.spec import VisionSpec
-from dllm_jax.options import NoneMeans, Options, PositiveInt, check_argument, shown
+from dllm_jax.options import NoneMeans, Options, PositiveInt, check_argument, local_path, shown
 
 PIXELS = 89_478_485  # in an image; Pillow's own limit against decompression bombs
 ASPECT = 200  # longest side over shortest: beyond, a view has no pixel of the image left
@@ -293,7 +292,7 @@ def _opened(source: Any, name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its size is looked at next
-            return Image.open(io.BytesIO(Path(source).read_bytes()))
+            return Image.open(io.BytesIO(local_path("image", source).read_bytes()))
     except FileNotFoundError:
         raise FileNotFoundError(f"{name} does not exist") from None
     except Exception as error:  # what is no image at all, a directory, twice as many pixels, ...

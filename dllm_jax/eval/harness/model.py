@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
@@ -25,6 +24,7 @@ from dllm_jax.eval.run.answering import Answering
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.options import local_path
 from dllm_jax.state.text import MARKS, encode_marked, encode_plain, mark_plain
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class DllmJax(TemplateLM):
 
     def __init__(self, **arguments: Any):
         given = harness_args.read(arguments)
-        journal = None if given.journal is None else Journal(Path(given.journal))
+        journal = None if given.journal is None else Journal(local_path("journal", given.journal))
         self._begin(given, Runner(given.checkpoint.open(), given.decoding), journal)
 
     @classmethod

@@ -18,7 +18,7 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids, template_variables
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
-from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt
+from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Checkpoint(Options):
           FileNotFoundError: there is no such model.
         """
         # A directory of that name comes before an embedded model.
-        is_embedded = self.model in embedded.NAMES and not Path(self.model).is_dir()
+        is_embedded = self.model in embedded.NAMES and not absolute(Path(self.model)).is_dir()
         return embedded.path(self.model) if is_embedded else locate(self.model)
 
     def open(self) -> LanguageModel:

@@ -36,7 +36,7 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.nn.model import Model
-from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, shown
+from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, local_path, shown
 from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
@@ -322,7 +322,7 @@ def tune(
     check_argument("progress", progress, bool)
     search = Search(accuracy_within, objective, accelerator, score, first, confidence)
     decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=batch)
-    answers = None if journal is None else Journal(pathlib.Path(journal))
+    answers = None if journal is None else Journal(local_path("journal", journal))
     lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
     return search.run(lm, questions, decoding, policies, answers, progress)
 
