@@ -167,7 +167,8 @@ def test_conversions_of_quantised_weights(tmp_path):
     quantised, exact = written(tmp_path, "gptq, 4 bits")
     converted = convert(quantised, tmp_path / "jax")
     chex.assert_trees_all_equal(dj.load(converted).params, dj.load(exact).params, strict=True)
-    assert json.loads((converted / "provenance.json").read_text())["quantised"] == KINDS["gptq, 4 bits"][0]
+    assert json.loads((converted / "provenance.json").read_text())["quantised"] == "gptq, 4 bits"
+    assert "dequantised from gptq, 4 bits" in repr(dj.load(quantised))
 
 
 REFUSED = {

@@ -26,7 +26,7 @@ from dllm_jax.checkpoint.names.table import (
     tensors_of,
     to_ours,
 )
-from dllm_jax.checkpoint.quantised import dequantised, settings_of
+from dllm_jax.checkpoint.quantised import dequantised, described
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape, sizes
@@ -118,7 +118,7 @@ def open_hf(path: Path) -> Source:
     plain = {name: kind for name, kind in plain.items() if not stored[name].quantised} or plain
     return Source(
         path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored).parameters,
-        _of_matrices(plain, stored), settings_of(config),
+        _of_matrices(plain, stored), described(config),
     )  # fmt: skip
 
 

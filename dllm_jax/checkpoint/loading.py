@@ -111,7 +111,9 @@ def load(
         check_integrity(source.path)
     warn_of_replicas(source.spec, mesh, rules)
     params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
-    return dataclasses.replace(empty, params=params, vision=vision, origin=source.path)
+    return dataclasses.replace(
+        empty, params=params, vision=vision, origin=source.path, quantised=source.quantised
+    )
 
 
 def evidence_for(mesh: Mesh | None) -> Evidence | None:

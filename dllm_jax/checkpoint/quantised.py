@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.checkpoint.config import Config
+from dllm_jax.checkpoint.dtypes import SAFETENSORS
 from dllm_jax.checkpoint.families import QUANTISED
 from dllm_jax.checkpoint.sharded import Ranges
 from dllm_jax.checkpoint.tensors import FLOAT8, Tensor
@@ -40,6 +41,8 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
     """
     settings = settings_of(config)
     if settings is None:
+        if odd := next((name for name in stored if name.endswith((".qweight", ".weight_packed"))), None):
+            raise ValueError(f"{config.where}: {odd} is quantised, but no {QUANTISED[0]} says how. Add it")
         return dict(stored)
     key = next(key for key in QUANTISED if config.get(key) is not None)
     method = settings.get("quant_method") if isinstance(settings, dict) else None
@@ -54,6 +57,16 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
         return read(used, settings)
     except ValueError as error:
         raise ValueError(f"{config.where}: {key}: {error}") from error
+
+
+def described(config: Config) -> str | None:
+    """How weights are quantised, in words; None if they are not."""
+    settings = settings_of(config)
+    if settings is None:
+        return None
+    bits = settings.get("bits", settings.get("w_bit"))
+    kind = settings.get("format") or settings.get("checkpoint_format")
+    return ", ".join([settings["quant_method"], *[f"{bits} bits"] * bool(bits), *[str(kind)] * bool(kind)])
 
 
 def settings_of(config: Config) -> Any:
@@ -88,6 +101,10 @@ def _scaled(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _of_blocks(name: str, q: Tensor, scale: Tensor, zero: Tensor | None, block: list[int] | None) -> Tensor:
     """A tensor whose last two axes have a scale for each block of them."""
+    if scale.dtype not in SAFETENSORS or (
+        zero is not None and (zero.dtype, zero.shape) != ("I8", scale.shape)
+    ):
+        raise ValueError(f"{name}: scales in {scale.dtype}, or a zero point of another shape, are not read")
     counts = scale.shape if np.prod(scale.shape, dtype=int) != 1 else (1,) * len(q.shape)
     counts = counts if len(counts) == len(q.shape) else (*counts, 1)
     sides = (1,) * (len(q.shape) - 2) + tuple(block or (0, 0))  # 0: one number or all of them
@@ -116,10 +133,11 @@ def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tenso
     """compressed-tensors: bytes with scales, or integers packed in the order of the inputs."""
     groups = settings.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None}
-    sparse = settings.get("sparsity_config") or {}
-    formats |= {sparse.get("format")} - {None} if isinstance(sparse, dict) else {"sparse"}
-    if odd := sorted(str(name) for name in formats - {*COMPRESSED}):
+    sparse = settings.get("sparsity_config")
+    formats = [
+        each.get("format") for each in (settings, *groups, *([sparse] if isinstance(sparse, dict) else []))
+    ]
+    if odd := sorted(str(name) for name in formats if name is not None and name not in COMPRESSED):
         raise ValueError(
             f"format={odd[0][:100]!r} is not supported; supported: {', '.join(COMPRESSED)}. {DEQUANTISE}"
         )
@@ -140,8 +158,9 @@ def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tenso
 def _packed(
     name: str, packed: Tensor | None, scale: Tensor | None, shape: Tensor | None, order: Tensor | None
 ) -> Tensor:
-    if packed is None or scale is None or shape is None or len(scale.shape) != 2 or shape.shape != (2,):
-        raise ValueError(f"{name} lacks one of {name}_packed, {name}_scale [o, groups] and {name}_shape [2]")
+    if packed is None or scale is None or shape is None or shape.shape != (2,):
+        raise ValueError(f"{name} lacks one of {name}_packed, {name}_scale and {name}_shape [2]")
+    _check_parts(name, (packed,), scale, order)
     outputs, inputs = map(int, shape.whole())
     bits = next((b for b in BITS if packed.shape == (outputs, -(-inputs * b // 32))), None)
     groups = scale.shape[1]
@@ -178,7 +197,7 @@ def _awq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _each(stored: Tensors, bits: Any, packed_axis: int, make: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs (1) or outputs (0)."""
-    if bits not in BITS or isinstance(bits, bool):
+    if type(bits) is not int or bits not in BITS:
         raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTISE}")
     found = dict(stored)
     for name in [name for name in stored if name.endswith(".qweight")]:
@@ -199,8 +218,9 @@ def _of_groups(
     offset: int = 0,
 ) -> Tensor:
     fields, by_input = 32 // bits, packed_axis == 1
-    if zeros is None or scales is None or len(packed.shape) != 2 or len(scales.shape) != 2:
+    if zeros is None or scales is None:
         raise ValueError(f"{name} lacks one of {name}.qweight, {name}.qzeros and {name}.scales")
+    _check_parts(name, (packed, zeros), scales, order)
     inputs = packed.shape[0] * (fields if by_input else 1)
     groups, outputs = scales.shape
     widths = packed.shape[1] * (1 if by_input else fields), zeros.shape[-1] * fields
@@ -226,6 +246,14 @@ def _of_groups(
         return (scale[group] * (q - zero[group])).T[:, columns]
 
     return _computed((outputs, inputs), read)
+
+
+def _check_parts(name: str, packed: tuple[Tensor, ...], scales: Tensor, order: Tensor | None):
+    """Raises ValueError unless numbers are packed in int32 and scaled by groups, all in matrices."""
+    whole = order is None or (order.dtype in ("I32", "I64") and len(order.shape) == 1)
+    fits = all(part.dtype == "I32" and len(part.shape) == 2 for part in packed)
+    if not (whole and fits and scales.dtype in SAFETENSORS and len(scales.shape) == 2 and min(scales.shape)):
+        raise ValueError(f"{name}: its parts have other dtypes or axes than int32 [., .] and scales [., .]")
 
 
 def _groups(name: str, order: Tensor | None, inputs: int, groups: int) -> np.ndarray:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +70,7 @@ class Source:
       parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
         yet. What cannot be read raises ValueError, at once or when it is.
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
-      quantised: How weights are quantised, as config.json has it; they are read dequantised.
+      quantised: How stored weights are quantised, in words; they are read dequantised.
     """
 
     path: Path
@@ -80,7 +79,7 @@ class Source:
     weights: Weights | None
     parameters: Callable[[Unit], dict[str, StoredParameter]]
     matrices: np.dtype | None = None
-    quantised: dict[str, Any] | None = None
+    quantised: str | None = None
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:

@@ -45,6 +45,8 @@ class Model:
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
       is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns.
+      quantised: How the weights in that directory are quantised, such as "gptq, 4 bits"; the model's are
+        dequantised. No part of the pytree either.
     """
 
     params: Params
@@ -54,6 +56,7 @@ class Model:
     vision: Params | None = None
     origin: Path | None = dataclasses.field(default=None, compare=False)
     is_rebuilt: bool = dataclasses.field(default=False, compare=False)
+    quantised: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)
@@ -80,6 +83,8 @@ class Model:
         elif self.implementation:
             best = (f"{entry.operation} by {entry.implementation}" for entry in self.implementation)
             lines.append(f"{', '.join(dict.fromkeys(best))}, of the calls that it takes: see `explain`")
+        if self.quantised is not None:
+            lines.append(f"dequantised from {self.quantised}")
         if self.vision is not None:
             lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
