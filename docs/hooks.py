@@ -29,6 +29,7 @@ import dllm_jax as dj  # noqa: E402
 from bench.policies import every  # noqa: E402
 from dllm_jax.decoding.watch.recording import Recording  # noqa: E402
 from dllm_jax.eval.run.files import read_json  # noqa: E402
+from dllm_jax.options import hints  # noqa: E402
 from dllm_jax.options.rules import rule_of  # noqa: E402
 
 PAPER = r"arXiv:(\d{4}\.\d{5})"
@@ -102,6 +103,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
 
     written = lambda found: directive(found[1])
     markdown = markdown.replace("<!-- table of policies -->", table())
+    markdown = markdown.replace("<!-- names of other libraries -->", hints.table())
     if EVERY_SETTING in markdown:
         measured = read_json(ROOT / "bench" / "results" / "policies_cpu.json")["models"]
         markdown = markdown.replace(EVERY_SETTING, every.tables(measured))

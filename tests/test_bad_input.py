@@ -48,7 +48,7 @@ def nothing_compiles():
         (dict(prompt=np.full((1, 4), 1.5)), "dtype float64; token ids must be integers"),
         (dict(prompt=[[1, 2], [3]], prompt_mask=np.ones((2, 2), bool)), r"lengths \[2, 1\].*pass no mask"),
         (dict(prompt=[[1, 2], [3.5]]), "token ids must be integers"),
-        (dict(prompt=[[1, 2], "3"]), "prompt=.* must be token ids"),
+        (dict(prompt=[[1, 2], "3"]), "prompt=.* is text: pass token ids"),
         (dict(length=0), "length=0 must be a whole number of at least 1"),
         (dict(length=10, block=4), "length=10 must be a multiple of block=4"),
         (dict(length=8, block=4, steps=3), "steps=3 must be a multiple of the number of blocks.* = 2"),

@@ -2,10 +2,14 @@
 
 import dataclasses
 import fractions
+import functools
+import inspect
 import math
+import re
 import sys
 import types
 import typing
+from collections import UserDict
 from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
@@ -17,6 +21,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
+from dllm_jax.decoding import request
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.options import (
     Fraction,
@@ -27,6 +32,7 @@ from dllm_jax.options import (
     PositiveInt,
     Profile,
     check_argument,
+    hints,
 )
 from dllm_jax.published.expressions import call, policy
 from dllm_jax.traced import Traced
@@ -82,7 +88,6 @@ MOST = 2**31 - 1
         (lambda: dj.warmup(tiny("llada"), 64), r"ladder=64 must be a ladder, such as dj.bu"),
         (lambda: dj.warmup(tiny("llada"), Ladder((4,)), batch=0), "batch=0 must be a whole number"),
         (lambda: dj.warmup(tiny("llada"), buckets=Ladder((4,))), "buckets= is the second argument of warmup"),
-        (lambda: dj.warmup(tiny("llada"), Ladder((4,)), blocks=4), "blocks: warmup takes block, "),
         # What programs cannot hold.
         (lambda: policies.DKVDecode(refresh_every=MOST + 1), "refresh_every=2147483648 .* int32 holds"),
         (lambda: policies.D2Cache(k=MOST + 1), "k=2147483648 .* int32 holds, below 2"),
@@ -304,3 +309,71 @@ def test_arguments_of_functions_are_checked_alike():
     assert check_argument("batch", 2, Annotated[int, "of another package"]) == 2
     refuses("batch=0 must be a whole number of at least 1", check_argument, "batch", 0, PositiveInt)
     refuses("is no kind of option", check_argument, "batch", 0, Any, error=TypeError)
+
+
+def hinted(call, name: str, hint: str):
+    with pytest.raises(TypeError, match=rf"unexpected argument '{name}'\. {hint}"):
+        call()
+
+
+def test_arguments_of_other_libraries_are_answered_with_ours():
+    model, path = tiny("llada"), dj.embedded.path("tiny-llada")
+    generate = functools.partial(dj.generate, model, [[1, 2]])
+    for name, value, hint in (
+        ("max_new_tokens", 32, r"Did you mean length=32\?"),
+        ("block_length", 8, r"Did you mean block=8\?"),
+        ("attention_mask", [[1, 1]], r"Did you mean prompt_mask=\?"),
+        ("temperature", 0.7, r"Set it on the sampler: .*Confidence\(temperature=0\.7\)\."),
+        ("num_return_sequences", 4, r"Repeat the prompt: \[prompt\] \* 4"),
+        ("lenght", 4, r"Did you mean length=\?"),
+        ("zzz", 4, "Arguments: block, buckets, "),
+    ):
+        hinted(functools.partial(generate, **{name: value}), name, hint)
+    for ask, name, hint in (
+        (lambda: dj.infill(model, [[1]], attention_mask=1), "attention_mask", r"Did you mean token_mask=\?"),
+        (lambda: dj.generate_many(model, [[1]], batch_size=3), "batch_size", r"Did you mean slots=3\?"),
+        (lambda: dj.stream(model, [[1]], gen_length=3), "gen_length", r"Did you mean length=3\?"),
+        (lambda: dj.warmup(model, blocks=4), "blocks", r"Did you mean block=\?"),
+        (lambda: dj.load(path, torch_dtype="bf16"), "torch_dtype", r"Did you mean dtype='bf16'\?"),
+        (lambda: dj.load(path, trust_remote_code=True), "trust_remote_code", "Not needed: no code"),
+        (lambda: TrainConfig(steps=3, max_grad_norm=1.0), "max_grad_norm", r"Did you mean clip=1\.0\?"),
+        (lambda: dj.lora.LoRA(r=8), "r", r"Did you mean rank=8\?"),
+        (lambda: policies.DualCache(size=1), "size", "Arguments: none"),
+    ):  # fmt: skip
+        hinted(ask, name, hint)
+    many = dj.generate_many(model, [{"prompt": [1], "stops": 3}])
+    refuses(r"request 0: request\(\) got an unexpected argument 'stops'. Did you mean stop=", next, many)
+
+
+def test_every_hint_names_arguments_and_samplers_that_exist():
+    known = {*request.OPTIONS, *request.OF_INFILL, "slots", "batch", *inspect.signature(dj.load).parameters}
+    known |= {field.name for kind in (TrainConfig, dj.lora.LoRA) for field in dataclasses.fields(kind)}
+    for name, (library, fixes) in hints.NAMES.items():
+        assert library, name
+        assert fixes, name
+        for fix in fixes:
+            argument = fix.partition("=")[0]
+            assert not argument.isidentifier() or argument in known, fix
+            for sampler in re.findall(r"samplers\.(\w+)|, (\w+)\(\) for", fix):
+                assert hasattr(samplers, "".join(sampler)), fix
+    assert "| `max_new_tokens` | transformers, Dream | `length=...` |" in hints.table()
+
+
+def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
+    model = tiny("llada")
+    run = lambda prompt, **options: dj.generate(model, prompt, length=2, **options).tokens[:, -2:].tolist()
+    (alone,), (other,) = run([[1, 2, 3]]), run([[4]])
+    assert run({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}) == [alone]
+    assert run(UserDict(input_ids=[[1, 2, 3], [4]], attention_mask=[[1, 1, 1], [1]])) == [alone, other]
+    padded = {
+        "input_ids": np.array([[1, 2, 3], [9, 9, 4]]),
+        "attention_mask": np.array([[1, 1, 1], [0, 0, 1]]),
+    }
+    assert run(padded) == [alone, other]
+    many = dict(dj.generate_many(model, [UserDict(input_ids=[1, 2, 3], attention_mask=[1, 1, 1])], length=2))
+    assert many[0].tokens[0, -2:].tolist() == alone
+    refuses("not left padding", run, padded | {"attention_mask": np.array([[1, 1, 1], [1, 0, 0]])})
+    refuses("brings its own mask", run, padded, prompt_mask=[[1, 1, 1]] * 2)
+    refuses("must have input_ids", run, {"ids": [1]})
+    for text in ("ab", ["ab", "c"]):
+        refuses(r"prompt=.*ab.* is text: pass token ids", run, text)

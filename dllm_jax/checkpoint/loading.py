@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, abstract_vision, form_of_layers
 from dllm_jax.nn.sharding import WIDE, default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveFloat, PositiveInt, check_argument
+from dllm_jax.options import PositiveFloat, PositiveInt, check_argument, check_names
 from pallas_kernels import Implementation
 from pallas_kernels.choice import Evidence, check_implementation
 from pallas_kernels.evidence import asked_for, known
@@ -43,6 +44,7 @@ def load(
     verify: bool = False,
     vocab: int | None = None,
     revision: str | None = None,
+    **unknown: Never,
 ) -> Model:
     """Loads a LLaDA, LLaDA-V or Dream checkpoint; of LLaDA-V, the vision tower too (`Model.vision`).
 
@@ -92,6 +94,7 @@ def load(
         other weights than an int8 directory holds, files that are not as written or of which no hash is known
         (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
     """
+    check_names("load", unknown, set(inspect.signature(load).parameters) - {"unknown"})
     verify = check_argument("verify", verify, bool)
     mesh = usable_mesh(mesh, rules)
     check_argument("rope_factor", rope_factor, PositiveFloat)

@@ -15,9 +15,10 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.request import OPTIONS
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import Prompts, padded_together
@@ -86,6 +87,7 @@ def chat(
         images that do not go with their message.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    check_names("chat", options, (*OPTIONS, "progress"))
     check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer

@@ -1,6 +1,7 @@
 """`generate` and `infill`: a request is checked, placed on devices, and answered by one program."""
 
 from collections.abc import Sequence
+from typing import Never
 
 from jax.typing import ArrayLike
 
@@ -44,8 +45,9 @@ def generate(
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
     progress: bool = False,
+    **unknown: Never,
 ) -> Output:
-    """Decodes `length` tokens after each prompt by iterative denoising.
+    """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
     One compiled program per (shapes, layout, policy, sampler), whatever the traced numbers of policy and
     sampler (`dllm_jax.traced`); nothing leaves the device inside. May itself be jitted over model, prompt,
@@ -106,6 +108,7 @@ def generate(
       dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode.
     """
     options = dict(locals())  # every argument by its name, as it was given
+    options |= options.pop("unknown")
     progress = check_argument("progress", options.pop("progress"), bool)
     return _answered(model, prepare(**options), prompt, progress)
 
@@ -127,6 +130,7 @@ def infill(
     nonfinite: NonFinite = "warn",
     interventions: Sequence[Intervention] = (),
     progress: bool = False,
+    **unknown: Never,
 ) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
@@ -157,6 +161,7 @@ def infill(
       FloatingPointError: as in `generate`.
     """
     options = dict(locals())  # every argument by its name, as it was given
+    options |= options.pop("unknown")
     progress = check_argument("progress", options.pop("progress"), bool)
     return _answered(model, prepare_infill(**options), tokens, progress)
 

@@ -25,7 +25,7 @@ from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.options import PositiveInt, check_argument, check_names, shown
 
 if TYPE_CHECKING:
     import rich.progress
@@ -108,12 +108,12 @@ def generate_many(
       TypeError: an option that `generate` does not have.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, options))):
+    arrays = prompts if isinstance(prompts, list | tuple | jax.Array) else None
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays, key, options))):
         raise ValueError("generate_many cannot be traced: call it outside of jit, vmap and grad")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
-    if unknown := sorted(options.keys() - OF_ALL):
-        raise TypeError(f"{', '.join(unknown)}: for all requests there are {', '.join(sorted(OF_ALL))}")
+    check_names("generate_many", options, OF_ALL | {"slots", "buckets", "key"})
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
     options |= {"buckets": buckets}
@@ -241,15 +241,15 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
 
     def _prepared(self, index: int, item: Any) -> Waiting:
         """A request as it was read, checked."""
-        given = dict(item) if isinstance(item, Mapping) else {"prompt": item}
-        if unknown := sorted(given.keys() - {"prompt", *OF_A_REQUEST}):
-            raise ValueError(f"{', '.join(unknown)}: a request has prompt and {', '.join(OF_A_REQUEST)}")
+        encoded = isinstance(item, Mapping) and "input_ids" in item  # by a tokenizer
+        given = dict(item) if isinstance(item, Mapping) and not encoded else {"prompt": item}
+        check_names("request", given, ("prompt", *OF_A_REQUEST))
         if "prompt" not in given:
             raise ValueError(f"{shown(item)} has no prompt")
         options = self._options | given
         if self._key is not None and "key" not in given:
             options["key"] = jax.random.fold_in(self._key, index)
-        if np.ndim(given["prompt"]) == 1:
+        if not isinstance(given["prompt"], Mapping) and np.ndim(given["prompt"]) == 1:
             options["prompt"] = [given["prompt"]]
         return self._checked(index, options)
 

@@ -28,7 +28,7 @@ from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
@@ -88,8 +88,14 @@ class GenerateOptions:
             check_argument(name, getattr(self, name), bool)
 
 
+OPTIONS = tuple(field.name for field in dataclasses.fields(GenerateOptions))
+NOT_OF_INFILL = {"prompt_mask", "prompt_embeds", "suffix", "length", "stop_at_eos", "stop", "buckets"}
+OF_INFILL = ("token_mask", *(name for name in OPTIONS if name not in NOT_OF_INFILL))
+
+
 def prepare(model: Model, prompt: inputs.Ids, **options: Any) -> Request:
     """What `generate(model, prompt, **options)` asks for; arguments and errors are its."""
+    check_names("generate", options, OPTIONS)
     check_argument("model", model, Model, ", such as dj.load(path)")
     asked = GenerateOptions(**options)
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
@@ -122,6 +128,7 @@ def repeated(request: Request, count: int) -> Request:
 
 def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | None, **options: Any) -> Request:
     """What `infill(model, tokens, token_mask=.., **options)` asks for; arguments and errors are its."""
+    check_names("infill", options, OF_INFILL)
     check_argument("model", model, Model, ", such as dj.load(path)")
     asked = GenerateOptions(**options)
     block = check_argument("block", asked.block, PositiveInt | None)

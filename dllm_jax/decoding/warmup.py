@@ -11,7 +11,7 @@ from dllm_jax.decoding.compare import compiled, temporary_bytes
 from dllm_jax.decoding.request import GenerateOptions, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import PositiveInt, check_argument, check_names
 
 OPTIONS = {field.name for field in dataclasses.fields(GenerateOptions)}
 OPTIONS -= {"prompt_mask", "prompt_embeds", "buckets"}
@@ -51,15 +51,15 @@ def warmup(
       **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
 
     Raises:
-      ValueError: as `generate`; no ladder, no such batch, or an option that `generate` does not have.
+      ValueError: as `generate`; no ladder, or no such batch.
+      TypeError: an option that `generate` does not have.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_ladder("ladder", ladder)
     batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
-    if unknown := sorted(options.keys() - OPTIONS):
-        raise ValueError(f"{', '.join(unknown)}: warmup takes {', '.join(sorted(OPTIONS))}")
+    check_names("warmup", options, OPTIONS)
     if slots is None:
         return [_compile(model, rung, batch, options) for rung in ladder.rungs]
     count = check_argument("slots", slots, PositiveInt)

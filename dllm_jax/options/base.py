@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from dllm_jax.options.hints import check_names
 from dllm_jax.options.rules import Rule, rule_of
 
 
@@ -29,6 +30,11 @@ class Options:
       ValueError: at construction, with the name, the value and the valid range of the field.
       TypeError: at construction, if a mark does not apply to the kind of its field.
     """
+
+    def __new__(cls, *args: Any, **fields: Any):
+        """Raises TypeError for a field that the class does not have, with a hint."""
+        check_names(cls.__name__, fields, (f.name for f in dataclasses.fields(cls) if f.init))
+        return super().__new__(cls)
 
     def __post_init__(self):
         # Of a frozen dataclass: this is still its construction.

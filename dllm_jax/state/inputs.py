@@ -6,7 +6,7 @@ holds; both stay what they are.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 
@@ -101,6 +102,7 @@ def padded_ids(
       ValueError: no such ids or mask, sequences without tokens, or a mask beside sequences of different
         lengths.
     """
+    tokens, mask = _encoded(tokens, mask, name)
     lengths = lengths_of(tokens)
 
     # Lists of one length are as good as an array, and may have a mask.
@@ -114,6 +116,27 @@ def padded_ids(
         tokens, mask = padded_together(tokens, 0 if spec is None else spec.eos_id, side=side)
     ids = token_ids(tokens, spec, name, least)
     return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
+
+
+def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
+    """Takes ids and mask out of a tokenizer's `BatchEncoding`; raises ValueError for text."""
+    several = tokens if isinstance(tokens, list | tuple) else [tokens]
+    if any(isinstance(one, str) for one in several):
+        raise ValueError(
+            f"{name}={shown(tokens)} is text: pass token ids, such as tokenizer(text)['input_ids'], or call "
+            "dj.chat(model, tokenizer, messages)"
+        )
+    if not isinstance(tokens, Mapping):
+        return tokens, mask
+    if "input_ids" not in tokens or mask is not None:
+        rule = "brings its own mask: pass no other" if "input_ids" in tokens else "must have input_ids"
+        raise ValueError(f"{name} with the keys {', '.join(map(str, tokens))} {rule}")
+    ids, mask = tokens["input_ids"], tokens.get("attention_mask")
+    lengths = lengths_of(ids)
+    if mask is None or (lengths is not None and len(set(lengths)) > 1):  # lists that are not padded yet
+        return ids, None
+    ids, mask = np.asarray(ids), np.asarray(mask)
+    return (ids[None], mask[None]) if ids.ndim == 1 else (ids, mask)
 
 
 def no_empty(tokens: Any, name: str):

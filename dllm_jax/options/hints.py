@@ -1,0 +1,130 @@
+"""Names of arguments that people bring from other libraries, and ours for them."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+SAMPLER = "set it on the sampler: sampler=dj.samplers."
+CODE = "not needed: no code of the checkpoint is executed"
+
+# By their name: the library that it comes from, and our argument with the value, or what to do instead.
+# Where several arguments are given, the first one that a function has is the one that is meant.
+NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "max_new_tokens": ("transformers, Dream", ("length={value}",)),
+    "max_tokens": ("vLLM", ("length={value}",)),
+    "gen_length": ("LLaDA", ("length={value}",)),
+    "max_gen_toks": ("lm-evaluation-harness", ("length={value}",)),
+    "max_length": ("transformers", ("length counts generated tokens, without the prompt",)),
+    "block_length": ("LLaDA, Fast-dLLM", ("block={value}",)),
+    "block_size": ("SDAR, Fast-dLLM v2", ("block={value}",)),
+    "diffusion_steps": ("Dream", ("steps={value}",)),
+    "denoising_steps": ("SDAR", ("steps={value}",)),
+    "num_steps": ("diffusers", ("steps={value}",)),
+    "max_steps": ("transformers", ("steps={value}",)),
+    "attention_mask": ("transformers", ("prompt_mask=", "token_mask=")),
+    "input_ids": ("transformers", ("pass the token ids as the second argument",)),
+    "inputs": ("transformers", ("pass the token ids as the second argument",)),
+    "inputs_embeds": ("transformers", ("prompt_embeds=",)),
+    "eos_token_id": ("transformers", ("stop=[[{value}]]; stop_at_eos=True ends at the model's own",)),
+    "stop_strings": ("transformers", ("dj.chat(stop=[...]) takes text; stop=[tokenizer.encode(text)] ids",)),
+    "stop_token_ids": ("vLLM", ("stop=[[id], ...]",)),
+    "pad_token_id": ("transformers", ("not needed: padding is never attended to",)),
+    "mask_id": ("LLaDA", ("set it on the model: model.replace_spec(mask_id={value})",)),
+    "mask_token_id": ("Dream", ("set it on the model: model.replace_spec(mask_id={value})",)),
+    "seed": ("vLLM", ("key=jax.random.key({value})",)),
+    "generator": ("transformers", ("key=jax.random.key(seed)",)),
+    "output_history": ("Dream", ("trace={value}",)),
+    "return_dict_in_generate": ("transformers", ("not needed: out.tokens holds the tokens",)),
+    "streamer": ("transformers", ("use dj.stream(model, prompt, ...)",)),
+    "do_sample": ("transformers", (SAMPLER + "Confidence(temperature=0.7); 0 is greedy",)),
+    "temperature": ("transformers, LLaDA, Dream, vLLM", (SAMPLER + "Confidence(temperature={value})",)),
+    "top_p": ("transformers, Dream, vLLM", (SAMPLER + "Confidence(temperature=1.0, top_p={value})",)),
+    "top_k": ("transformers, Dream, vLLM", (SAMPLER + "Confidence(temperature=1.0, top_k={value})",)),
+    "cfg_scale": ("LLaDA", (SAMPLER + "Confidence(cfg_scale={value})",)),
+    "guidance_scale": ("transformers", (SAMPLER + "Confidence(cfg_scale={value} - 1)",)),
+    "logits_eos_inf": ("LLaDA", (SAMPLER + "Confidence(logits_eos_inf={value})",)),
+    "confidence_eos_eot_inf": ("LLaDA", (SAMPLER + "Confidence(confidence_eos_eot_inf={value})",)),
+    "suppress_tokens": ("transformers", (SAMPLER + "Confidence(suppress_tokens={value})",)),
+    "bad_words_ids": ("transformers", (SAMPLER + "Confidence(suppress_tokens=(id, ...))",)),
+    "remasking": ("LLaDA", (SAMPLER + "Confidence() for 'low_confidence', RandomOrder() for 'random'",)),
+    "alg": ("Dream", (SAMPLER + "DreamSchedule(alg={value})",)),
+    "alg_temp": ("Dream", (SAMPLER + "DreamSchedule(alg_temp={value})",)),
+    "threshold": ("Fast-dLLM", (SAMPLER + "Threshold({value})",)),
+    "confidence_threshold": ("SDAR", (SAMPLER + "Dynamic({value})",)),
+    "factor": ("Fast-dLLM", (SAMPLER + "Factor({value})",)),
+    "num_return_sequences": ("transformers", ("repeat the prompt: [prompt] * {value}, with key=",)),
+    "n": ("vLLM", ("repeat the prompt: [prompt] * {value}, with key=",)),
+    "num_beams": ("transformers", ("not supported: there is no beam search",)),
+    "use_cache": ("transformers, Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
+    "dual_cache": ("Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
+    "past_key_values": ("transformers", ("choose a cache policy: policy=dj.policies.DualCache()",)),
+    "batch_size": ("transformers", ("slots={value}", "batch={value}", "accumulate={value}")),
+    "max_num_seqs": ("vLLM", ("slots={value}",)),
+    "torch_dtype": ("transformers", ("dtype={value}",)),
+    "trust_remote_code": ("transformers", (CODE,)),
+    "device_map": ("transformers", ("mesh=jax.make_mesh((8,), ('tp',)) splits a model over devices",)),
+    "device": ("transformers", ("jax.default_device(jax.devices()[0]) chooses one",)),
+    "tensor_parallel_size": ("vLLM", ("mesh=jax.make_mesh(({value},), ('tp',))",)),
+    "load_in_8bit": ("transformers", ("weights='int8'",)),
+    "quantization": ("vLLM", ("weights='int8'",)),
+    "quantization_config": ("transformers", ("weights='int8'",)),
+    "attn_implementation": ("transformers", ("implementation=",)),
+    "scan_layers": ("MaxText", ("separate_layers=",)),
+    "vocab_size": ("transformers", ("vocab={value}",)),
+    "max_model_len": ("vLLM", ("not needed: programs have the length of a request",)),
+    "low_cpu_mem_usage": ("transformers", ("not needed: layers are read one by one",)),
+    "token": ("transformers", ("set the environment variable HF_TOKEN",)),
+    "cache_dir": ("transformers", ("set the environment variable HF_HOME",)),
+    "r": ("PEFT", ("rank={value}",)),
+    "lora_alpha": ("PEFT", ("alpha={value}",)),
+    "target_modules": ("PEFT", ("matrices=('q', 'v')",)),
+    "lora_dropout": ("PEFT", ("not supported: adapters have no dropout",)),
+    "lr": ("optax", ("learning_rate={value}",)),
+    "gradient_accumulation_steps": ("transformers", ("accumulate={value}",)),
+    "max_grad_norm": ("transformers", ("clip={value}",)),
+    "warmup_steps": ("transformers", ("warmup={value}",)),
+    "save_steps": ("transformers", ("save_every={value}",)),
+    "gradient_checkpointing": ("transformers", ("remat={value}",)),
+}  # fmt: skip
+
+
+def unknown_arguments(function: str, unknown: Mapping[str, Any], known: Iterable[str]) -> TypeError:
+    """Returns the error of a call with arguments that a function does not have, with a hint for the first.
+
+    Args:
+      function: Name of the function or class.
+      unknown: Values of the arguments that it does not have, by name.
+      known: Names of the arguments that it has.
+    """
+    (name, value), *_ = unknown.items()
+    known = sorted(known)
+    shown = repr(value) if isinstance(value, bool | int | float | str | None) else "..."
+    _, fixes = NAMES.get(name, ("", ()))
+    close = difflib.get_close_matches(name, known, 1)
+    # "length=32" helps where there is a length; a sentence helps everywhere.
+    ours = {fix: fix.partition("=")[0] for fix in fixes}
+    mine = [fix for fix, argument in ours.items() if argument in known]
+    said = [fix for fix, argument in ours.items() if not argument.isidentifier()]
+    if mine:
+        hint = f"Did you mean {mine[0].format(value=shown)}?"
+    elif said:
+        hint = f"{said[0][0].upper()}{said[0][1:].format(value=shown)}."
+    elif close:
+        hint = f"Did you mean {close[0]}=?"
+    else:
+        hint = f"Arguments: {', '.join(known) or 'none'}."
+    return TypeError(f"{function}() got an unexpected argument {name!r}. {hint}")
+
+
+def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]):
+    """Raises TypeError, with a hint, if a mapping of keyword arguments has names that are not known."""
+    known = set(known)
+    if unknown := {name: value for name, value in given.items() if name not in known}:
+        raise unknown_arguments(function, unknown, known)
+
+
+def table() -> str:
+    """Returns `NAMES` as a table in Markdown: name, library, what to write here."""
+    fix = lambda fixes: "; ".join(f"`{f}`" if f.partition("=")[0].isidentifier() else f for f in fixes)
+    lines = [f"| `{name}` | {where} | {fix(fixes)} |" for name, (where, fixes) in NAMES.items()]
+    return "\n".join(["| name | library | here |", "|---|---|---|", *lines]).replace("{value}", "...")
