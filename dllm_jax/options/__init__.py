@@ -49,9 +49,9 @@ from dllm_jax.options.annotations import TracedWidth as TracedWidth
 from dllm_jax.options.base import Arrays as Arrays
 from dllm_jax.options.base import Options as Options
 from dllm_jax.options.base import call as call
+from dllm_jax.options.hints import check_names as check_names
 from dllm_jax.options.paths import absolute as absolute
 from dllm_jax.options.paths import local_path as local_path
-from dllm_jax.options.hints import check_names as check_names
 from dllm_jax.options.rules import LARGEST as LARGEST
 from dllm_jax.options.rules import check_argument as check_argument
 from dllm_jax.options.rules import shown as shown
