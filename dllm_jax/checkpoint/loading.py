@@ -56,7 +56,8 @@ def load(
       path: a Hugging Face directory (config.json, safetensors), one written by `convert`, or a hub id
         "org/name". Which one is told by its content.
       dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps
-        the stored one.
+        the stored one: of several that of the matrices, bfloat16 in the place of float16. Weights that other
+        tools quantised (fp8, GPTQ, AWQ, compressed-tensors) are dequantised while they are read.
       mesh: the devices that share the model and its batches; its axes may be Auto or Explicit. None takes the
         mesh of `jax.set_mesh`, and without one puts everything on the default device.
       rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
@@ -82,6 +83,7 @@ def load(
       revision: Branch, tag or commit of a hub id; None takes the main branch.
 
     Warns:
+      dllm_jax.checkpoint.dtypes.DtypeWarning: several stored dtypes, or float16, and `dtype` None.
       dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
 
     Returns:

@@ -12,6 +12,7 @@ FIRST_BYTES = {
     b"version https://git-lfs": POINTER,
     b"<!doctype html": PAGE,
     b"<html": PAGE,
+    b"entry not found": "is the hub's answer for a file that it does not have: check its name",
     b"gguf": "is a GGUF file, which is not read: use the model's safetensors",
     b"pk\3\4": PICKLE,
     b"\x80\x02": PICKLE,
@@ -42,7 +43,7 @@ def taken_for_another(file: Path) -> str:
     """What a file is by its first bytes, as a message goes on behind its name; "" if that tells nothing."""
     with file.open("rb") as opened:
         start = opened.read(32)
-    return next((what for first, what in FIRST_BYTES.items() if start.lower().startswith(first)), "")
+    return next((what for first, what in FIRST_BYTES.items() if start.lower().lstrip().startswith(first)), "")
 
 
 def what_else(folder: Path, adapter: bool = False) -> str:
