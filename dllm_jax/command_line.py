@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+INTERRUPTED = 130  # exit status of a program that SIGINT ended, as shells have it
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
@@ -26,9 +27,12 @@ def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends the program on bad input with exit code 2 and the message alone, without a traceback."""
+    """Ends the program with one line in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C."""
     try:
         yield
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from error

@@ -14,6 +14,7 @@ import jax
 import tyro
 
 from dllm_jax import lora
+from dllm_jax.command_line import plain_errors
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Example
 from dllm_jax.training import Batch, vrpo_loss
@@ -82,4 +83,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

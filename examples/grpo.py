@@ -17,6 +17,7 @@ import tyro
 
 import dllm_jax as dj
 from dllm_jax import lora
+from dllm_jax.command_line import plain_errors
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.tasks import exact, prompt_arrays
 from dllm_jax.training import (
@@ -125,4 +126,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

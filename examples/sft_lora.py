@@ -15,6 +15,7 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import lora
+from dllm_jax.command_line import plain_errors
 from dllm_jax.training import Batch, Memory, Source, TrainConfig, train
 from examples.learning import Curve, adapted, drawn, encoded, held_out, pretrained
 
@@ -88,4 +89,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from dllm_jax.command_line import plain_errors
 from dllm_jax.nn.model import Model
 from dllm_jax.training import (
     Batches,
@@ -17,6 +19,7 @@ from dllm_jax.training import (
     prepare,
     train,
 )
+from dllm_jax.training.interrupts import uninterrupted
 from tests import refuses
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
@@ -60,6 +63,47 @@ def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():
     # Each entry is of masks drawn anew, and by other sums on other CPUs: the last five together say more.
     assert np.mean([entry["accuracy"] for entry in run.log[-5:]]) > 0.9
     assert (before == model.params["embed"]).all()
+
+
+class Interrupted(Counting):
+    """Ctrl-C while the batch of step 6 is made."""
+
+    def batch(self, memory, step):
+        if step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return super().batch(memory, step)
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path):
+    run = functools.partial(train, tiny("llada"), config=CONFIG, progress=False)
+    interrupted = functools.partial(run, Interrupted(), directory=tmp_path / "a")
+    message = r"^interrupted: .*a holds the run up to step 4 of 10\. Call train again"
+    refuses(message, interrupted, error=KeyboardInterrupt)
+    entries = lambda run: [(entry["step"], entry["loss"]) for entry in run.log]
+    assert entries(run(Counting(), directory=tmp_path / "a")) == entries(run(Counting()))
+
+
+def test_an_interrupt_waits_until_a_file_is_written_and_ends_a_command_in_one_line(capsys):
+    done = []
+
+    def written():
+        with plain_errors(), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("written")
+
+    with pytest.raises(SystemExit) as ended:
+        written()
+    assert (ended.value.code, done, capsys.readouterr().err) == (130, ["written"], "interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def impatient():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("a second one does not wait")
+
+    with pytest.raises(KeyboardInterrupt):
+        impatient()
 
 
 @pytest.fixture(scope="module")

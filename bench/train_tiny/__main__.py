@@ -21,6 +21,7 @@ from bench.train_tiny.converted import block_causal, with_experts
 from bench.train_tiny.recipes import RECIPES, Recipe
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
+from dllm_jax.command_line import plain_errors
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count, separate
 from dllm_jax.provenance import measured_on
@@ -84,4 +85,5 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with plain_errors():
+        tyro.cli(main)

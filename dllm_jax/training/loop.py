@@ -16,6 +16,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
 from dllm_jax.training.batch import Checked
 from dllm_jax.training.config import TrainConfig
+from dllm_jax.training.interrupts import uninterrupted
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
@@ -84,6 +85,8 @@ def train(
         options that do not go together; a batch that the mesh does not divide.
       TypeError: an optimizer that is none.
       FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: Ctrl-C, with a message that says which step the directory holds. A checkpoint that is
+        being written is finished first.
     """
     check_argument("source", source, Source, ", such as Batches(lambda step: batch)")
     check_argument("directory", directory, str | os.PathLike | None)
@@ -95,15 +98,23 @@ def train(
         bar = stack.enter_context(_bar(progress))
         if directory is None:
             return _run(model, source, setup, None, bar, (begin(model, setup), source.begin(), []))
-        files = stack.enter_context(RunDirectory(local_path("directory", directory), record))
         # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
-        if files.step is None:
-            begun = begin(model, setup), source.begin(), []
-        else:
-            begun = files.resume(abstract_state(model, setup), allowed)
+        with uninterrupted():
+            files = stack.enter_context(RunDirectory(local_path("directory", directory), record))
+            if files.step is None:
+                begun = begin(model, setup), source.begin(), []
+            else:
+                begun = files.resume(abstract_state(model, setup), allowed)
         # Entries behind the checkpoint were written before a kill: they come again.
         files.write_log(begun[2], "w")
-        return _run(model, source, setup, files, bar, begun)
+        try:
+            return _run(model, source, setup, files, bar, begun)
+        except KeyboardInterrupt:
+            bar.stop()
+            held = f"{directory} holds the run up to step {files.step or 0} of {config.steps}"
+            raise KeyboardInterrupt(
+                f"interrupted: {held}. Call train again with the same arguments to go on"
+            ) from None
 
 
 def _run(
@@ -122,7 +133,8 @@ def _run(
     for step in range(first, config.steps):
         batch = _batch(source, memory, step, setup)
         tokens += batch.prompt.size + batch.answer.size
-        state, metrics = step_on(state, batch, setup)
+        with uninterrupted():  # XLA may be compiling, and ends the process if Python does meanwhile
+            state, metrics = step_on(state, batch, setup)
 
         # Metrics stay on the devices until a review: to read them here would be to wait for every step.
         window.append(metrics)
@@ -134,7 +146,8 @@ def _run(
             if files is not None:
                 files.write_log(entries[-1:], "a")
         if files is not None and (done % config.save_every == 0 or last):
-            files.save(state, memory, entries)
+            with uninterrupted():
+                files.save(state, memory, entries)
         bar.update(task, completed=done, note=_note(entries))
     return Run(model_of(model, state, setup), memory, entries)
 
