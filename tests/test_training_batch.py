@@ -137,7 +137,7 @@ REFUSED = [
     (dict(answer=[[7, 8], [9]], answer_mask=[[1, 1], [1, 0]]), r"lengths \[2, 1\].*: pass no mask"),
     (dict(answer=[[], []]), r"answer\[0\] is empty"),
     (dict(prompt=np.zeros((0, 3), int), answer=np.zeros((0, 2), int)), "the batch is empty"),
-    (dict(prompt="text"), "prompt has shape"),
+    (dict(prompt="text"), "prompt=.text. is text"),
     (dict(prompt=None), "prompt"),
     (dict(t_min=0.0), r"t_min=0.0 must be a number in \(0, 1\]"),
     (dict(t_min=float("nan")), "t_min=nan must be"),
