@@ -58,8 +58,9 @@ from dllm_jax import embedded
 from dllm_jax.published.presets import presets
 from dllm_jax.published.shapes import abstract
 
-# Choosing a policy: loaded when it is asked for, with the evaluation that it needs
+# Applications: loaded at first use
 if TYPE_CHECKING:
+    from dllm_jax import roofline, tasks, testing, training
     from dllm_jax.eval.tuning import tune
 
 # isort: on
@@ -97,27 +98,33 @@ __all__ = [
     "nn",
     "policies",
     "presets",
+    "roofline",
     "samplers",
     "save_hf",
     "show",
     "side_by_side",
     "state",
     "stream",
+    "tasks",
+    "testing",
     "token_log_likelihoods",
+    "training",
     "trajectory_log_probs",
     "tune",
     "vision",
     "warmup",
 ]
 
-_ON_DEMAND = {"tune": "dllm_jax.eval.tuning"}  # names of applications by package, imported at first use
+_ON_DEMAND = ("roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
 
 def __getattr__(name: str) -> Any:
-    """A public name that is imported when it is first asked for."""
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+    """Imports a public name when it is first asked for."""
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "tune":
+        return importlib.import_module(f"{__name__}.eval.tuning").tune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

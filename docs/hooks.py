@@ -117,10 +117,9 @@ def directive(name: str) -> str:
         package = importlib.import_module(name)
     except ModuleNotFoundError:  # a class
         return f"::: {name}"
-    exported = re.findall(r"import (\w+) as \1$", inspect.getsource(package), re.MULTILINE)
     here = lambda value: getattr(value, "__module__", "") == name
     own = [key for key, value in vars(package).items() if here(value) and not key.startswith("_")]
-    return f"::: {name}\n    options: {{members: [{', '.join(exported + own)}]}}"
+    return f"::: {name}\n    options: {{members: [{', '.join(getattr(package, '__all__', own))}]}}"
 
 
 def table() -> str:

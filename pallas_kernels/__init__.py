@@ -5,9 +5,10 @@ depends on `dllm_jax`.
 """
 
 from pallas_kernels import attention, experts, sparse_gather, topk_evict
-from pallas_kernels.choice import Choice as Choice
-from pallas_kernels.choice import Implementation as Implementation
-from pallas_kernels.choice import Operation as Operation
+from pallas_kernels.choice import Choice, Implementation, Operation
+
+__all__ = ["OPERATIONS", "Choice", "Implementation", "Operation"]
+
 
 OPERATIONS: tuple[Operation, ...] = (
     attention.ATTENTION,

@@ -4,5 +4,6 @@ How much of it changes between steps, and figures of it, are in `examples/simila
 `examples/figures.py`, to be copied and changed.
 """
 
-from dllm_jax.analysis.activations import Capture as Capture
-from dllm_jax.analysis.activations import capture as capture
+from dllm_jax.analysis.activations import Capture, capture
+
+__all__ = ["Capture", "capture"]

@@ -6,11 +6,7 @@ lora.save(run.model, "adapter")  # as Hugging Face PEFT does
 model = lora.merge(run.model)
 """
 
-from dllm_jax.lora.adapter import LoRA as LoRA
-from dllm_jax.lora.adapter import attach as attach
-from dllm_jax.lora.adapter import detach as detach
-from dllm_jax.lora.adapter import merge as merge
-from dllm_jax.lora.adapter import options_of as options_of
-from dllm_jax.lora.adapter import trainable as trainable
-from dllm_jax.lora.peft import load as load
-from dllm_jax.lora.peft import save as save
+from dllm_jax.lora.adapter import LoRA, attach, detach, merge, options_of, trainable
+from dllm_jax.lora.peft import load, save
+
+__all__ = ["LoRA", "attach", "detach", "load", "merge", "options_of", "save", "trainable"]

@@ -28,30 +28,35 @@ Any other annotation (`Any`, a union with it, `Callable[...]`, a name that exist
 function whose module postpones annotations) leaves its field unchecked.
 """
 
-from dllm_jax.options.annotations import Fraction as Fraction
-from dllm_jax.options.annotations import Int32 as Int32
-from dllm_jax.options.annotations import NoneMeans as NoneMeans
-from dllm_jax.options.annotations import NonNegativeFloat as NonNegativeFloat
-from dllm_jax.options.annotations import NonNegativeInt as NonNegativeInt
-from dllm_jax.options.annotations import Odd as Odd
-from dllm_jax.options.annotations import PerLayer as PerLayer
-from dllm_jax.options.annotations import PositiveFloat as PositiveFloat
-from dllm_jax.options.annotations import PositiveInt as PositiveInt
-from dllm_jax.options.annotations import Profile as Profile
-from dllm_jax.options.annotations import Seed as Seed
-from dllm_jax.options.annotations import TracedFraction as TracedFraction
-from dllm_jax.options.annotations import TracedNonNegativeFloat as TracedNonNegativeFloat
-from dllm_jax.options.annotations import TracedNonNegativeInt as TracedNonNegativeInt
-from dllm_jax.options.annotations import TracedPositiveFloat as TracedPositiveFloat
-from dllm_jax.options.annotations import TracedPositiveInt as TracedPositiveInt
-from dllm_jax.options.annotations import TracedUnlessZero as TracedUnlessZero
-from dllm_jax.options.annotations import TracedWidth as TracedWidth
-from dllm_jax.options.base import Arrays as Arrays
-from dllm_jax.options.base import Options as Options
-from dllm_jax.options.base import call as call
-from dllm_jax.options.hints import check_names as check_names
-from dllm_jax.options.paths import absolute as absolute
-from dllm_jax.options.paths import local_path as local_path
-from dllm_jax.options.rules import LARGEST as LARGEST
-from dllm_jax.options.rules import check_argument as check_argument
-from dllm_jax.options.rules import shown as shown
+from dllm_jax.options.annotations import (
+    Fraction,
+    Int32,
+    NoneMeans,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Odd,
+    PerLayer,
+    PositiveFloat,
+    PositiveInt,
+    Profile,
+    Seed,
+    TracedFraction,
+    TracedNonNegativeFloat,
+    TracedNonNegativeInt,
+    TracedPositiveFloat,
+    TracedPositiveInt,
+    TracedUnlessZero,
+    TracedWidth,
+)
+from dllm_jax.options.base import Arrays, Options, call
+from dllm_jax.options.hints import check_names
+from dllm_jax.options.paths import absolute, local_path
+from dllm_jax.options.rules import LARGEST, check_argument, shown
+
+__all__ = [
+    "LARGEST", "Arrays", "Fraction", "Int32", "NonNegativeFloat", "NonNegativeInt", "NoneMeans", "Odd",
+    "Options", "PerLayer", "PositiveFloat", "PositiveInt", "Profile", "Seed", "TracedFraction",
+    "TracedNonNegativeFloat", "TracedNonNegativeInt", "TracedPositiveFloat", "TracedPositiveInt",
+    "TracedUnlessZero", "TracedWidth", "absolute", "call", "check_argument", "check_names", "local_path",
+    "shown",
+]  # fmt: skip

@@ -15,19 +15,14 @@ queries, softmax, norms, sampling, launches, collectives. What a policy decides 
 `Assumed`.
 """
 
-from dllm_jax.roofline.flight import Throughput as Throughput
-from dllm_jax.roofline.flight import throughput as throughput
-from dllm_jax.roofline.hardware import HARDWARE as HARDWARE
-from dllm_jax.roofline.hardware import Hardware as Hardware
-from dllm_jax.roofline.predict import MemoryUse as MemoryUse
-from dllm_jax.roofline.predict import Prediction as Prediction
-from dllm_jax.roofline.predict import Work as Work
-from dllm_jax.roofline.predict import work as work
-from dllm_jax.roofline.simulation import schedule as schedule
-from dllm_jax.roofline.steps import Assumed as Assumed
-from dllm_jax.roofline.steps import Cost as Cost
-from dllm_jax.roofline.steps import Step as Step
-from dllm_jax.roofline.steps import cost as cost
-from dllm_jax.roofline.tower import Images as Images
-from dllm_jax.roofline.tower import images as images
-from dllm_jax.roofline.tower import tower_cost as tower_cost
+from dllm_jax.roofline.flight import Throughput, throughput
+from dllm_jax.roofline.hardware import HARDWARE, Hardware
+from dllm_jax.roofline.predict import MemoryUse, Prediction, Work, work
+from dllm_jax.roofline.simulation import schedule
+from dllm_jax.roofline.steps import Assumed, Cost, Step, cost
+from dllm_jax.roofline.tower import Images, images, tower_cost
+
+__all__ = [
+    "HARDWARE", "Assumed", "Cost", "Hardware", "Images", "MemoryUse", "Prediction", "Step", "Throughput",
+    "Work", "cost", "images", "schedule", "throughput", "tower_cost", "work",
+]  # fmt: skip

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Sampler
-from dllm_jax.testing.checks import POLICY_CHECKS as POLICY_CHECKS
-from dllm_jax.testing.checks import SAMPLER_CHECKS as SAMPLER_CHECKS
-from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Check
-from dllm_jax.testing.checks import Subject as Subject
-from dllm_jax.testing.models import FAMILIES as FAMILIES
-from dllm_jax.testing.models import tiny as tiny
-from dllm_jax.testing.runs import assert_same_run as assert_same_run
-from dllm_jax.testing.runs import of_sequence as of_sequence
+from dllm_jax.testing.checks import POLICY_CHECKS, SAMPLER_CHECKS, SEVERAL_AT_ONCE, Check, Subject
+from dllm_jax.testing.models import FAMILIES, tiny
+from dllm_jax.testing.runs import assert_same_run, of_sequence
+
+__all__ = [
+    "FAMILIES", "POLICY_CHECKS", "SAMPLER_CHECKS", "Subject", "assert_same_run", "check_policy",
+    "check_sampler", "of_sequence", "tiny",
+]  # fmt: skip
 
 
 def check_policy(

@@ -1,33 +1,26 @@
 """Training and fine-tuning with LLaDA's masked-diffusion loss; resumable."""
 
-from dllm_jax.training.batch import Batch as Batch
-from dllm_jax.training.config import TrainConfig as TrainConfig
-from dllm_jax.training.estimators import Masks as Masks
-from dllm_jax.training.estimators import elbo_masks as elbo_masks
-from dllm_jax.training.estimators import one_step_masks as one_step_masks
-from dllm_jax.training.estimators import response_log_probs as response_log_probs
-from dllm_jax.training.estimators import until_end as until_end
-from dllm_jax.training.loop import Run as Run
-from dllm_jax.training.loop import train as train
-from dllm_jax.training.loss import Metrics as Metrics
-from dllm_jax.training.loss import masked_diffusion_loss as masked_diffusion_loss
-from dllm_jax.training.objectives import PolicyMetrics as PolicyMetrics
-from dllm_jax.training.objectives import PreferenceMetrics as PreferenceMetrics
-from dllm_jax.training.objectives import dpo_loss as dpo_loss
-from dllm_jax.training.objectives import group_advantages as group_advantages
-from dllm_jax.training.objectives import grpo_loss as grpo_loss
-from dllm_jax.training.objectives import vrpo_loss as vrpo_loss
-from dllm_jax.training.setup import Optimizer as Optimizer
-from dllm_jax.training.setup import Setup as Setup
-from dllm_jax.training.setup import Trainable as Trainable
-from dllm_jax.training.setup import joined as joined
-from dllm_jax.training.setup import prepare as prepare
-from dllm_jax.training.setup import split as split
-from dllm_jax.training.source import Batches as Batches
-from dllm_jax.training.source import Memory as Memory
-from dllm_jax.training.source import Source as Source
-from dllm_jax.training.state import TrainState as TrainState
-from dllm_jax.training.state import abstract_state as abstract_state
-from dllm_jax.training.state import begin as begin
-from dllm_jax.training.state import model_of as model_of
-from dllm_jax.training.state import train_step as train_step
+from dllm_jax.training.batch import Batch
+from dllm_jax.training.config import TrainConfig
+from dllm_jax.training.estimators import Masks, elbo_masks, one_step_masks, response_log_probs, until_end
+from dllm_jax.training.loop import Run, train
+from dllm_jax.training.loss import Metrics, masked_diffusion_loss
+from dllm_jax.training.objectives import (
+    PolicyMetrics,
+    PreferenceMetrics,
+    dpo_loss,
+    group_advantages,
+    grpo_loss,
+    vrpo_loss,
+)
+from dllm_jax.training.setup import Optimizer, Setup, Trainable, joined, prepare, split
+from dllm_jax.training.source import Batches, Memory, Source
+from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
+
+__all__ = [
+    "Batch", "Batches", "Masks", "Memory", "Metrics", "Optimizer", "PolicyMetrics", "PreferenceMetrics",
+    "Run", "Setup", "Source", "TrainConfig", "TrainState", "Trainable", "abstract_state", "begin",
+    "dpo_loss", "elbo_masks", "group_advantages", "grpo_loss", "joined", "masked_diffusion_loss",
+    "model_of", "one_step_masks", "prepare", "response_log_probs", "split", "train", "train_step",
+    "until_end", "vrpo_loss",
+]  # fmt: skip

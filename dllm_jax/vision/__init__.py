@@ -1,8 +1,6 @@
 """Images of LLaDA-V: what `dj.chat` takes in the place of a tokenizer, and the functions it is made of."""
 
-from dllm_jax.vision.images import AnyRes as AnyRes
-from dllm_jax.vision.images import Merge as Merge
-from dllm_jax.vision.images import Pad as Pad
-from dllm_jax.vision.images import Views as Views
-from dllm_jax.vision.images import open_image as open_image
-from dllm_jax.vision.processor import Processor as Processor
+from dllm_jax.vision.images import AnyRes, Merge, Pad, Views, open_image
+from dllm_jax.vision.processor import Processor
+
+__all__ = ["AnyRes", "Merge", "Pad", "Processor", "Views", "open_image"]

@@ -3,11 +3,10 @@
 `dj.tune` for a model in memory, `python -m dllm_jax.eval tune` for a checkpoint; see docs/how-to/tuning.md.
 """
 
-from dllm_jax.eval.tuning.candidates import Candidate as Candidate
-from dllm_jax.eval.tuning.evidence import Estimate as Estimate
-from dllm_jax.eval.tuning.objectives import Objective as Objective
-from dllm_jax.eval.tuning.search import Search as Search
-from dllm_jax.eval.tuning.search import exact_match as exact_match
-from dllm_jax.eval.tuning.search import tune as tune
-from dllm_jax.eval.tuning.tuned import Row as Row
-from dllm_jax.eval.tuning.tuned import Tuned as Tuned
+from dllm_jax.eval.tuning.candidates import Candidate
+from dllm_jax.eval.tuning.evidence import Estimate
+from dllm_jax.eval.tuning.objectives import Objective
+from dllm_jax.eval.tuning.search import Search, exact_match, tune
+from dllm_jax.eval.tuning.tuned import Row, Tuned
+
+__all__ = ["Candidate", "Estimate", "Objective", "Row", "Search", "Tuned", "exact_match", "tune"]
