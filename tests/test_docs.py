@@ -72,8 +72,12 @@ def test_every_member_of_a_policy_and_of_the_canvas_is_described():
 
 def test_the_examples_of_background_pages_run(capsys):
     """An abstract model; a ladder, whose padding is not returned; published settings."""
-    for page in ("background/compiled.md", "background/performance.md", "policies/published-settings.md"):
-        exec(examples(page)[0], {})
+    for page, place in (
+        ("background/compiled.md", 0),
+        ("background/performance.md", 1),
+        ("policies/published-settings.md", 0),
+    ):
+        exec(examples(page)[place], {})
     model, *ladder, preset, listing = capsys.readouterr().out.splitlines()
     assert model.startswith("Model(llada, 8,015,581,184 parameters, bfloat16)")
     ladder = ladder[-4:]  # behind the lines of the model
@@ -81,6 +85,14 @@ def test_the_examples_of_background_pages_run(capsys):
     assert ladder[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
     assert preset.startswith("SparseDLLM(")
     assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
+
+
+def test_what_a_model_costs_is_printed_as_the_page_says(capsys):
+    """And the example of the package's docstring runs."""
+    exec(examples("background/performance.md")[0], {})
+    assert f"```text\n{capsys.readouterr().out}```" in (DOCS / "background/performance.md").read_text()
+    exec("\n".join(re.findall(r"^ {4}(\S.*)$", dj.roofline.__doc__, re.MULTILINE)), {})
+    assert capsys.readouterr().out.endswith(" True\n")
 
 
 def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):

@@ -1,12 +1,18 @@
 """What a generation must cost: bytes, FLOPs and milliseconds predicted from shapes alone.
 
-    plan = work(spec, policy, layout, batch=1)  # steps of each kind, what each moves and computes
-    plan.on(HARDWARE["h100"]).ms_per_token
+    import dllm_jax as dj
+
+    spec, h100 = dj.presets.model_spec("llada-8b"), dj.roofline.HARDWARE["h100"]
+    layout = dj.Layout(prompt=1024, response=256, block=32, steps=64)
+    plan = dj.roofline.work(spec, dj.policies.DualCache(), layout)  # steps of each kind, and their costs
+    print(plan.on(h100).ms_per_token, plan.memory.fits(h100))
 
 Prompts with images (LLaDA-V) have more positions, and a pass of the tower before the first step:
 
-    found = images(spec, [(1024, 768)])
-    work(spec, policy, Layout(64 + found.positions, 32, 32, 32), views=found.views)
+    spec = dj.presets.model_spec("llada-v-8b")
+    found = dj.roofline.images(spec, [(1024, 768)])
+    layout = dj.Layout(64 + found.positions, 32, 32, 32)
+    dj.roofline.work(spec, dj.policies.DualCache(), layout, views=found.views)
 
 A step takes the longer of moving its bytes and computing its FLOPs, both at the full rate of the hardware: a
 lower bound. Counted as well: what policies move of K/V besides, copies that join and gather pairs included.
